@@ -1,0 +1,291 @@
+"""One tree of settings, read from TOML with dotted overrides. Unknown keys are refused with "did you mean".
+
+Every field has a default that works, a sentence and a unit. What can be derived is not asked.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ConfigError
+from shoal.types import Json
+
+
+class Section(BaseModel):
+    """A table of settings: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """The model being trained."""
+
+    path: str = Field("demo", description="A Hugging Face directory or hub name; `demo` is the embedded model.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
+    gradient_checkpointing: bool = Field(False, description="Trades computing for memory in the update.")
+
+
+class TaskConfig(Section):
+    """One task service of the mixture."""
+
+    name: str = Field(description="A reasoning-gym dataset, or any name for a JSONL file.")
+    service: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Who draws the tasks.")
+    weight: float = Field(1.0, gt=0, description="Share of the drawn groups, relative to the other tasks.")
+    params: dict[str, Json] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
+    curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
+    path: str | None = Field(None, description="JSONL with prompt, answer, info per line (service = jsonl).")
+    scorer: Literal["exact", "number", "contains"] = Field("exact", description="How a JSONL answer is scored.")
+    eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
+    system_prompt: str = Field("", description="Put before every question; empty for none.")
+    rewrite: list[tuple[str, str]] = Field(
+        default_factory=list, description="Regular expression and replacement pairs that shorten the question."
+    )
+
+
+class RolloutConfig(Section):
+    """How answers are drawn for training."""
+
+    group_size: int = Field(8, ge=1, description="Rollouts per task.")
+    max_tokens: int = Field(256, ge=1, description="Answer budget in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Of the sampling distribution.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 is off.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
+
+
+class EngineConfig(Section):
+    """Where answers come from."""
+
+    url: str | None = Field(None, description="A running engine; none starts the local one.")
+    max_running: int = Field(128, ge=1, description="Sequences decoded at once by the local engine.")
+    max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
+    max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
+    on_update: Literal["recompute", "keep", "drain"] = Field(
+        "recompute", description="What running answers do when new weights come."
+    )
+
+
+class AsyncConfig(Section):
+    """How far generation may run ahead of training."""
+
+    eta: int = Field(2, ge=0, description="Staleness bound in versions; 0 is exactly synchronous.")
+    late: Literal["drop", "mask_tokens", "train"] = Field(
+        "drop", description="What happens to groups older than eta at consumption."
+    )
+
+
+class GRPOLoss(Section):
+    """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+
+
+class DecoupledLoss(Section):
+    """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
+
+    name: Literal["decoupled"] = "decoupled"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
+    behaviour_correction: Literal["on", "off_and_biased"] = Field(
+        "on", description="Whether pi_prox / pi_behav weighs each token; turning it off biases the gradient."
+    )
+
+
+class DoubleSidedLoss(Section):
+    """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
+
+    name: Literal["double_sided"] = "double_sided"
+    band_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - band_low are masked.")
+    band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
+
+
+LossConfig: TypeAlias = Annotated[GRPOLoss | DecoupledLoss | DoubleSidedLoss, Field(discriminator="name")]
+
+
+class TrainConfig(Section):
+    """The optimizer's side."""
+
+    steps: int = Field(100, ge=1, description="Training steps of the run.")
+    groups_per_step: int = Field(8, ge=1, description="Groups consumed by one step.")
+    minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
+    push_every: int = Field(1, ge=1, description="Steps between pushes of the weights to the engines (K).")
+    loss: LossConfig = Field(DecoupledLoss(), description="By name; its parameters are its own.")
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field("grpo", description="Baseline and scale within a group.")
+    optimizer: Literal["adamw", "adam"] = Field("adamw", description="Decoupled or no weight decay.")
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's moving averages.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
+    reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
+    rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
+    tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
+
+
+class RewardConfig(Section):
+    """The scorer's worker processes."""
+
+    workers: int = Field(1, ge=1, description="Processes that score.")
+    timeout_s: float = Field(5.0, gt=0, description="Deadline of one score, queueing not counted.")
+
+
+class EvalConfig(Section):
+    """Held-out questions."""
+
+    every_steps: int = Field(20, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    questions: int = Field(128, ge=1, description="Held-out questions, spread over the tasks by weight.")
+
+
+class CheckpointConfig(Section):
+    """What survives a crash."""
+
+    every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays what came since.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class MetricsConfig(Section):
+    """Where numbers go besides metrics.jsonl."""
+
+    prometheus_port: int | None = Field(None, ge=0, le=65535, description="Serve /metrics on loopback; 0 picks a port.")
+    tensorboard: bool = Field(False, description="Write event files (needs the `tensorboard` extra).")
+    wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run_dir: str = Field("runs/latest", description="Everything the run writes.")
+    seed: int = Field(0, description="Name in every seed of the run.")
+    model: ModelConfig = Field(ModelConfig())
+    tasks: list[TaskConfig] = Field(min_length=1, description="The mixture.")
+    rollout: RolloutConfig = Field(RolloutConfig())
+    engine: EngineConfig = Field(EngineConfig())
+    asynchrony: AsyncConfig = Field(AsyncConfig())
+    train: TrainConfig = Field(TrainConfig())
+    reward: RewardConfig = Field(RewardConfig())
+    eval: EvalConfig = Field(EvalConfig())
+    checkpoint: CheckpointConfig = Field(CheckpointConfig())
+    metrics: MetricsConfig = Field(MetricsConfig())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        names = [task.name for task in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tasks: names must differ, got {twice[0]!r} twice")
+        if self.train.groups_per_step % self.train.minibatches:
+            raise ValueError(
+                f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
+                f"got {self.train.minibatches}"
+            )
+        for task in self.tasks:
+            if task.service == "jsonl" and task.path is None:
+                raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")
+        return self
+
+
+def known_keys(model: type[BaseModel]) -> list[str]:
+    """The names of a section's fields."""
+    return list(model.model_fields)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+    return parse(data, overrides)
+
+
+def parse(data: dict[str, Json], overrides: Iterable[str] = ()) -> Config:
+    """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def to_toml(config: Config) -> str:
+    """Every setting with its value, in the form that `load` reads."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _apply(data: dict[str, Json], override: str) -> None:
+    """Sets one dotted key, as in `train.lr=1e-4` or `--tasks.0.weight=2`."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected --section.key=value")
+    try:
+        value: Json = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, last = key.split(".")
+    node: Json = data
+    for part in path:
+        node = _child(node, part, key)
+    if isinstance(node, list):
+        _child(node, last, key)
+        node[int(last)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
+
+
+def _child(node: Json, part: str, key: str) -> Json:
+    if isinstance(node, list):
+        if not part.isdigit() or int(part) >= len(node):
+            raise ConfigError(f"override {key!r}: expected an index below {len(node)}, got {part!r}")
+        return node[int(part)]
+    if isinstance(node, dict):
+        return node.setdefault(part, {})
+    raise ConfigError(f"override {key!r}: {part!r} is inside a value, not a section")
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first complaint of pydantic as one sentence that names the field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*path[:-1], close[0]])!r}?" if close else ""
+        return f"unknown setting {where!r}{hint}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"]) if not where else f"{where}: {first['ctx']['error']}"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+
+
+def _siblings(path: Sequence[str]) -> list[str]:
+    """The keys that would have been right where `path` ends."""
+    model: type[Section] = Config
+    for part in path[:-1]:
+        loss: dict[str, type[Section]] = {"grpo": GRPOLoss, "decoupled": DecoupledLoss, "double_sided": DoubleSidedLoss}
+        if part in loss:
+            model = loss[part]
+        elif part == "tasks":
+            model = TaskConfig
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                model = annotation
+    return known_keys(model)

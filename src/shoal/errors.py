@@ -1,0 +1,60 @@
+"""The tree of errors.
+
+    ShoalError                what a user can act on; the CLI prints one sentence and exits with code 2
+    ├── ConfigError           a configuration that cannot be run: names the field, what was expected, what came
+    ├── ModelError            a model directory that cannot be used
+    ├── TaskError             an unknown task, or one whose data cannot be read
+    ├── RunDirError           a run directory that cannot be written, read or resumed
+    ├── EngineError           an engine that cannot do what was asked
+    │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
+    │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
+    ├── TrainerError          the trainer process failed or refused a batch
+    ├── ChildDied             a child process ended without being asked to
+    └── WireError             bytes that are not what they claim to be
+
+Our own bugs are `AssertionError`s and keep their traceback.
+"""
+
+
+class ShoalError(Exception):
+    """Something the user can act on: the text says what was expected, what came and what to do."""
+
+
+class ConfigError(ShoalError):
+    """A configuration that cannot be run."""
+
+
+class ModelError(ShoalError):
+    """A model directory that cannot be used."""
+
+
+class TaskError(ShoalError):
+    """An unknown task, or one whose data cannot be read."""
+
+
+class RunDirError(ShoalError):
+    """A run directory that cannot be written, read or resumed."""
+
+
+class EngineError(ShoalError):
+    """An engine that cannot do what was asked."""
+
+
+class RequestRefused(EngineError):
+    """The request itself is wrong; trying again does not help."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine is gone, full or paused; trying again may help."""
+
+
+class TrainerError(ShoalError):
+    """The trainer process failed or refused a batch."""
+
+
+class ChildDied(ShoalError):
+    """A child process ended without being asked to."""
+
+
+class WireError(ShoalError):
+    """Bytes that are not what they claim to be."""

@@ -1,0 +1,250 @@
+"""The values that flow through Shoal; standard library only.
+
+    Task -> Completion -> Turn -> Rollout -> Group -> Sample
+
+Every value is frozen and checked once, on construction. `Rollout`s are portable (text and rewards cross
+tokenizers), `Sample`s are not (token ids and logprobs belong to one tokenizer).
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def seed_for(*names: str | int) -> int:
+    """A 63-bit seed that is the hash of a path of names, such as `seed_for("train", "chain_sum", 7)`.
+
+    Neighbouring integer seeds are never used: reasoning-gym draws item i from seed + i, so that seeds 42 and 43
+    share nearly all questions.
+
+    >>> seed_for("train", 1) == seed_for("train", 1) != seed_for("eval", 1)
+    True
+    """
+    path = "\x1f".join(str(name) for name in names)
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class Role(StrEnum):
+    """Who speaks a message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """From where a procedural task can be drawn again: same receipt, same question and truth."""
+
+    dataset: str
+    dataset_version: str
+    config: str  # JSON object, keys sorted
+    seed: int
+    index: int
+
+
+class Split(StrEnum):
+    """Disjoint halves of a task's questions."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt with what is needed to score an answer to it, drawn from the task service `service`."""
+
+    id: str
+    service: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    info: str = "{}"  # JSON object: whatever the scorer wants to know beyond the answer
+    receipt: Receipt | None = None
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped drawing tokens."""
+
+    STOP = "stop"
+    """A stop token was drawn; it is the last token of the completion."""
+    LENGTH = "length"
+    """The token budget or the context ran out."""
+    ABORT = "abort"
+    """Somebody asked the engine to stop; the tokens drawn so far are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p: expected a number in [0, 1), got {self.min_p}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of an engine.
+
+    The logprob (nats) of a token is the one it was drawn with: after temperature, top-p, top-k and min-p.
+    Versions never decrease: an interrupted answer goes on under newer weights.
+    """
+
+    token_ids: tuple[int, ...]  # [L]
+    logprobs: tuple[float, ...]  # [L] nats, <= 0
+    versions: tuple[int, ...]  # [L] the Version that drew each token
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"completion streams differ in length: {len(self.token_ids)} token ids, "
+                f"{len(self.logprobs)} logprobs, {len(self.versions)} versions"
+            )
+        if any(not math.isfinite(lp) or lp > 0 for lp in self.logprobs):
+            raise ValueError("completion logprobs must be finite and <= 0")
+        if any(a > b for a, b in zip(self.versions, self.versions[1:], strict=False)):
+            raise ValueError("completion versions must not decrease")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the engine had in context, and what it drew from there."""
+
+    prompt_ids: tuple[int, ...]  # [P]
+    completion: Completion
+
+
+class RewardStatus(StrEnum):
+    """Whether the scorer answered. Only `SCORED` says anything about the policy."""
+
+    SCORED = "scored"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a scorer said of an answer. `value` is 0 and means nothing unless `status` is `SCORED`."""
+
+    value: float
+    status: RewardStatus = RewardStatus.SCORED
+    parts: tuple[tuple[str, float], ...] = ()
+    evidence: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"reward value: expected a finite number, got {self.value}")
+
+
+class RolloutStatus(StrEnum):
+    """What became of a rollout. Only `FINISHED` ones enter baselines and gradients."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One generator's whole work on one task. `reason` says why when the status is `FAILED`."""
+
+    id: str
+    messages: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+    reward: Reward
+    status: RolloutStatus = RolloutStatus.FINISHED
+    reason: str = ""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version that drew the rollout's oldest token; None when nothing was drawn."""
+        drawn = [turn.completion.versions[0] for turn in self.turns if turn.completion.versions]
+        return min(drawn, default=None)
+
+    @property
+    def drawn_tokens(self) -> int:
+        """How many tokens the engine drew for this rollout."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task: the unit of advantage, of the buffer and of exchange."""
+
+    id: str
+    task: Task
+    rollouts: tuple[Rollout, ...]
+    admitted_version: int
+
+    @property
+    def finished(self) -> tuple[Rollout, ...]:
+        """The rollouts that may enter a baseline."""
+        return tuple(rollout for rollout in self.rollouts if rollout.status is RolloutStatus.FINISHED)
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the group's oldest drawn token; the admitted version when nothing was drawn."""
+        drawn = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in drawn if version is not None), default=self.admitted_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token row for the trainer, with streams of one length L.
+
+    Position i describes token i: `mask[i] == 1` says it was drawn and is trained, `logprobs[i]` is the behaviour
+    logprob it was drawn with, `versions[i]` the weights that drew it, `advantages[i]` what it is reinforced with.
+    Tokens with mask 0 (prompts, tool output) carry 0.0, -1 and 0.0. The first token is never trained: nothing
+    precedes it that could predict it.
+    """
+
+    tokens: tuple[int, ...]  # [L]
+    mask: tuple[int, ...]  # [L] 0 or 1
+    logprobs: tuple[float, ...]  # [L] nats
+    versions: tuple[int, ...]  # [L] -1 where mask is 0
+    advantages: tuple[float, ...]  # [L]
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "tokens": len(self.tokens),
+            "mask": len(self.mask),
+            "logprobs": len(self.logprobs),
+            "versions": len(self.versions),
+            "advantages": len(self.advantages),
+        }
+        if len(set(lengths.values())) != 1 or not self.tokens:
+            raise ValueError(f"sample streams must have one length > 0, got {lengths}")
+        if self.mask[0]:
+            raise ValueError("the first token of a sample cannot be trained: nothing precedes it")
+        for m, lp in zip(self.mask, self.logprobs, strict=True):
+            if m and not (math.isfinite(lp) and lp <= 0):
+                raise ValueError(f"sample logprobs must be finite and <= 0 where mask is 1, got {lp}")

@@ -1,0 +1,34 @@
+"""Bytes <-> values: msgpack with a format version in front and a size limit. Never pickle.
+
+The first byte is the format version; the rest is the msgpack of a dataclass of `shoal.types` (or any other type that
+msgspec knows), validated against that type while it is decoded.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from shoal.errors import WireError
+
+FORMAT = 1
+MAX_BYTES = 64 * 1024 * 1024
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: object) -> bytes:
+    """The bytes of a value; `decode` with the same type gives an equal one."""
+    return bytes([FORMAT]) + _encoder.encode(value)
+
+
+def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
+    """The value of type `type_` in `data`. Raises `WireError` for anything that is not exactly that."""
+    if len(data) > max_bytes:
+        raise WireError(f"expected at most {max_bytes} bytes, got {len(data)}")
+    if not data or data[0] != FORMAT:
+        raise WireError(f"expected wire format {FORMAT}, got {data[0] if data else 'no bytes'}")
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[1:], type=type_)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise WireError(f"expected a {getattr(type_, '__name__', type_)}: {error}") from error
