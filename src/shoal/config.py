@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from shoal.errors import ConfigError
-from shoal.types import Json
 
 
 class Section(BaseModel):
@@ -37,7 +36,7 @@ class TaskConfig(Section):
     name: str = Field(description="A reasoning-gym dataset, or any name for a JSONL file.")
     service: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Who draws the tasks.")
     weight: float = Field(1.0, gt=0, description="Share of the drawn groups, relative to the other tasks.")
-    params: dict[str, Json] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
+    params: dict[str, JsonValue] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
     curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
     path: str | None = Field(None, description="JSONL with prompt, answer, info per line (service = jsonl).")
     scorer: Literal["exact", "number", "contains"] = Field("exact", description="How a JSONL answer is scored.")
@@ -212,7 +211,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return parse(data, overrides)
 
 
-def parse(data: dict[str, Json], overrides: Iterable[str] = ()) -> Config:
+def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
     for override in overrides:
         _apply(data, override)
@@ -227,17 +226,17 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _apply(data: dict[str, Json], override: str) -> None:
+def _apply(data: dict[str, JsonValue], override: str) -> None:
     """Sets one dotted key, as in `train.lr=1e-4` or `--tasks.0.weight=2`."""
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r}: expected --section.key=value")
     try:
-        value: Json = tomllib.loads(f"value = {text}")["value"]
+        value: JsonValue = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     *path, last = key.split(".")
-    node: Json = data
+    node: JsonValue = data
     for part in path:
         node = _child(node, part, key)
     if isinstance(node, list):
@@ -249,7 +248,7 @@ def _apply(data: dict[str, Json], override: str) -> None:
         raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
 
 
-def _child(node: Json, part: str, key: str) -> Json:
+def _child(node: JsonValue, part: str, key: str) -> Json:
     if isinstance(node, list):
         if not part.isdigit() or int(part) >= len(node):
             raise ConfigError(f"override {key!r}: expected an index below {len(node)}, got {part!r}")
