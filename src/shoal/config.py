@@ -248,7 +248,7 @@ def _apply(data: dict[str, JsonValue], override: str) -> None:
         raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
 
 
-def _child(node: JsonValue, part: str, key: str) -> Json:
+def _child(node: JsonValue, part: str, key: str) -> JsonValue:
     if isinstance(node, list):
         if not part.isdigit() or int(part) >= len(node):
             raise ConfigError(f"override {key!r}: expected an index below {len(node)}, got {part!r}")
