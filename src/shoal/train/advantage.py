@@ -1,0 +1,119 @@
+"""From rewards to advantages, and from rollouts to the rows that are trained on. Pure.
+
+The baseline is over rollouts, never over rows: one rollout may give several rows, all with its advantage.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from shoal.types import Group, Rollout, Sample, Turn
+
+Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
+
+STD_EPS = 1e-6
+
+
+def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
+    """What each of a group's n rollouts is reinforced with.
+
+    grpo         (r_i - mean) / (std + 1e-6), std with n - 1 in the denominator (DeepSeekMath, arXiv 2402.03300 §4.1.2)
+    grpo_no_std  r_i - mean (Dr.GRPO, arXiv 2503.20783; GLM-5, arXiv 2602.15763)
+    rloo         r_i - mean of the others (arXiv 2402.14740)
+
+    Fewer than two rewards, or equal ones, compare nothing: all advantages are exactly 0.
+
+    >>> advantages([0.0, 1.0, 1.0, 0.0], "grpo_no_std")
+    [-0.5, 0.5, 0.5, -0.5]
+    >>> advantages([0.0, 3.0, 0.0], "rloo")
+    [-1.5, 3.0, -1.5]
+    """
+    n = len(rewards)
+    # The rounded mean of equal numbers may differ from them, and the std would blow the difference up.
+    if n < 2 or min(rewards) == max(rewards):
+        return [0.0] * n
+    mean = math.fsum(rewards) / n
+    centred = [reward - mean for reward in rewards]
+    match kind:
+        case "grpo_no_std":
+            return centred
+        case "rloo":
+            return [c * n / (n - 1) for c in centred]
+        case "grpo":
+            std = math.sqrt(math.fsum(c * c for c in centred) / (n - 1))
+            return [c / (std + STD_EPS) for c in centred]
+
+
+def is_informative(group: Group) -> bool:
+    """Whether the group's finished rollouts differ in reward; if not, its gradient is zero.
+
+    >>> from shoal.types import Group, Reward, Rollout, Task
+    >>> rollouts = tuple(Rollout(id=str(r), messages=(), turns=(), reward=Reward(r)) for r in (0.0, 1.0))
+    >>> is_informative(Group(id="g", task=Task("t", "s", ()), rollouts=rollouts, admitted_version=0))
+    True
+    """
+    rewards = [rollout.reward.value for rollout in group.finished]
+    return len(rewards) >= 2 and min(rewards) != max(rewards)
+
+
+def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
+    """The rows of a group's finished rollouts, in order, with their advantages.
+
+    Failed rollouts give neither baseline nor rows. A group with one finished rollout or equal rewards still gives its
+    rows, with advantage 0: they count in the loss's denominator.
+    """
+    finished = group.finished
+    values = advantages([rollout.reward.value for rollout in finished], kind)
+    return tuple(row for rollout, value in zip(finished, values, strict=True) for row in rows(rollout, value))
+
+
+def rows(rollout: Rollout, advantage: float) -> list[Sample]:
+    """The rollout's turns as token rows: every drawn token has mask 1 in exactly one of them.
+
+    A turn whose prompt begins with all tokens of the row before it extends that row (the tokens between have mask 0);
+    any other turn opens a new one. Turns in which nothing was drawn give nothing.
+
+    Raises ValueError for a turn with an empty prompt, whose first token nothing could predict.
+    """
+    result: list[Sample] = []
+    for turn in rollout.turns:
+        if not turn.completion.token_ids:
+            continue
+        if not turn.prompt_ids:
+            raise ValueError(f"rollout {rollout.id}: expected a prompt of at least one token, got an empty one")
+        last = result[-1] if result else None
+        if last is not None and turn.prompt_ids[: len(last.tokens)] == last.tokens:
+            result[-1] = _extended(last, turn, advantage)
+        else:
+            result.append(_extended(None, turn, advantage))
+    return result
+
+
+def _extended(row: Sample | None, turn: Turn, advantage: float) -> Sample:
+    """`row`, whose tokens begin the turn's prompt, followed by the rest of the prompt and the completion."""
+    start = 0 if row is None else len(row.tokens)
+    drawn = turn.completion
+    gap, n = len(turn.prompt_ids) - start, len(drawn.token_ids)
+    return Sample(
+        tokens=turn.prompt_ids + drawn.token_ids,
+        mask=(() if row is None else row.mask) + (0,) * gap + (1,) * n,
+        logprobs=(() if row is None else row.logprobs) + (0.0,) * gap + drawn.logprobs,
+        versions=(() if row is None else row.versions) + (-1,) * gap + drawn.versions,
+        advantages=(() if row is None else row.advantages) + (0.0,) * gap + (advantage,) * n,
+    )
+
+
+def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Sample, ...], int]:
+    """Takes the tokens drawn before `oldest_version` out of the gradient: the rows, and how many tokens that were.
+
+    Their advantage becomes 0 while their mask stays 1, so that the loss's denominator is still the number of tokens
+    before any filter.
+    """
+    result, late_tokens = [], 0
+    for row in rows:
+        late = [bool(m) and version < oldest_version for m, version in zip(row.mask, row.versions, strict=True)]
+        kept = (0.0 if is_late else a for is_late, a in zip(late, row.advantages, strict=True))
+        result.append(replace(row, advantages=tuple(kept)) if any(late) else row)
+        late_tokens += sum(late)
+    return tuple(result), late_tokens
