@@ -1,0 +1,59 @@
+# Needs make and Python 3.11 or newer; everything else goes into .venv.
+#   PYTHON=python3.12          which Python makes the environment
+#   PIP_ARGS="--no-index ..."  more arguments for every pip install
+#   TORCH_INDEX=URL            where torch comes from, for one build of it (CPU only, another CUDA)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
+
+.PHONY: demo test check lint docs constraints venv clean
+
+demo: $(VENV)/shoal-installed
+	$(BIN)/shoal demo
+
+test: $(VENV)/dev-installed
+	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m pytest -W error
+
+lint: $(VENV)/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/dev-installed
+	$(BIN)/python tools/docs.py
+
+constraints: $(VENV)/dev-installed
+	$(BIN)/python tools/constraints.py > constraints.new && mv constraints.new constraints.txt
+
+venv: $(VENV)/dev-installed
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each step leaves a stamp, so that a second call of make starts at once.
+$(VENV)/python-made:
+	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer; none was found. Name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) comes without venv or ensurepip; install them first (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and alone: what comes after must take the build that is there instead of fetching another one.
+$(VENV)/torch-installed: $(VENV)/python-made constraints.txt
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(shell grep '^torch==' constraints.txt)
+	@touch $@
+
+$(VENV)/shoal-installed: $(VENV)/torch-installed pyproject.toml
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/dev-installed: $(VENV)/torch-installed pyproject.toml
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/shoal-installed

@@ -1,0 +1,392 @@
+"""Numbers of a run: measured here, written to metrics.jsonl always, to Prometheus, TensorBoard and W&B on request.
+
+metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions) or
+"event" (something happened); `time_s` is the time since the run's start, with the time between a crash and a resume
+left out. `STEP_NAMES` and `EVAL_NAMES` say what every number means; every tracker uses the same names.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+import msgspec
+
+from shoal.config import MetricsConfig
+from shoal.errors import ConfigError, RunDirError
+from shoal.interfaces import Tracker
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+Record: TypeAlias = Mapping[str, float | str | None]
+_record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
+
+STEP_NAMES: Mapping[str, str] = {
+    "reward": "Mean reward of the finished rollouts consumed by the step.",
+    "reward/<task>": "The same for one task.",
+    "staleness_mean": "Mean staleness of the consumed groups, in versions.",
+    "staleness_max": "Largest staleness among the consumed groups, in versions.",
+    "tokens_per_s": "Tokens drawn for the consumed groups, per second since the step before.",
+    "samples_per_s": "Rollouts consumed, per second since the step before.",
+    "engine_busy": "Share of the time the engine spent computing, 0..1.",
+    "trainer_busy": "Share of the time the trainer spent computing, 0..1.",
+    "loss": "Loss of the step.",
+    "grad_norm": "Global gradient norm before clipping.",
+    "update_norm": "Norm of the change of the weights.",
+    "lr": "Learning rate.",
+    "entropy": "Mean entropy of the trained positions, in nats.",
+    "ratio_mean": "Mean over trained tokens of the ratio of the trained to the behaviour weights.",
+    "ratio_max": "Largest such ratio.",
+    "clipped_share": "Share of trained tokens whose ratio was clipped, 0..1.",
+    "masked_share": "Share of trained tokens that the loss left out, 0..1.",
+    "ess": "Effective sample size of the ratios over the number of trained tokens, 0..1.",
+    "mismatch": "Mean |logprob of the trainer - logprob of the engine| over the trained tokens, in nats.",
+    "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
+    "length_mean": "Mean answer length in tokens.",
+    "dropped_late": "Groups dropped since the step before because they were older than eta.",
+    "failed": "Rollouts failed since the step before, for reasons that are not the policy's.",
+}
+EVAL_NAMES: Mapping[str, str] = {
+    "sampled": "Mean score on held-out questions, answers drawn as in training.",
+    "greedy": "Mean score on held-out questions, most likely token each time; null when not run.",
+    "questions": "How many held-out questions were asked.",
+    "sampled/<task>": "`sampled` for one task.",
+    "greedy/<task>": "`greedy` for one task.",
+}
+COUNTS = frozenset({"dropped_late", "failed"})
+"""Names that count since the step before; a running sum of them makes sense."""
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Mean and extremes of the observed values, without keeping them."""
+
+    count: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def observe(self, value: float) -> None:
+        """Adds one value."""
+        self.count += 1
+        self.total += value
+        self.low = min(self.low, value)
+        self.high = max(self.high, value)
+
+    @property
+    def mean(self) -> float:
+        """Of the observed values; nan before the first."""
+        return self.total / self.count if self.count else math.nan
+
+
+class Measures:
+    """Numbers gathered between two steps: counters, gauges and distributions, each named by its first use.
+
+    >>> measures = Measures()
+    >>> measures.add("failed"); measures.put("lr", 1e-4)
+    >>> measures.observe("staleness", 0.0); measures.observe("staleness", 2.0)
+    >>> measures.take()
+    {'failed': 1.0, 'lr': 0.0001, 'staleness_mean': 1.0, 'staleness_max': 2.0}
+    >>> measures.take()
+    {'failed': 0.0, 'lr': 0.0001}
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._distributions: dict[str, Distribution] = {}
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Counts: `take` gives the sum since the `take` before."""
+        self._counters[name] = self._counters.get(name, 0.0) + amount
+
+    def put(self, name: str, value: float) -> None:
+        """Replaces: `take` gives the newest value."""
+        self._gauges[name] = value
+
+    def observe(self, name: str, value: float) -> None:
+        """Distributes: `take` gives `<name>_mean` and `<name>_max` of the values since the `take` before."""
+        self._distributions.setdefault(name, Distribution()).observe(value)
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call; counters and distributions begin again."""
+        values = self._counters | self._gauges
+        for name, seen in self._distributions.items():
+            values |= {f"{name}_mean": seen.mean, f"{name}_max": seen.high}
+        self._counters = dict.fromkeys(self._counters, 0.0)
+        self._distributions = {}
+        return values
+
+
+class Busy:
+    """Share of the time spent inside its `with` block; entering again before leaving counts once.
+
+    >>> now = iter([0.0, 1.0, 4.0, 10.0])
+    >>> busy = Busy(clock=lambda: next(now))
+    >>> with busy:
+    ...     pass
+    >>> busy.share()
+    0.3
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_at = self._changed_at = clock()
+        self._busy_s = 0.0
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._advance()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._advance()
+        self._depth -= 1
+
+    def share(self) -> float:
+        """Of the time since the last call (or the beginning), 0..1."""
+        self._advance()
+        passed_s = self._changed_at - self._asked_at
+        share = self._busy_s / passed_s if passed_s > 0 else 0.0
+        self._asked_at, self._busy_s = self._changed_at, 0.0
+        return share
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._depth:
+            self._busy_s += now - self._changed_at
+        self._changed_at = now
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl, in order; a line torn by a crash is left out. Raises `RunDirError`."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RunDirError(f"{path}: expected a metrics file, got {error.strerror}") from error
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = _record_decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None
+    return record if "kind" in record else None
+
+
+class JsonlTracker:
+    """Appends to metrics.jsonl. A record is one write of one whole line: a crash tears at most the last one."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Goes on after the records that `path` already has. Raises `RunDirError` when it cannot be written."""
+        earlier = read_records(path) if path.exists() else []
+        passed_s = max((_number(record.get("time_s")) for record in earlier), default=0.0)
+        self._clock = clock
+        self._started_at = clock() - passed_s
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirError(f"{path}: expected to write metrics there, got {error.strerror}") from error
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes a "step" record."""
+        self.write("step", {"step": step, **values})
+
+    def write(self, kind: str, values: Record) -> Record:
+        """Writes one record and returns it; numbers that are not finite become null."""
+        time_s = round(self._clock() - self._started_at, 3)
+        record: Record = {"kind": kind, "time_s": time_s, **{name: _finite(value) for name, value in values.items()}}
+        os.write(self._file, msgspec.json.encode(record) + b"\n")
+        return record
+
+    def close(self) -> None:
+        """Closes the file; nothing is pending."""
+        os.close(self._file)
+
+
+def _finite(value: float | str | None) -> float | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | str | None) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+class PrometheusTracker:
+    """Serves the newest values at http://127.0.0.1:<port>/metrics, loopback only, from a registry of its own.
+
+    A name becomes `shoal_<name>`, `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`, and the names in
+    `COUNTS` become counters that end in `_total`.
+    """
+
+    def __init__(self, port: int) -> None:
+        """Port 0 picks a free one; `port` says which. Raises `ConfigError` when the port is taken."""
+        from prometheus_client import CollectorRegistry, start_http_server  # imported by those who asked
+
+        self._latest: Mapping[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.prometheus_port: expected a free port, got {port} ({error.strerror}); 0 picks one"
+            ) from error
+        self.port = int(self._server.server_port)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Serves `values` from now on; those of other names stay."""
+        summed = {name: self._latest.get(name, 0.0) + values[name] for name in COUNTS & values.keys()}
+        # One assignment of a new mapping: the server's thread sees all of a step or nothing of it.
+        self._latest = {**self._latest, "step": step, **values, **summed}
+
+    def collect(self) -> Iterator["Metric"]:
+        """What the server serves; called by the registry."""
+        from prometheus_client.metrics_core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+        )
+
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for name, value in self._latest.items():
+            where, base, task = _parts(name)
+            full = f"shoal_{'task_' if task else ''}{where}{base}"
+            meaning = STEP_NAMES.get(base) or EVAL_NAMES.get(base) or base
+            family = CounterMetricFamily if base in COUNTS else GaugeMetricFamily
+            found = families.setdefault(full, family(full, meaning, labels=["task"] if task else []))
+            found.add_metric([task] if task else [], value)
+        yield from families.values()
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """`eval/sampled/chain_sum` -> ("eval_", "sampled", "chain_sum"); what is missing is empty."""
+    where, rest = ("eval_", name.removeprefix("eval/")) if name.startswith("eval/") else ("", name)
+    base, _, task = rest.partition("/")
+    return where, base, task
+
+
+class TensorBoardTracker:
+    """Writes TensorBoard event files, without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ConfigError` when the `tensorboard` extra is not installed."""
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ModuleNotFoundError as error:
+            raise _missing_extra("metrics.tensorboard", "tensorboard") from error
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one scalar per name."""
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """Logs to a Weights & Biases project; its own environment variables (WANDB_MODE, ...) apply."""
+
+    def __init__(self, project: str, run_dir: Path) -> None:
+        """Raises `ConfigError` when the `wandb` extra is not installed."""
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise _missing_extra("metrics.wandb_project", "wandb") from error
+        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of one step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Sends what is pending."""
+        self._run.finish()
+
+
+def _missing_extra(field: str, extra: str) -> ConfigError:
+    return ConfigError(
+        f"{field}: expected the package {extra}, which is not installed; pip install 'shoal[{extra}]' brings it"
+    )
+
+
+class Trackers:
+    """Every tracker of a run as one. metrics.jsonl comes first: what it cannot write, nobody else shows."""
+
+    def __init__(
+        self, jsonl: JsonlTracker, others: Sequence[Tracker] = (), listeners: Sequence[Callable[[Record], None]] = ()
+    ) -> None:
+        """`listeners` are called with each record as it was written, as live progress is."""
+        self._jsonl = jsonl
+        self._others = tuple(others)
+        self._listeners = tuple(listeners)
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Where Prometheus finds the run; None when it is not served."""
+        return next((other.port for other in self._others if isinstance(other, PrometheusTracker)), None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records one training step."""
+        self._tell(self._jsonl.write("step", {"step": step, **values}))
+        for other in self._others:
+            other.log(step, values)
+
+    def log_eval(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Records one evaluation after `step` steps; None says that it was not run."""
+        self._tell(self._jsonl.write("eval", {"step": step, **values}))
+        known = {f"eval/{name}": value for name, value in values.items() if value is not None}
+        for other in self._others:
+            other.log(step, known)
+
+    def log_event(self, name: str, **details: float | str | None) -> None:
+        """Records that something happened, in metrics.jsonl only."""
+        self._tell(self._jsonl.write("event", {"name": name, **details}))
+
+    def close(self) -> None:
+        """Closes every tracker."""
+        for tracker in (*self._others, self._jsonl):
+            tracker.close()
+
+    def _tell(self, record: Record) -> None:
+        for listener in self._listeners:
+            listener(record)
+
+
+def trackers_of(config: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
+    """The trackers that a config asks for. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
+    others: list[Tracker] = []
+    try:
+        if config.prometheus_port is not None:
+            others.append(PrometheusTracker(config.prometheus_port))
+        if config.tensorboard:
+            others.append(TensorBoardTracker(run_dir / "tensorboard"))
+        if config.wandb_project is not None:
+            others.append(WandbTracker(config.wandb_project, run_dir))
+        return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)
+    except (ConfigError, RunDirError):
+        for other in others:
+            other.close()
+        raise
