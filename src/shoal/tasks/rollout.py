@@ -1,0 +1,86 @@
+"""Runs the rollouts of one task: the question is rendered, answered, and scored."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.interfaces import Engine, Renderer, Scorer
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Reward,
+    RewardStatus,
+    Role,
+    Rollout,
+    RolloutStatus,
+    Sampling,
+    Task,
+    Turn,
+    seed_for,
+)
+
+RETRIES = 4
+RETRY_DELAY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTurn:
+    """Answers a task in one turn, `n` times from one prompt."""
+
+    engine: Engine
+    renderer: Renderer
+    scorer: Scorer
+    sampling: Sampling
+    priority: int = 0
+
+    async def rollouts(self, task: Task, n: int) -> tuple[Rollout, ...]:
+        """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
+        prompt_ids = tuple(self.renderer.prompt_ids(task.messages))
+        sampling = replace(self.sampling, seed=seed_for("rollout", self.sampling.seed or 0, task.id))
+        try:
+            completions = await self._completions(prompt_ids, sampling, n)
+        except (RequestRefused, EngineUnavailable) as error:
+            return tuple(_failed(task, i, f"engine: {error}") for i in range(n))
+        answers = [self.renderer.text(completion.token_ids) for completion in completions]
+        rewards = await self.scorer.score(task, answers)
+        return tuple(
+            _rollout(task, i, Turn(prompt_ids, completion), answer, reward)
+            for i, (completion, answer, reward) in enumerate(zip(completions, answers, rewards, strict=True))
+        )
+
+    async def _completions(self, prompt_ids: tuple[int, ...], sampling: Sampling, n: int) -> list[Completion]:
+        """The engine's answers, asked for again while it is unavailable."""
+        for attempt in range(RETRIES):
+            try:
+                return await self.engine.generate(prompt_ids, sampling, n=n, priority=self.priority)
+            except EngineUnavailable:
+                await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+        return await self.engine.generate(prompt_ids, sampling, n=n, priority=self.priority)
+
+
+def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rollout:
+    reason = ""
+    if turn.completion.finish_reason is FinishReason.ABORT:
+        reason = "engine: aborted"
+    elif reward.status is not RewardStatus.SCORED:
+        reason = f"scorer: {reward.status.value.replace('_', ' ')}"
+    return Rollout(
+        id=f"{task.id}#{i}",
+        messages=(*task.messages, Message(Role.ASSISTANT, answer)),
+        turns=(turn,),
+        reward=reward,
+        status=RolloutStatus.FAILED if reason else RolloutStatus.FINISHED,
+        reason=reason,
+    )
+
+
+def _failed(task: Task, i: int, reason: str) -> Rollout:
+    return Rollout(
+        id=f"{task.id}#{i}",
+        messages=task.messages,
+        turns=(),
+        reward=Reward(0.0, RewardStatus.FAILED, evidence=reason),
+        status=RolloutStatus.FAILED,
+        reason=reason,
+    )
