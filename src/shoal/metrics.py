@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import msgspec
 
-from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
-from shoal.interfaces import Tracker
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -332,11 +330,14 @@ def _missing_extra(field: str, extra: str) -> ConfigError:
     )
 
 
+Adapter: TypeAlias = PrometheusTracker | TensorBoardTracker | WandbTracker
+
+
 class Trackers:
     """Every tracker of a run as one. metrics.jsonl comes first: what it cannot write, nobody else shows."""
 
     def __init__(
-        self, jsonl: JsonlTracker, others: Sequence[Tracker] = (), listeners: Sequence[Callable[[Record], None]] = ()
+        self, jsonl: JsonlTracker, others: Sequence[Adapter] = (), listeners: Sequence[Callable[[Record], None]] = ()
     ) -> None:
         """`listeners` are called with each record as it was written, as live progress is."""
         self._jsonl = jsonl
@@ -375,16 +376,37 @@ class Trackers:
             listener(record)
 
 
-def trackers_of(config: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
-    """The trackers that a config asks for. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
-    others: list[Tracker] = []
+class TrackerSettings(Protocol):
+    """What `trackers_of` reads of a run's `config.MetricsConfig`."""
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Where to serve; 0 picks a port, None is off."""
+        ...
+
+    @property
+    def tensorboard(self) -> bool:
+        """Whether to write event files."""
+        ...
+
+    @property
+    def wandb_project(self) -> str | None:
+        """Where to log at Weights & Biases; None is off."""
+        ...
+
+
+def trackers_of(
+    settings: TrackerSettings, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()
+) -> Trackers:
+    """The trackers that the settings ask for. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
+    others: list[Adapter] = []
     try:
-        if config.prometheus_port is not None:
-            others.append(PrometheusTracker(config.prometheus_port))
-        if config.tensorboard:
+        if settings.prometheus_port is not None:
+            others.append(PrometheusTracker(settings.prometheus_port))
+        if settings.tensorboard:
             others.append(TensorBoardTracker(run_dir / "tensorboard"))
-        if config.wandb_project is not None:
-            others.append(WandbTracker(config.wandb_project, run_dir))
+        if settings.wandb_project is not None:
+            others.append(WandbTracker(settings.wandb_project, run_dir))
         return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)
     except (ConfigError, RunDirError):
         for other in others:

@@ -1,0 +1,106 @@
+"""What all tests share: one thread per process, a tiny model, and no skipping under CI=true."""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+# Before anything imports torch: threads of several test processes on few cores would only wait for each other.
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("shoal", deadline=None, max_examples=50)
+settings.load_profile("shoal")
+
+TINY_CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~"
+TINY_SPECIALS = ("<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+TINY_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: Qwen2 of 2 layers and width 32, one token per character, a chat template."""
+    path = tmp_path_factory.mktemp("tiny_model")
+    save_tiny_tokenizer(path)
+    save_tiny_weights(path)
+    return path
+
+
+def save_tiny_tokenizer(path: Path) -> None:
+    """One token per character of `TINY_CHARACTERS`, after the specials; `<|end|>` ends a turn."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*TINY_SPECIALS, *TINY_CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TINY_SPECIALS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|end|>",
+        chat_template=TINY_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(path)
+
+
+def save_tiny_weights(path: Path) -> None:
+    """Random weights from a fixed seed, large enough that the distributions are far from uniform."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    size = len(TINY_SPECIALS) + len(TINY_CHARACTERS)
+    config = Qwen2Config(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        pad_token_id=TINY_SPECIALS.index("<pad>"),
+        bos_token_id=None,
+        eos_token_id=TINY_SPECIALS.index("<|end|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+def skips_fail() -> bool:
+    """Whether a skipped test is a failure: on a laptop something may be missing, in CI nothing may."""
+    return os.environ.get("CI") == "true"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and skips_fail() and item.get_closest_marker("gpu") is None:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which is a failure under CI=true: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and skips_fail():
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which is a failure under CI=true: {report.longrepr}"
+    return report
