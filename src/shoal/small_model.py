@@ -1,0 +1,78 @@
+"""Small models made from nothing: for the demo, the benchmarks and the tests, where no pretrained weights can be had.
+
+What is written is an ordinary Hugging Face directory: Qwen2 architecture, a tokenizer with one token per printable
+character, and a chat template in which each role is one token.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+ROLES = ("system", "user", "assistant", "tool")
+END = "<|end|>"
+UNKNOWN = "<|unknown|>"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    + END
+    + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large a model is."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    feed_forward: int = 384
+    context: int = 1024
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and newline; anything else is the unknown token."""
+    specials = [UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        unk_token=UNKNOWN,
+        extra_special_tokens=specials[2:],
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def untrained(shape: Shape, seed: int) -> Qwen2ForCausalLM:
+    """A model with random weights."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def save(model: Qwen2ForCausalLM, directory: Path) -> None:
+    """Writes the model with its tokenizer as a Hugging Face directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)

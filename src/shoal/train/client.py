@@ -1,0 +1,61 @@
+"""The trainer process as the main process sees it; imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shoal import wire
+from shoal.config import ModelConfig, TrainConfig
+from shoal.errors import TrainerError
+from shoal.process import Child, torch_environment
+from shoal.train import messages as m
+from shoal.types import Sample
+
+A = TypeVar("A", bound=m.Answer)
+
+
+class TrainerProcess:
+    """Asks the trainer for one thing at a time. Every method raises `TrainerError`, or `ChildDied` when it is gone."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    @staticmethod
+    def child(log: Path, threads: int) -> Child:
+        """The process, not yet started."""
+        return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads))
+
+    async def start(
+        self, model_dir: Path, model: ModelConfig, train: TrainConfig, *, temperature: float, threads: int
+    ) -> m.Started:
+        """Loads the model."""
+        request = m.Start(str(model_dir), model.model_dump_json(), train.model_dump_json(), temperature, threads)
+        return await self._ask(request, m.Started)
+
+    async def step(self, groups: Sequence[tuple[Sample, ...]]) -> m.StepStats:
+        """One training step."""
+        return (await self._ask(m.Step(tuple(groups)), m.Stepped)).stats
+
+    async def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+        """For each row of L tokens the L - 1 logprobs (nats, temperature 1) of tokens 1..L-1."""
+        return (await self._ask(m.Logprobs(tuple(tuple(row) for row in rows)), m.Scored)).logprobs
+
+    async def publish(self, path: Path) -> float:
+        """Writes the weights to a safetensors file and counts as a push; seconds it took."""
+        return (await self._ask(m.Publish(str(path)), m.Done)).seconds
+
+    async def save(self, directory: Path) -> float:
+        """Writes weights, optimizer and counters into an existing directory; seconds it took."""
+        return (await self._ask(m.Save(str(directory)), m.Done)).seconds
+
+    async def load(self, directory: Path) -> float:
+        """Goes on from what `save` wrote; seconds it took."""
+        return (await self._ask(m.Load(str(directory)), m.Done)).seconds
+
+    async def _ask(self, request: m.Request, expected: type[A]) -> A:
+        answer = m.answer_from(await self._child.ask(wire.encode(request)))
+        if isinstance(answer, m.Failed):
+            raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
+        if not isinstance(answer, expected):
+            raise TrainerError(f"the trainer answered {type(request).__name__} with {type(answer).__name__}")
+        return answer
