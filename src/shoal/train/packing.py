@@ -5,31 +5,43 @@ A micro-batch is what one forward and backward see; the split changes memory and
 
 from collections.abc import Sequence
 
+from shoal.types import Sample
 
-def micro_batches(lengths: Sequence[int], budget_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Indices of rows, in micro-batches of at most `budget_tokens` tokens: first-fit-decreasing.
 
-    A row longer than the budget is alone in its micro-batch. Within one, rows go from long to short, so that rows of
-    like length are neighbours. `at_least` asks for more micro-batches than needed, as ranks that must all take the
-    same number do; empty ones are possible when there are fewer rows than that.
+def first_fit(sizes: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
+    """Indices of things, in bins of total size at most `budget`: first-fit-decreasing.
 
-    >>> micro_batches([3, 9, 5, 2, 4], budget_tokens=10)
+    A thing larger than the budget is alone in its bin. Within one, things go from large to small. `at_least` asks for
+    more bins than needed, as ranks that must all take the same number do; some may stay empty.
+
+    >>> first_fit([3, 9, 5, 2, 4], budget=10)
     [[1], [2, 4], [0, 3]]
     """
-    if budget_tokens < 1:
-        raise ValueError(f"budget_tokens: expected at least 1, got {budget_tokens}")
+    if budget < 1:
+        raise ValueError(f"budget: expected at least 1, got {budget}")
     bins: list[list[int]] = [[] for _ in range(at_least)]
-    room = [budget_tokens] * at_least
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        fit = next((b for b, free in enumerate(room) if length <= free or not bins[b]), None)
+    room = [budget] * at_least
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = sizes[index]
+        fit = next((b for b, free in enumerate(room) if size <= free or not bins[b]), None)
         if fit is None:
             bins.append([index])
-            room.append(budget_tokens - length)
+            room.append(budget - size)
         else:
             bins[fit].append(index)
-            room[fit] -= length
+            room[fit] -= size
     return bins
+
+
+def micro_batches(rows: Sequence[Sample], budget_tokens: int, at_least: int = 1) -> list[list[int]]:
+    """Indices of rows, in micro-batches of at most `budget_tokens` tokens; every row is in exactly one.
+
+    Rows with the same prompt stay together where the budget allows, because their prompt is computed, and counted,
+    once. A row longer than the budget is alone in its micro-batch.
+    """
+    families = [part for family in _families(rows) for part in _parts(rows, family, budget_tokens)]
+    sizes = [_tokens(rows, family) for family in families]
+    return [[row for family in bin_ for row in families[family]] for bin_ in first_fit(sizes, budget_tokens, at_least)]
 
 
 def even_slices(count: int, parts: int) -> list[range]:
@@ -39,3 +51,41 @@ def even_slices(count: int, parts: int) -> list[range]:
     [range(0, 2), range(2, 5)]
     """
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def prompt_length(row: Sample) -> int:
+    """Tokens before the first trained one; all of them when none is.
+
+    >>> prompt_length(Sample((5, 6, 7), (0, 0, 1), (0.0, 0.0, -1.0), (-1, -1, 0), (0.0, 0.0, 1.0)))
+    2
+    """
+    return row.mask.index(1) if 1 in row.mask else len(row.tokens)
+
+
+def _families(rows: Sequence[Sample]) -> list[list[int]]:
+    """Rows by prompt, in order of first appearance; long rows first within a family."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_prompt.setdefault(row.tokens[: prompt_length(row)], []).append(index)
+    return [sorted(family, key=lambda i: -len(rows[i].tokens)) for family in by_prompt.values()]
+
+
+def _tokens(rows: Sequence[Sample], family: Sequence[int]) -> int:
+    """Tokens of a family's rows with their common prompt counted once."""
+    prompt = prompt_length(rows[family[0]])
+    return prompt + sum(len(rows[i].tokens) - prompt for i in family)
+
+
+def _parts(rows: Sequence[Sample], family: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """The family, cut wherever it would exceed the budget."""
+    prompt = prompt_length(rows[family[0]])
+    parts: list[list[int]] = []
+    size = 0
+    for index in family:
+        answer = len(rows[index].tokens) - prompt
+        if not parts or size + answer > budget_tokens:
+            parts.append([])
+            size = prompt
+        parts[-1].append(index)
+        size += answer
+    return parts

@@ -1,0 +1,79 @@
+"""The sums behind a step's statistics, kept on the device and read once."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.train.loss import TokenLoss
+from shoal.train.messages import StepStats
+from shoal.train.optim import Update
+
+
+class Totals:
+    """Adds up micro-batches; every mean is over tokens, so it does not depend on the packing."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        # float64: a squared ratio overflows float32 from 44 nats on.
+        self._sums_K = torch.zeros(10, dtype=torch.float64, device=device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._computed_tokens = 0
+
+    def add(self, loss: Tensor, terms: TokenLoss, entropy_N: Tensor, gap_N: Tensor | None, tokens: int) -> None:
+        """One micro-batch of `tokens` tokens, N of them trained.
+
+        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known.
+        """
+        with torch.no_grad():
+            ratio_N = terms.ratio_T.double()
+            one = torch.ones((), device=ratio_N.device)
+            self._sums_K += torch.stack(
+                [
+                    loss.double(),
+                    entropy_N.sum(dtype=torch.float64),
+                    ratio_N.sum(),
+                    ratio_N.square().sum(),
+                    terms.clipped_T.sum().double(),
+                    terms.masked_T.sum().double(),
+                    terms.capped_T.sum().double(),
+                    (one * 0 if gap_N is None else gap_N.sum(dtype=torch.float64)).double(),
+                    one.double() * (0 if gap_N is None else gap_N.numel()),
+                    one.double() * ratio_N.numel(),
+                ]
+            )
+            self._largest = torch.maximum(self._largest, ratio_N.max())
+            self._computed_tokens += tokens
+
+    def stats(
+        self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
+    ) -> StepStats:
+        """The step's statistics; `tokens` were to be trained, `skipped_tokens` of them were not computed."""
+        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, n = self._sums_K.tolist()
+        taken = [update for update in updates if update.taken]
+        trained = n or math.inf
+        return StepStats(
+            loss=loss / minibatches,
+            grad_norm=_mean([update.grad_norm for update in taken]),
+            update_norm=_mean([update.update_norm for update in taken]),
+            lr=updates[-1].lr if updates else 0.0,
+            entropy=entropy / trained,
+            ratio_mean=ratio / trained,
+            ratio_max=float(self._largest),
+            clipped_share=clipped / trained,
+            masked_share=masked / trained,
+            capped_share=capped / trained,
+            ess=ratio * ratio / (squares * n) if squares else 0.0,
+            mismatch=gap / (gaps or math.inf),
+            tokens=tokens,
+            skipped_tokens=skipped_tokens,
+            computed_tokens=self._computed_tokens,
+            updates=len(taken),
+            refused_updates=len(updates) - len(taken),
+            seconds=seconds,
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """0 for none."""
+    return math.fsum(values) / len(values) if values else 0.0

@@ -1,0 +1,274 @@
+"""The trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
+
+Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs under autocast, so that small updates
+are not rounded away, and the published file holds bfloat16. Logprobs, losses and statistics are always float32.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
+from shoal.errors import TrainerError
+from shoal.model import DTYPES, load_model, packed_logprobs, resolve_device
+from shoal.train.loss import Streams, token_loss
+from shoal.train.messages import StepStats
+from shoal.train.optim import Optimizer, Update
+from shoal.train.packing import even_slices, micro_batches
+from shoal.train.totals import Totals
+from shoal.types import Sample
+
+WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed rows: T tokens, of which N are trained."""
+
+    tokens_T: Tensor
+    lengths: tuple[int, ...]
+    at_N: Tensor
+    """Positions of the trained tokens in `tokens_T`."""
+    behav_N: Tensor
+    advantage_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The rows of one optimizer update."""
+
+    batches: tuple[MicroBatch, ...]
+    """Only rows that are computed."""
+    denominator: int
+    """Trained tokens of all rows, computed or not."""
+    skipped_tokens: int
+    """Trained tokens of the rows that are not computed."""
+
+
+class Trainer:
+    """Takes training steps on a model.
+
+    Invariant: the weights after a step depend on the weights, moments and counters before it and on the step's groups,
+    and on nothing else; so a run that is resumed and replays its log arrives at the same weights.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        skip_uninformative: bool = True,
+    ) -> None:
+        """`temperature` is the rollouts'. Rows without any advantage are not computed if `skip_uninformative`.
+
+        Raises `ModelError` and `ConfigError`.
+        """
+        self.device = resolve_device(model.device)
+        self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
+        if model.gradient_checkpointing:
+            # Layers checkpoint in training mode only; the model as a whole stays in evaluation mode, without dropout.
+            for module in self.model.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.training = True
+        self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
+        self._dtype = DTYPES[model.dtype]
+        self._config = train
+        self._temperature = temperature
+        self._skip_uninformative = skip_uninformative
+        self._optimizer = Optimizer(self.model, train)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def step(self, groups: Sequence[Sequence[Sample]]) -> StepStats:
+        """Takes one step of `train.minibatches` updates over the rows of each group, in order.
+
+        Raises `TrainerError` for rows that this model cannot read.
+        """
+        started = time.perf_counter()
+        self._check(groups)
+        slices = even_slices(len(groups), self._config.minibatches)
+        minibatches = [self._minibatch([row for i in part for row in groups[i]]) for part in slices]
+        # The training forward of the first update is itself the proximal one.
+        wants_prox = isinstance(self._config.loss, DecoupledLoss)
+        prox = [self._proximal(m) if wants_prox and k else None for k, m in enumerate(minibatches)]
+        totals = Totals(self.device)
+        updates: list[Update] = []
+        for k, minibatch in enumerate(minibatches):
+            self._accumulate(minibatch, prox[k], totals, fresh=k == 0 or wants_prox)
+            # Without a gradient nothing is learned: moments and schedule stay as they are.
+            if any(bool(batch.advantage_N.any()) for batch in minibatch.batches):
+                updates.append(self._optimizer.update())
+        return totals.stats(
+            updates,
+            minibatches=len(minibatches),
+            tokens=sum(minibatch.denominator for minibatch in minibatches),
+            skipped_tokens=sum(minibatch.skipped_tokens for minibatch in minibatches),
+            seconds=time.perf_counter() - started,
+        )
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each row of L tokens the L - 1 logprobs (nats) at temperature 1 of tokens 1..L-1.
+
+        What `Engine.score` gives for the same weights, up to rounding.
+        """
+        result: list[list[float]] = []
+        with torch.no_grad(), self._precision():
+            for row in rows:
+                logp_T, _ = packed_logprobs(self.model, self._long(row), [len(row)])
+                result.append(logp_T[1:].tolist())
+        return result
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name, float32, tied ones once."""
+        seen: set[int] = set()
+        result: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                result[name] = tensor.detach()
+        return result
+
+    def write_weights(self, path: Path) -> None:
+        """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all."""
+        _write(path, {name: _as(tensor, self._dtype) for name, tensor in self.tensors().items()})
+
+    def pushed(self) -> None:
+        """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
+        self._optimizer.pushed()
+
+    def save(self, directory: Path) -> None:
+        """Writes float32 weights, moments and counters into an existing directory."""
+        _write(directory / WEIGHTS_FILE, self.tensors())
+        _write(directory / OPTIMIZER_FILE, self._optimizer.state())
+
+    def load(self, directory: Path) -> None:
+        """Goes on from what `save` wrote. Raises `TrainerError` when it is missing or of another model."""
+        weights, state = _read(directory / WEIGHTS_FILE), _read(directory / OPTIMIZER_FILE)
+        own = self.tensors()
+        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+            raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
+        self._optimizer.load_state(state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+
+    def _check(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Refuses what the model would answer with an index error or with nonsense."""
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        for row in (row for group in groups for row in group):
+            low, high = min(row.tokens), max(row.tokens)
+            if low < 0 or high >= vocabulary:
+                raise TrainerError(f"row of tokens: expected ids in 0..{vocabulary - 1}, got {low}..{high}")
+            if longest is not None and len(row.tokens) > longest:
+                raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
+
+    def _minibatch(self, rows: Sequence[Sample]) -> Minibatch:
+        """The rows of one update, packed."""
+        trained = [sum(row.mask) for row in rows]
+        wanted = [
+            row
+            for row, count in zip(rows, trained, strict=True)
+            if count and (any(row.advantages) or not self._skip_uninformative)
+        ]
+        packed = micro_batches(wanted, self.tokens_per_microbatch)
+        return Minibatch(
+            batches=tuple(self._micro_batch([wanted[i] for i in indices]) for indices in packed if indices),
+            denominator=sum(trained),
+            skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
+        )
+
+    def _micro_batch(self, rows: Sequence[Sample]) -> MicroBatch:
+        """Rows end to end."""
+        mask = [m for row in rows for m in row.mask]
+        at = [i for i, m in enumerate(mask) if m]
+        behav = [lp for row in rows for lp in row.logprobs]
+        advantage = [a for row in rows for a in row.advantages]
+        return MicroBatch(
+            tokens_T=self._long([token for row in rows for token in row.tokens]),
+            lengths=tuple(len(row.tokens) for row in rows),
+            at_N=self._long(at),
+            behav_N=torch.tensor([behav[i] for i in at], dtype=torch.float32, device=self.device),
+            advantage_N=torch.tensor([advantage[i] for i in at], dtype=torch.float32, device=self.device),
+        )
+
+    def _logp(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        with self._precision():
+            return packed_logprobs(
+                self.model,
+                batch.tokens_T,
+                batch.lengths,
+                temperature=self._temperature,
+                with_entropy=with_entropy,
+                at=batch.at_N,
+            )
+
+    def _proximal(self, minibatch: Minibatch) -> list[Tensor]:
+        """Logprobs under the present weights, one stream per micro-batch."""
+        with torch.no_grad():
+            return [self._logp(batch, with_entropy=False)[0] for batch in minibatch.batches]
+
+    def _accumulate(self, minibatch: Minibatch, prox: list[Tensor] | None, totals: Totals, *, fresh: bool) -> None:
+        """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
+        for i, batch in enumerate(minibatch.batches):
+            logp_N, entropy_N = self._logp(batch, with_entropy=True)
+            assert entropy_N is not None
+            prox_N = prox[i] if prox is not None else logp_N.detach()
+            streams = Streams(
+                logp_N, prox_N, batch.behav_N, batch.advantage_N, torch.ones_like(logp_N, dtype=torch.bool)
+            )
+            terms = token_loss(streams, self._config.loss)
+            loss = terms.loss_T.sum() / minibatch.denominator
+            loss.backward()  # type: ignore[no-untyped-call]
+            gap_N = (prox_N - batch.behav_N).abs() if fresh else None
+            totals.add(loss.detach(), terms, entropy_N, gap_N, sum(batch.lengths))
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
+
+    def _long(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def default_tokens_per_microbatch(device: str) -> int:
+    """Packing budget: on a GPU what fills it, on a CPU what stays near its caches."""
+    return 16384 if device.startswith("cuda") else 1024
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating tensors in `dtype`; integer buffers as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file that is on the disk before it gets its name."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata={"format": "pt"})
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
+    return tensors
