@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ModelError
 
@@ -75,9 +76,21 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    model.to(device).eval()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(device).eval()
+        _checkpoint_layers(model)
+    return model
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Has layers forget their activations and compute them again in the backward pass."""
+    # The older name is the only one before transformers 5.23 and a warning since.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        # Layers checkpoint in training mode only; what is inside them stays in evaluation mode, without dropout.
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def refuse_unsupported(config: object) -> None:

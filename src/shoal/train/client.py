@@ -40,9 +40,9 @@ class TrainerProcess:
         """For each row of L tokens the L - 1 logprobs (nats, temperature 1) of tokens 1..L-1."""
         return (await self._ask(m.Logprobs(tuple(tuple(row) for row in rows)), m.Scored)).logprobs
 
-    async def publish(self, path: Path) -> float:
-        """Writes the weights to a safetensors file and counts as a push; seconds it took."""
-        return (await self._ask(m.Publish(str(path)), m.Done)).seconds
+    async def publish(self, path: Path, *, push: bool = True) -> float:
+        """Writes the weights to a safetensors file; seconds it took. `push` says whether it counts as a push."""
+        return (await self._ask(m.Publish(str(path), push), m.Done)).seconds
 
     async def save(self, directory: Path) -> float:
         """Writes weights, optimizer and counters into an existing directory; seconds it took."""

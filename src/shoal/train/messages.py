@@ -81,9 +81,11 @@ class Logprobs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Writes the weights to a safetensors file that the engines will serve, and counts as a push."""
+    """Writes the weights to a safetensors file that the engines will serve."""
 
     path: str
+    push: bool = True
+    """Whether it counts as a push; not when a resumed run serves again what was pushed before it ended."""
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
 from shoal.errors import TrainerError
@@ -77,11 +76,6 @@ class Trainer:
         """
         self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
-        if model.gradient_checkpointing:
-            # Layers checkpoint in training mode only; the model as a whole stays in evaluation mode, without dropout.
-            for module in self.model.modules():
-                if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True
         self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
         self._dtype = DTYPES[model.dtype]
         self._config = train
@@ -102,14 +96,14 @@ class Trainer:
         started = time.perf_counter()
         self._check(groups)
         slices = even_slices(len(groups), self._config.minibatches)
-        minibatches = [self._minibatch([row for i in part for row in groups[i]]) for part in slices]
+        minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         # The training forward of the first update is itself the proximal one.
         wants_prox = isinstance(self._config.loss, DecoupledLoss)
         prox = [self._proximal(m) if wants_prox and k else None for k, m in enumerate(minibatches)]
         totals = Totals(self.device)
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
-            self._accumulate(minibatch, prox[k], totals, fresh=k == 0 or wants_prox)
+            self.accumulate(minibatch, prox[k], totals, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay as they are.
             if any(bool(batch.advantage_N.any()) for batch in minibatch.batches):
                 updates.append(self._optimizer.update())
@@ -178,7 +172,7 @@ class Trainer:
             if longest is not None and len(row.tokens) > longest:
                 raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
 
-    def _minibatch(self, rows: Sequence[Sample]) -> Minibatch:
+    def minibatch(self, rows: Sequence[Sample]) -> Minibatch:
         """The rows of one update, packed."""
         trained = [sum(row.mask) for row in rows]
         wanted = [
@@ -223,7 +217,7 @@ class Trainer:
         with torch.no_grad():
             return [self._logp(batch, with_entropy=False)[0] for batch in minibatch.batches]
 
-    def _accumulate(self, minibatch: Minibatch, prox: list[Tensor] | None, totals: Totals, *, fresh: bool) -> None:
+    def accumulate(self, minibatch: Minibatch, prox: list[Tensor] | None, totals: Totals, *, fresh: bool) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
         for i, batch in enumerate(minibatch.batches):
             logp_N, entropy_N = self._logp(batch, with_entropy=True)
@@ -258,12 +252,16 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file that is on the disk before it gets its name."""
+    """A safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
     unfinished = path.with_name(path.name + ".unfinished")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata={"format": "pt"})
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contiguous, unfinished, metadata={"format": "pt"})
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"{path}: cannot be written: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:

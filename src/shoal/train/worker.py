@@ -95,9 +95,10 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
             return Stepped(trainer.step(groups))
         case Logprobs(rows):
             return Scored(tuple(tuple(row) for row in trainer.logprobs(rows)))
-        case Publish(path):
+        case Publish(path, push):
             trainer.write_weights(Path(path))
-            trainer.pushed()
+            if push:
+                trainer.pushed()
         case Save(directory):
             trainer.save(Path(directory))
         case Load(directory):
