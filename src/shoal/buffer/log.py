@@ -1,0 +1,306 @@
+"""The experience log: one SQLite file per run, to which rows are only ever added.
+
+    started    a group was admitted            every group has exactly one row here, and then at most one of
+    groups     its rollouts were committed     finished_seq is the order of commit
+    ended      it failed or was dropped        with the reason; a group that finished may still be dropped
+    consumed   it was trained on               finished_seq is the key: a second use cannot be recorded
+    steps      what one training step consumed and under which Version
+    published  checksums of the Versions
+    checkpoints  the steps after which a checkpoint was saved
+
+Everything else (counts, staleness, what waits, what a crash interrupted) is derived from these.
+`after_step` is the last step consumed when a row was written, -1 before the first.
+
+SQLite runs in WAL mode with synchronous=NORMAL: what is committed survives the death of any process at any moment;
+`sync` makes it survive the loss of power too.
+"""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from shoal import wire
+from shoal.errors import RunDirError
+from shoal.types import Group, Rollout, Task
+
+FORMAT = "1"
+FILE = "log.sqlite"
+INTERRUPTED = "interrupted"
+"""The reason of groups that were in flight when the process that ran them ended."""
+
+Late = Literal["drop", "mask_tokens", "train"]
+
+_SCHEMA = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE started(
+    started_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, service TEXT NOT NULL,
+    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
+CREATE TABLE groups(
+    finished_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, task BLOB NOT NULL,
+    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
+CREATE TABLE rollouts(finished_seq INTEGER NOT NULL, position INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE UNIQUE INDEX rollouts_of_group ON rollouts(finished_seq, position);
+CREATE TABLE ended(
+    group_id TEXT PRIMARY KEY, outcome TEXT NOT NULL, reason TEXT NOT NULL, after_step INTEGER NOT NULL);
+CREATE TABLE consumed(
+    finished_seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, position INTEGER NOT NULL,
+    horizon INTEGER NOT NULL, trained_from INTEGER NOT NULL);
+CREATE UNIQUE INDEX consumed_in_step ON consumed(step, position);
+CREATE TABLE steps(step INTEGER PRIMARY KEY, version INTEGER NOT NULL, version_after INTEGER NOT NULL);
+CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
+CREATE TABLE checkpoints(step INTEGER NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunMeta:
+    """What an audit must know of a run; a run can only be resumed with the same values."""
+
+    eta: int
+    late: Late
+    groups_per_step: int
+    push_every: int
+    config_hash: str = ""
+    """For the record; a resumed run may differ in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One training step as the log has it."""
+
+    step: int
+    version: int
+    """Of the weights that were trained."""
+    version_after: int
+    """`version`, or one more when the step ends with a push."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedGroup:
+    """One group of a step: how it was chosen and what of it was trained."""
+
+    finished_seq: int
+    horizon: int
+    """The newest finished_seq that could have been chosen instead."""
+    trained_from: int
+    """Tokens of older Versions were masked."""
+
+
+class LockedLog:
+    """The one connection that writes a run's log. Invariant: while it is open, no other process has one."""
+
+    def __init__(self, connection: sqlite3.Connection, lock: IO[bytes] | None, path: Path) -> None:
+        self.connection = connection
+        self.path = path
+        self._lock = lock
+
+    def sync(self) -> None:
+        """Makes what was committed survive the loss of power. Blocks; any thread may call it.
+
+        Frames of the write-ahead log that were moved into the database are synced by SQLite; the others here. SQLite
+        keeps no lock on this file, so closing it releases none.
+        """
+        for path in (self.path.with_name(f"{FILE}-wal"), self.path.parent):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Closes the file and lets others write it."""
+        self.connection.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
+    """Creates the log of a run, or opens the one that is there when `resume`. Raises `RunDirError`."""
+    path = run_dir / FILE
+    if path.exists() and not resume:
+        raise RunDirError(f"{run_dir} already holds a run; resume it with --resume or choose another run_dir")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "log.lock").open("ab")
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    except (OSError, sqlite3.Error) as error:
+        lock.close()
+        raise RunDirError(f"{path} cannot be opened; does another process write this run? ({error})") from error
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        _create_or_check(connection, meta, path)
+    except (sqlite3.Error, RunDirError) as error:
+        connection.close()
+        lock.close()
+        raise error if isinstance(error, RunDirError) else RunDirError(f"{path} is not a log: {error}") from error
+    return LockedLog(connection, lock, path)
+
+
+def memory_log(meta: RunMeta) -> LockedLog:
+    """A log that lives and dies with the process, for simulation."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    _create_or_check(connection, meta, Path(":memory:"))
+    return LockedLog(connection, None, Path(":memory:"))
+
+
+def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) -> None:
+    """A file without the meta table belongs to a process that died while creating it: it is filled now."""
+    values = {
+        "format": FORMAT,
+        "async.eta": str(meta.eta),
+        "async.late": meta.late,
+        "train.groups_per_step": str(meta.groups_per_step),
+        "train.push_every": str(meta.push_every),
+    }
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        rows = [*values.items(), ("config_hash", meta.config_hash)]
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+        connection.execute("COMMIT")
+        return
+    stored = dict(connection.execute("SELECT key, value FROM meta"))
+    for key, value in values.items():
+        if stored.get(key) != value:
+            raise RunDirError(f"{path} was written with {key} = {stored.get(key)}; it cannot go on with {value}")
+
+
+def read_meta(connection: sqlite3.Connection) -> RunMeta:
+    """What the run was started with."""
+    stored = dict(connection.execute("SELECT key, value FROM meta"))
+    late: dict[str, Late] = {"drop": "drop", "mask_tokens": "mask_tokens", "train": "train"}
+    return RunMeta(
+        eta=int(stored["async.eta"]),
+        late=late[stored["async.late"]],
+        groups_per_step=int(stored["train.groups_per_step"]),
+        push_every=int(stored["train.push_every"]),
+        config_hash=stored["config_hash"],
+    )
+
+
+@contextmanager
+def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only view of a run's log at one moment, whether the run goes on, has ended or was killed.
+
+    Raises `RunDirError` when there is no log, or none that can be read.
+    """
+    path = run_dir / FILE
+    if not path.exists():
+        raise RunDirError(f"{run_dir} holds no run: {FILE} is missing")
+    archived = not os.access(run_dir, os.W_OK) and not path.with_name(f"{FILE}-wal").exists()
+    mode = "immutable=1" if archived else "mode=ro"
+    try:
+        uri = f"{path.resolve().as_uri()}?{mode}"
+        with closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0)) as connection:
+            connection.execute("BEGIN")
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+                raise RunDirError(f"{path} is empty: the run was killed while it was created")
+            yield connection
+    except sqlite3.Error as error:
+        raise RunDirError(f"{path} cannot be read: {error}") from error
+
+
+def insert_started(connection: sqlite3.Connection, group_id: str, service: str, version: int, after_step: int) -> None:
+    """Records that a group was admitted."""
+    connection.execute(
+        "INSERT INTO started(group_id, service, admitted_version, after_step) VALUES (?, ?, ?, ?)",
+        (group_id, service, version, after_step),
+    )
+
+
+def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
+    """Records what came out of a group; gives its finished_seq."""
+    seq = connection.execute(
+        "INSERT INTO groups(group_id, task, admitted_version, after_step) VALUES (?, ?, ?, ?)",
+        (group.id, wire.encode(group.task), group.admitted_version, after_step),
+    ).lastrowid
+    assert seq is not None
+    bodies = [(seq, position, wire.encode(rollout)) for position, rollout in enumerate(group.rollouts)]
+    connection.executemany("INSERT INTO rollouts VALUES (?, ?, ?)", bodies)
+    return seq
+
+
+def insert_ended(
+    connection: sqlite3.Connection,
+    group_ids: Sequence[str],
+    outcome: Literal["failed", "dropped"],
+    reason: str,
+    after_step: int,
+) -> None:
+    """Records that groups will never be trained on."""
+    rows = [(group_id, outcome, reason, after_step) for group_id in group_ids]
+    connection.executemany("INSERT INTO ended VALUES (?, ?, ?, ?)", rows)
+
+
+def insert_step(connection: sqlite3.Connection, record: StepRecord, groups: Sequence[ConsumedGroup]) -> None:
+    """Records a step together with its groups, in order. Raises `sqlite3.IntegrityError` for a group used before."""
+    connection.execute("INSERT INTO steps VALUES (?, ?, ?)", (record.step, record.version, record.version_after))
+    for position, group in enumerate(groups):
+        usable = connection.execute(
+            "INSERT INTO consumed SELECT ?, ?, ?, ?, ? WHERE EXISTS ("
+            "SELECT 1 FROM groups LEFT JOIN ended USING (group_id) WHERE finished_seq = ? AND outcome IS NULL)",
+            (group.finished_seq, record.step, position, group.horizon, group.trained_from, group.finished_seq),
+        ).rowcount
+        if usable != 1:
+            raise sqlite3.IntegrityError(f"group {group.finished_seq} of step {record.step} is missing or was dropped")
+
+
+def insert_published(connection: sqlite3.Connection, version: int, checksum: str) -> bool:
+    """Records a Version's checksum; False when the log has another one for that Version."""
+    before = connection.execute("SELECT checksum FROM published WHERE version = ?", (version,)).fetchone()
+    connection.execute("INSERT INTO published VALUES (?, ?)", (version, checksum))
+    return before is None or before[0] == checksum
+
+
+def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
+    """Ends every group that neither finished nor ended; gives how many there were."""
+    return connection.execute(
+        "INSERT INTO ended SELECT group_id, 'dropped', ?, ? FROM started WHERE group_id NOT IN "
+        "(SELECT group_id FROM groups UNION ALL SELECT group_id FROM ended)",
+        (INTERRUPTED, after_step),
+    ).rowcount
+
+
+def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
+    """Groups that finished and were neither consumed nor ended, with their finished_seq, in that order."""
+    rows = connection.execute(
+        "SELECT finished_seq, group_id, task, admitted_version FROM groups "
+        "WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
+        "AND group_id NOT IN (SELECT group_id FROM ended) ORDER BY finished_seq"
+    )
+    for seq, group_id, task, version in rows:
+        yield seq, _group(connection, seq, group_id, task, version)
+
+
+def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
+    """The groups of a step, in the order they were trained in."""
+    rows = connection.execute(
+        "SELECT finished_seq, group_id, task, admitted_version FROM consumed JOIN groups USING (finished_seq) "
+        "WHERE step = ? ORDER BY position",
+        (step,),
+    ).fetchall()
+    return [_group(connection, *row) for row in rows]
+
+
+def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:
+    """The steps after one, in order."""
+    rows = connection.execute("SELECT step, version, version_after FROM steps WHERE step > ? ORDER BY step", (after,))
+    return [StepRecord(*row) for row in rows]
+
+
+def _group(connection: sqlite3.Connection, seq: int, group_id: str, task: bytes, version: int) -> Group:
+    bodies = connection.execute("SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position", (seq,))
+    rollouts = tuple(wire.decode(body, Rollout) for (body,) in bodies)
+    return Group(group_id, wire.decode(task, Task), rollouts, version)

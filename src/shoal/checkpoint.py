@@ -1,0 +1,129 @@
+"""Checkpoints of a run: each is there whole or not at all.
+
+    <run_dir>/checkpoints/step-25/            what the trainer saved, and
+    <run_dir>/checkpoints/step-25/sizes.json  bytes of each file
+
+A checkpoint is written under another name, synced, and renamed; a crash leaves at most the unfinished directory, which
+the next `begin` removes. The step in the name is the cursor: the log has the steps after it, and they are replayed.
+So a checkpoint must be sealed only after the log has its steps and was synced (`Buffer.sync`).
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import RunDirError
+
+FOLDER = "checkpoints"
+_SIZES = "sizes.json"
+_UNFINISHED = ".unfinished"
+_REPLACED = ".replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    step: int
+    """The last step it holds."""
+    path: Path
+
+
+def save(run_dir: Path, step: int, write: Callable[[Path], None], *, keep: int = 2) -> Checkpoint:
+    """Has `write` fill a directory and makes it the checkpoint of `step`. Keeps the newest `keep`. Blocks."""
+    directory = begin(run_dir, step)
+    write(directory)
+    return seal(run_dir, step, keep=keep)
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """An empty directory to save into; `seal` makes it the checkpoint of `step`. One at a time. Blocks.
+
+    Removes what a crash left. Raises `RunDirError`.
+    """
+    if step < 0:
+        raise ValueError(f"step: expected at least 0, got {step}")
+    folder = run_dir / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.iterdir():
+            if leftover.name.endswith((_UNFINISHED, _REPLACED)):
+                shutil.rmtree(leftover)
+        directory = folder / f"step-{step}{_UNFINISHED}"
+        directory.mkdir()
+    except OSError as error:
+        raise RunDirError(f"{folder} cannot be written: {error.strerror}") from error
+    return directory
+
+
+def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
+    """Makes what was saved since `begin` the checkpoint of `step`, durably; one of the same step is replaced.
+
+    Then removes all but the newest `keep`. Blocks. Raises `RunDirError`.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: expected at least 1, got {keep}")
+    folder = run_dir / FOLDER
+    unfinished, final = folder / f"step-{step}{_UNFINISHED}", folder / f"step-{step}"
+    try:
+        sizes = {str(file.relative_to(unfinished)): file.stat().st_size for file in _files(unfinished)}
+        if not sizes:
+            raise RunDirError(f"{unfinished} is empty: nothing was saved")
+        (unfinished / _SIZES).write_text(json.dumps(sizes, sort_keys=True))
+        for path in [*unfinished.rglob("*"), unfinished]:
+            _sync(path)
+        if final.exists():
+            final.rename(folder / f"step-{step}{_REPLACED}")
+        unfinished.rename(final)
+        _sync(folder)
+        shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
+        for old in checkpoints(run_dir)[:-keep]:
+            _remove(old)
+    except OSError as error:
+        raise RunDirError(f"{final} cannot be written: {error.strerror}") from error
+    return Checkpoint(step, final)
+
+
+def latest(run_dir: Path) -> Checkpoint | None:
+    """The newest whole checkpoint; None when there is none."""
+    return next(reversed(checkpoints(run_dir)), None)
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Every whole checkpoint, oldest first. One with missing or cut files, as a broken copy has, is passed over."""
+    found = []
+    for path in (run_dir / FOLDER).glob("step-*"):
+        step = path.name.removeprefix("step-")
+        if step.isdecimal() and _is_whole(path):
+            found.append(Checkpoint(int(step), path))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        sizes: dict[str, int] = json.loads((path / _SIZES).read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def _remove(checkpoint: Checkpoint) -> None:
+    """Under another name first, so that half a checkpoint never has the name of a whole one."""
+    doomed = checkpoint.path.with_name(checkpoint.path.name + _REPLACED)
+    checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
