@@ -8,6 +8,8 @@ Tokens are always laid end to end in one row of the batch: `input_ids` is [1, T]
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shoal.errors import ModelError
 
 ATTENTION = "shoal"
+END_LAST = 1 << 62
+"""Sorts after every token id."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -110,36 +114,94 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class PackedRows:
-    """Rows laid end to end; each token sees its own row up to itself.
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
 
-    Attention runs on rows padded to the longest of their bucket, so that a pad costs attention only and no linear
-    layer ever sees one. Pads need no mask: they come after every real token of their row.
+    nodes: tuple[int, ...]
+    shared: int
+    """How many nodes at the beginning belong to a path before it; those after are numbered consecutively."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Token rows with every common beginning kept once.
+
+    What a causal model computes at a token depends on the tokens before it only, so a prompt that many rows share, or
+    two equal answers, need be computed once. A row's last token is no node: nothing is predicted from it.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        """`lengths` are the rows' lengths in tokens; their sum is T."""
-        assert lengths and min(lengths) > 0
-        self.positions_T = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        self._buckets: list[tuple[int, Tensor | None]] = []  # (padded length, token index [R * L], None if all rows)
+    tokens: tuple[int, ...]  # [M]
+    positions: tuple[int, ...]  # [M] depth
+    paths: tuple[Branch, ...]
+    """Of the rows that have nodes of their own, so that every node is the own node of exactly one path."""
+    node_of: tuple[int, ...]  # [T] of each token of the rows laid end to end; -1 for the last of each row
+
+
+def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
+    """The tree of the given token rows, whatever their order.
+
+    >>> tree = prefix_tree([[5, 6, 7, 9], [5, 6, 8], [5, 6, 7, 9]])
+    >>> tree.tokens, tree.positions, tree.node_of
+    ((5, 6, 7), (0, 1, 2), (0, 1, 2, -1, 0, 1, -1, 0, 1, 2, -1))
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    paths: list[Branch] = []
+    nodes_of: list[tuple[int, ...]] = [()] * len(rows)
+    before: Sequence[int] = ()
+    nodes: tuple[int, ...] = ()
+    # A row comes after those that begin with it, so that it adds nothing to them.
+    for row in sorted(range(len(rows)), key=lambda i: [*rows[i][:-1], END_LAST]):
+        inner = rows[row][:-1]
+        shared = next((i for i, (a, b) in enumerate(zip(inner, before, strict=False)) if a != b), None)
+        shared = min(len(inner), len(before)) if shared is None else shared
+        first = len(tokens)
+        nodes = (*nodes[:shared], *range(first, first + len(inner) - shared))
+        if len(inner) > shared:
+            tokens.extend(inner[shared:])
+            positions.extend(range(shared, len(inner)))
+            paths.append(Branch(nodes, shared))
+        nodes_of[row], before = nodes, inner
+    return PrefixTree(
+        tokens=tuple(tokens),
+        positions=tuple(positions),
+        paths=tuple(paths),
+        node_of=tuple(node for nodes in nodes_of for node in (*nodes, -1)),
+    )
+
+
+class PackedRows:
+    """The nodes of a prefix tree side by side; each sees its own path up to itself.
+
+    Attention runs on whole paths padded to the longest of their bucket, so that pads and shared beginnings cost
+    attention only: no linear layer sees a pad, or a shared token twice. Pads need no mask: they come after every real
+    token of their path.
+    """
+
+    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
+        assert tree.tokens
+        self._buckets: list[
+            tuple[int, Tensor | None]
+        ] = []  # (padded length, node index [R * L], None for all in order)
         self._inverse_T: Tensor | None = None
-        if min(lengths) == max(lengths):
+        lengths = [len(path.nodes) for path in tree.paths]
+        if sum(lengths) == len(tree.tokens) and min(lengths) == max(lengths):
             self._buckets.append((lengths[0], None))
             return
-        starts = [0]
-        for n in lengths:
-            starts.append(starts[-1] + n)
-        inverse_T = torch.empty(starts[-1], dtype=torch.long)
+        inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
         base = 0
         for rows in _buckets_of_like_length(lengths):
             padded = lengths[rows[0]]
-            index_RL = torch.zeros(len(rows), padded, dtype=torch.long)
-            for i, row in enumerate(rows):
-                n = lengths[row]
-                index_RL[i, :n] = torch.arange(starts[row], starts[row] + n)
-                inverse_T[starts[row] : starts[row] + n] = torch.arange(base + i * padded, base + i * padded + n)
-            base += len(rows) * padded
-            self._buckets.append((padded, index_RL.flatten().to(device)))
+            index: list[int] = []
+            for row in rows:
+                path = tree.paths[row]
+                own = slice(path.nodes[path.shared], path.nodes[-1] + 1)
+                start = base + len(index)
+                inverse_T[own] = torch.arange(start + path.shared, start + lengths[row])
+                index += [*path.nodes, *(0,) * (padded - lengths[row])]
+            base += len(index)
+            self._buckets.append((padded, torch.tensor(index).to(device)))
         self._inverse_T = inverse_T.to(device)
 
     def attend(
@@ -198,30 +260,54 @@ def packed_logprobs(
     """Logprobs (nats, float32, differentiable) of tokens given those before them in their row.
 
     `tokens_T` holds rows of the given lengths end to end. `at` [N] are the token positions that are wanted, none of
-    them the first of its row; without it every token is, and the first of each row gets 0. Only wanted positions pass
-    through the language-model head. The entropies (nats, of the distributions the tokens were drawn from) carry no
-    gradient; they are None unless asked for.
+    them the first of its row; without it every token is, and the first of each row gets 0. Common beginnings of rows
+    are computed once, and only what predicts a wanted token passes through the language-model head. The entropies
+    (nats, of the distributions the tokens were drawn from) carry no gradient; they are None unless asked for.
     """
-    layout = PackedRows(lengths, tokens_T.device)
-    wanted_N = at if at is not None else (layout.positions_T > 0).nonzero()[:, 0]
-    logits_NV = model(
-        input_ids=tokens_T[None],
-        position_ids=layout.positions_T[None],
+    device = tokens_T.device
+    tokens: list[int] = tokens_T.tolist()
+    ends = list(accumulate(lengths))
+    tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
+    node_T = torch.tensor(tree.node_of, device=device)
+    if at is None:
+        # The first of each row follows a last one, or nothing.
+        wanted_N = (node_T.roll(1)[1:] >= 0).nonzero()[:, 0] + 1
+        logp_N, entropy_N = _logprobs_at(model, tree, tokens_T, node_T, wanted_N, temperature, with_entropy)
+        zeros_T = torch.zeros(tokens_T.shape[0], device=device)
+        logp_T = zeros_T.index_put((wanted_N,), logp_N)
+        return logp_T, None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N)
+    return _logprobs_at(model, tree, tokens_T, node_T, at, temperature, with_entropy)
+
+
+def _logprobs_at(
+    model: PreTrainedModel,
+    tree: PrefixTree,
+    tokens_T: Tensor,
+    node_T: Tensor,
+    at_N: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprobs and entropies at the positions `at_N` of `tokens_T`."""
+    device = tokens_T.device
+    if not len(at_N):
+        nothing = torch.zeros(0, device=device)
+        return nothing, nothing if with_entropy else None
+    # Several tokens may be predicted from one node: the first tokens of all answers to a prompt are.
+    heads_U, head_N = torch.unique(node_T[at_N - 1], return_inverse=True)
+    logits_UV = model(
+        input_ids=torch.tensor(tree.tokens, device=device)[None],
+        position_ids=torch.tensor(tree.positions, device=device)[None],
         use_cache=False,
-        logits_to_keep=wanted_N - 1,
-        layout=layout,
+        logits_to_keep=heads_U,
+        layout=PackedRows(tree, device),
     ).logits[0]
-    logits_NV = logits_NV.float()
+    logits_UV = logits_UV.float()
     if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    lse_N = logits_NV.logsumexp(-1)
-    logp_N = logits_NV.gather(-1, tokens_T[wanted_N, None])[:, 0] - lse_N
-    entropy_N = _entropy(logits_NV.detach(), lse_N.detach()) if with_entropy else None
-    if at is not None:
-        return logp_N, entropy_N
-    zeros_T = torch.zeros(tokens_T.shape[0], device=tokens_T.device)
-    logp_T = zeros_T.index_put((wanted_N,), logp_N)
-    return logp_T, None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N)
+        logits_UV = logits_UV / temperature
+    lse_U = logits_UV.logsumexp(-1)
+    logp_N = logits_UV[head_N, tokens_T[at_N]] - lse_U[head_N]
+    return logp_N, _entropy(logits_UV.detach(), lse_U.detach())[head_N] if with_entropy else None
 
 
 def _entropy(logits_NV: Tensor, lse_N: Tensor) -> Tensor:

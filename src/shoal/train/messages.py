@@ -48,7 +48,7 @@ class StepStats:
     skipped_tokens: int
     """Trained tokens of rows without any advantage, which were not computed."""
     computed_tokens: int
-    """Tokens of the rows that were computed, prompts included."""
+    """Tokens of the rows that were computed; a prompt counts in each of its rows, though it is computed once."""
     updates: int
     """Optimizer updates taken."""
     refused_updates: int
