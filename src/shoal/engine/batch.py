@@ -1,0 +1,75 @@
+"""The tensors of one step, assembled from a plan: what is fed, how it attends, and from which rows tokens are drawn."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from shoal.engine.cache import CachedRows, ChunkRows, DecodeRows, KVCache
+from shoal.engine.request import Draft
+from shoal.engine.sampling import SamplingRows
+from shoal.engine.scheduler import Chunk, Plan
+
+
+class StepBatch:
+    """One forward: decoding rows first, pool by pool, then chunks of known tokens.
+
+    `drafts` [B] draw a token each. `keep` says which of the T positions pass through the language-model head, and
+    `expand` [B] which of the kept rows each draft draws from (None: its own); 0 and None mean all.
+    """
+
+    def __init__(self, plan: Plan[Draft], cache: KVCache, device: torch.device) -> None:
+        """Places the plan's sequences in the cache. Copies that the plan orders have been made."""
+        for draft in (*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))):
+            cache.place(draft)
+        cache.close_holes()
+        self.plan = plan
+        self._decode, decoding = _decode_rows(plan.decode, cache, device)
+        chunks = sorted(plan.chunks, key=lambda chunk: (chunk.start, chunk.length))
+        self.drafts: list[Draft] = decoding
+        token_T = [draft.token_at(draft.total - 1) for draft in decoding]
+        position_T = [draft.total - 1 for draft in decoding]
+        keep, expand = list(range(len(decoding))), list(range(len(decoding)))
+        for chunk in chunks:
+            token_T += chunk.sequence.tokens(chunk.start, chunk.start + chunk.length)
+            position_T += range(chunk.start, chunk.start + chunk.length)
+            if chunk.completes:
+                self.drafts = [*self.drafts, chunk.sequence, *chunk.followers]
+                expand += [len(keep)] * (1 + len(chunk.followers))
+                keep.append(len(token_T) - 1)
+        self.input_ids_1T = torch.tensor([token_T], device=device)
+        self.position_ids_1T = torch.tensor([position_T], device=device)
+        self.layout = CachedRows([*self._decode, *_chunk_rows(chunks, cache)])
+        self.keep: int | Tensor = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else 0
+        self.expand = torch.tensor(expand, device=device) if len(expand) > len(keep) else None
+        self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
+        self.seeded = any(draft.uniforms is not None for draft in self.drafts)
+
+    def advanced(self, token_B: Tensor) -> bool:
+        """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
+        for rows in self._decode:
+            rows.advance()
+        self.input_ids_1T = token_B[None]
+        self.position_ids_1T += 1
+        return all(rows.fits for rows in self._decode)
+
+
+def _decode_rows(drafts: Sequence[Draft], cache: KVCache, device: torch.device) -> tuple[list[DecodeRows], list[Draft]]:
+    """One `DecodeRows` per pool in use, and the drafts in the order of their rows."""
+    placed = sorted(((*cache.place(draft), draft) for draft in drafts), key=lambda p: (p[0].capacity, p[1]))
+    rows = []
+    for pool, members in groupby(placed, key=lambda p: p[0]):
+        held = list(members)
+        rows.append(DecodeRows(pool, [slot for _, slot, _ in held], [d.total - 1 for _, _, d in held], device))
+    return rows, [draft for _, _, draft in placed]
+
+
+def _chunk_rows(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[ChunkRows]:
+    """Chunks that start at 0 and have equal length together, all others alone."""
+    rows = []
+    for (start, length), members in groupby(chunks, key=lambda chunk: (chunk.start, chunk.length)):
+        places = [cache.place(chunk.sequence) for chunk in members]
+        groups = [places] if start == 0 else [[place] for place in places]
+        rows += [ChunkRows(group, start, length) for group in groups]
+    return rows

@@ -1,0 +1,43 @@
+"""An engine's numbers in Prometheus' text format."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shoal.engine.local import Counts
+
+COUNTERS = {
+    "tokens_drawn": "Tokens drawn.",
+    "tokens_prefilled": "Known tokens computed, those that interruptions made it compute again included.",
+    "interruptions": "Weight updates that found sequences running.",
+    "preemptions": "Sequences that lost their KV for want of memory.",
+    "stale_sequences": "Sequences that went on with the KV of older weights.",
+    "busy_s": "Seconds spent computing.",
+}
+GAUGES = {
+    "version": "Version of the weights being served.",
+    "running": "Sequences being decoded.",
+    "waiting": "Sequences queued.",
+}
+
+
+class _Snapshot(Collector):
+    def __init__(self, counts: Counts, refused: int) -> None:
+        self._counts = counts
+        self._refused = refused
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"shoal_engine_{name}", text, value=getattr(self._counts, name))
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"shoal_engine_{name}", text, value=getattr(self._counts, name))
+        yield CounterMetricFamily("shoal_engine_refused", "Requests answered with an error.", value=self._refused)
+
+
+def exposition(counts: Counts, *, refused: int) -> bytes:
+    """The body of `/metrics`."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(counts, refused))
+    return generate_latest(registry)

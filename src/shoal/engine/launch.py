@@ -1,0 +1,32 @@
+"""The engine process as its parent starts it. Loads no torch."""
+
+from pathlib import Path
+
+from shoal.config import EngineConfig, ModelConfig
+from shoal.process import Child, torch_environment
+
+
+def engine_child(
+    model_dir: Path,
+    engine: EngineConfig,
+    model: ModelConfig,
+    *,
+    max_model_len: int | None,
+    threads: int,
+    log: Path,
+    version: int = 0,
+) -> Child:
+    """`python -m shoal.engine.server` for these settings; its first line is the URL, once it serves `model_dir`."""
+    arguments = [
+        *("--model", str(model_dir)),
+        *("--dtype", model.dtype),
+        *("--device", model.device),
+        *("--threads", str(threads)),
+        *("--max-running", str(engine.max_running)),
+        *("--max-waiting", str(engine.max_waiting)),
+        *("--on-update", engine.on_update),
+        *("--version", str(version)),
+        *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
+        "--die-with-parent",
+    ]
+    return Child("engine", "shoal.engine.server", arguments, log, torch_environment(threads))

@@ -1,0 +1,379 @@
+"""The local engine: continuous batching over any transformers causal LM, one step at a time, in one thread.
+
+    submit -> waiting -> running (prefill, decode, decode, ...) -> finished
+                            ^          |
+                            +----------+  new weights: KV dropped, prompt + drawn tokens prefilled again
+
+Between two steps anything may happen: requests come and go, weights change, the engine pauses. Every token carries the
+Version of the weights that computed its logits.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.engine.batch import StepBatch
+from shoal.engine.cache import KVCache
+from shoal.engine.load import StagedWeights, WeightSlots
+from shoal.engine.request import Draft, Request
+from shoal.engine.sampling import Uniforms, drawn
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
+from shoal.model import packed_logprobs
+from shoal.types import FinishReason
+
+
+class OnUpdate(StrEnum):
+    """What running sequences do when new weights come."""
+
+    RECOMPUTE = "recompute"
+    """Their KV is dropped and computed again under the new weights."""
+    KEEP = "keep"
+    """They go on with the KV of the old weights; counted as stale."""
+    DRAIN = "drain"
+    """They finish under the old weights first; nothing is admitted meanwhile."""
+
+
+class PauseMode(StrEnum):
+    """What happens to requests while the engine is paused."""
+
+    ABORT = "abort"
+    """Those it has end now with what was drawn; new ones are refused."""
+    WAIT = "wait"
+    """Those it has finish; new ones are refused."""
+    KEEP = "keep"
+    """Those it has stand still; new ones are queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the engine takes on."""
+
+    max_model_len: int
+    """Tokens of one sequence, prompt and answer together."""
+    max_running: int = 128
+    """Sequences decoded at once."""
+    max_waiting: int = 8192
+    """Sequences queued."""
+    chunk_tokens: int = 1024
+    """Known tokens prefilled per step, beside one token of each decoding sequence."""
+    kv_tokens: int | None = None
+    """Tokens of KV storage; room for `max_running` sequences of full length when None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of an engine: since it started, but for version, running and waiting, which are now."""
+
+    version: int
+    tokens_drawn: int
+    tokens_prefilled: int
+    interruptions: int
+    preemptions: int
+    stale_sequences: int
+    busy_s: float
+    running: int
+    waiting: int
+
+
+class LocalEngine:
+    """Draws completions. Not thread-safe: everything is called by the thread that steps."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: Limits,
+        *,
+        on_update: OnUpdate = OnUpdate.RECOMPUTE,
+        version: int = 0,
+        checksum: str = "",
+        seed: int = 0,
+    ) -> None:
+        """`seed` decides the draws of requests that bring no seed of their own."""
+        self.limits = limits
+        self.version, self.checksum = version, checksum
+        self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
+        self.model = model.requires_grad_(False)
+        self.slots = WeightSlots(model)
+        self._device = next(model.parameters()).device
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._on_update = on_update
+        self._cache = KVCache(limits.max_model_len)
+        self._scheduler: Scheduler[Draft] = Scheduler(
+            max_running=limits.max_running,
+            kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
+            chunk_tokens=limits.chunk_tokens,
+            max_model_len=limits.max_model_len,
+            capacity=self._cache.capacity,
+        )
+        self._requests: dict[int, Request] = {}
+        self._ids = count()
+        self._finished: list[Request] = []
+        self._pause: PauseMode | None = None
+        self._emptied: list[Future[None]] = []
+        self._update: StagedWeights | None = None
+        self._update_waiters: list[Future[int]] = []
+        self._batch: StepBatch | None = None
+        self._token_B: Tensor | None = None
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+        self._busy_s = 0.0
+        self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
+
+    def refusal(self, request: Request) -> RequestRefused | None:
+        """Why a request can never be answered; None when it can. Reads only what never changes."""
+        if not 1 <= request.n <= self.limits.max_waiting:
+            return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
+        return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
+
+    def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
+        """The same for tokens to be scored."""
+        return self._tokens_refusal(token_ids, self.limits.max_model_len)
+
+    def _tokens_refusal(self, token_ids: Sequence[int], longest: int) -> RequestRefused | None:
+        if not 0 < len(token_ids) <= longest:
+            return RequestRefused(f"token_ids: expected 1 to {longest} tokens, got {len(token_ids)}")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+            return RequestRefused(f"token_ids: expected ids from 0 to {self._vocabulary - 1}")
+        return None
+
+    def submit(self, request: Request) -> None:
+        """Queues a request that `refusal` has nothing against. Raises `EngineUnavailable` when paused or full."""
+        if self._pause in (PauseMode.ABORT, PauseMode.WAIT):
+            raise EngineUnavailable("the engine is paused")
+        if self._scheduler.waiting + request.n > self.limits.max_waiting:
+            raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
+        request_id = next(self._ids)
+        self._requests[request_id] = request
+        sampling = request.sampling
+        room = self.limits.max_model_len - len(request.prompt_ids)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        for index in range(request.n):
+            draft = Draft(
+                request_id=request_id,
+                prompt_len=len(request.prompt_ids),
+                priority=request.priority,
+                prompt_ids=request.prompt_ids,
+                sampling=sampling,
+                index=index,
+                max_drawn=min(sampling.max_tokens, room),
+                stop_ids=stop_ids,
+                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
+            )
+            request.drafts.append(draft)
+            self._scheduler.add(draft)
+
+    def abort(self, requests: Sequence[Request] | None = None) -> int:
+        """Ends requests (all when None) with what was drawn; returns how many were still unfinished."""
+        submitted = list(self._requests.values()) if requests is None else [r for r in requests if r.drafts]
+        chosen = [request for request in submitted if request.drafts[0].request_id in self._requests]
+        for request in chosen:
+            for draft in request.drafts:
+                if draft.finish_reason is None:
+                    self._finish(draft, FinishReason.ABORT)
+        return len(chosen)
+
+    def named(self, names: Sequence[str]) -> list[Request]:
+        """The unfinished requests with one of these names."""
+        return [request for request in self._requests.values() if request.name in names]
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` was called and `resume` was not."""
+        return self._pause is not None
+
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """Pauses; the result comes once the mode's promise is kept."""
+        self._pause = mode
+        future: Future[None] = Future()
+        if mode is PauseMode.ABORT:
+            self.abort()
+        if mode is PauseMode.WAIT and self._requests:
+            self._emptied.append(future)
+        else:
+            future.set_result(None)
+        return future
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._pause = None
+        self._settle_emptied()
+
+    def update(self, weights: StagedWeights) -> "Future[int]":
+        """Serves staged weights from the next step on. The result is the version served then: this one or a newer.
+
+        Of several that wait (only draining makes one wait) the newest is loaded and the others never are. Raises
+        `RequestRefused` for a version older than the one served.
+        """
+        newest = self._update.version if self._update is not None else self.version
+        if weights.version < newest:
+            raise RequestRefused(f"version: {newest} is served or queued, expected no older one, got {weights.version}")
+        self._update = weights
+        future: Future[int] = Future()
+        self._update_waiters.append(future)
+        return future
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return self._update is None and not self._finished and (self._pause is PauseMode.KEEP or not self._requests)
+
+    def step(self) -> list[Request]:
+        """Loads weights that wait, computes one forward if there is work, and returns the requests that ended."""
+        began_s = time.perf_counter()
+        if self._update is not None:
+            self._load_or_drain()
+        if self._pause is not PauseMode.KEEP and self._requests:
+            self._compute()
+        self._busy_s += time.perf_counter() - began_s
+        finished, self._finished = self._finished, []
+        return finished
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs (nats) at temperature 1 of tokens 1..L-1 given those before them."""
+        if len(token_ids) == 1:
+            return []
+        began_s = time.perf_counter()
+        token_T = torch.tensor(token_ids, device=self._device)
+        logp_T, _ = packed_logprobs(self.model, token_T, [len(token_ids)])
+        self._busy_s += time.perf_counter() - began_s
+        scores: list[float] = logp_T[1:].tolist()
+        return scores
+
+    def info(self) -> EngineInfo:
+        """What the engine is doing; `busy_share` is since the last call."""
+        now_s = time.perf_counter()
+        share = (self._busy_s - self._busy_before_s) / max(now_s - self._asked_s, 1e-9)
+        self._busy_before_s, self._asked_s = self._busy_s, now_s
+        return EngineInfo(
+            version=self.version,
+            checksum=self.checksum,
+            max_model_len=self.limits.max_model_len,
+            busy_share=min(share, 1.0),
+            tokens_drawn=self.tokens_drawn,
+            tokens_prefilled=self.tokens_prefilled,
+            interruptions=self.interruptions,
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+        )
+
+    def counts(self) -> Counts:
+        """What `/metrics` shows."""
+        return Counts(
+            version=self.version,
+            tokens_drawn=self.tokens_drawn,
+            tokens_prefilled=self.tokens_prefilled,
+            interruptions=self.interruptions,
+            preemptions=self.preemptions,
+            stale_sequences=self.stale_sequences,
+            busy_s=self._busy_s,
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+        )
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        """One forward and one token for every sequence that is ready for one."""
+        batch = self._next_batch()
+        logits_KV: Tensor = self.model(
+            input_ids=batch.input_ids_1T,
+            position_ids=batch.position_ids_1T,
+            use_cache=False,
+            logits_to_keep=batch.keep,
+            layout=batch.layout,
+        ).logits[0]
+        for chunk in batch.plan.chunks:
+            self.tokens_prefilled += chunk.length
+            for follower in chunk.followers:
+                self._cache.copy_prefix(chunk.sequence, follower, follower.prompt_len)
+        if batch.sampling is None:
+            return
+        logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
+        self._token_B, logp_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
+
+    def _next_batch(self) -> StepBatch:
+        plan = self._scheduler.plan()
+        assert not plan.empty, "unfinished requests and nothing to compute"
+        if self._batch is not None and self._batch.plan is plan:
+            assert self._token_B is not None
+            if self._batch.advanced(self._token_B):
+                return self._batch
+        for draft in plan.preempted:
+            self._cache.release(draft)
+            self.preemptions += 1
+        for copy in plan.copies:
+            self._cache.copy_prefix(copy.source, copy.target, copy.length)
+        self._batch = StepBatch(plan, self._cache, self._device)
+        return self._batch
+
+    def _uniforms(self, batch: StepBatch) -> Tensor:
+        """One number in [0, 1) per row: the completion's own stream where the request has a seed."""
+        own = torch.from_numpy(self._generator.random(len(batch.drafts), dtype=np.float32))
+        if batch.seeded:
+            for row, draft in enumerate(batch.drafts):
+                if draft.uniforms is not None:
+                    own[row] = draft.uniforms[len(draft.drawn)]
+        return own.to(self._device)
+
+    def _record(self, drafts: Sequence[Draft], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.tokens_drawn += len(tokens)
+        for draft, token, logprob in zip(drafts, tokens, logprobs, strict=True):
+            draft.drawn.append(token)
+            draft.logprobs.append(logprob)
+            if token in draft.stop_ids:
+                self._finish(draft, FinishReason.STOP)
+            elif len(draft.drawn) >= draft.max_drawn:
+                self._finish(draft, FinishReason.LENGTH)
+
+    def _finish(self, draft: Draft, reason: FinishReason) -> None:
+        draft.finish_reason = reason
+        draft.close_span(self.version)
+        self._scheduler.remove(draft)
+        self._cache.release(draft)
+        request = self._requests[draft.request_id]
+        if request.finished:
+            del self._requests[draft.request_id]
+            self._finished.append(request)
+            self._settle_emptied()
+
+    def _settle_emptied(self) -> None:
+        """Tells those who wait for the engine to be empty that it is, or that the pause is over."""
+        if self._pause is None or not self._requests:
+            for future in self._emptied:
+                future.set_result(None)
+            self._emptied.clear()
+
+    def _load_or_drain(self) -> None:
+        """Loads the staged weights, unless running sequences are to finish first."""
+        assert self._update is not None
+        running = self._scheduler.running
+        if self._on_update is OnUpdate.DRAIN and running:
+            self._scheduler.admitting = False
+            return
+        self._scheduler.admitting = True
+        for request in self._requests.values():
+            for draft in request.drafts:
+                if draft.finish_reason is None:
+                    draft.close_span(self.version)
+        self.slots.load(self._update)
+        self.interruptions += bool(running)
+        if self._on_update is OnUpdate.KEEP:
+            self._scheduler.mark_stale()
+            self.stale_sequences += len(running)
+        else:
+            self._scheduler.forget()
+        self.version, self.checksum = self._update.version, self._update.checksum
+        self._update = None
+        for future in self._update_waiters:
+            future.set_result(self.version)
+        self._update_waiters.clear()

@@ -1,0 +1,147 @@
+"""The client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+import msgspec
+
+from shoal.engine import protocol
+from shoal.errors import EngineError, EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
+from shoal.types import Completion, FinishReason, Sampling
+
+ATTEMPTS = 3
+BACKOFF_S = 0.1
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+
+
+class HttpEngine:
+    """An engine behind HTTP. Close it with `aclose`, or use it as an async context manager.
+
+    What never reached the engine or lost its connection is tried again a few times; what the engine answered is not.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 3600.0) -> None:
+        """`timeout_s` bounds the wait for one answer, queueing included."""
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=300.0),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+    ) -> list[Completion]:
+        """Draws `n` completions of one prompt; higher priority goes first."""
+        params = protocol.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            n=n,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+        )
+        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, logprobs_format="flat")
+        answer = await self._ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
+        return [_completion(choice) for choice in answer.choices]
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
+        body = protocol.ScoreRequest(list(token_ids))
+        return (await self._ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        """Has the engine serve the safetensors file (or directory) at `path`; returns once it does, or a newer one."""
+        body = protocol.UpdateWeightsRequest(version, _absolute(path))
+        await self._ask("POST", "/update_weights", protocol.WeightInfo, body)
+
+    async def info(self) -> EngineInfo:
+        """What the engine is doing."""
+        return await self._ask("GET", "/info", EngineInfo)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
+        await self._ask("POST", f"/pause?mode={mode}", protocol.PausedState)
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+        await self._ask("POST", "/resume", protocol.PausedState)
+
+    async def paused(self) -> bool:
+        """Whether the engine is paused."""
+        return (await self._ask("GET", "/is_paused", protocol.PausedState)).is_paused
+
+    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+        """Ends requests with what was drawn; all of them when none is named."""
+        await self._ask("POST", "/abort_requests", dict[str, int], protocol.AbortRequest(list(request_ids)))
+
+    async def weight_info(self) -> protocol.WeightInfo:
+        """Version and checksum of what is served."""
+        return await self._ask("GET", "/weight_info", protocol.WeightInfo)
+
+    async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
+        content = None if body is None else _encoder.encode(body)
+        response = await self._send(method, path, content)
+        if response.status_code == 200:
+            return msgspec.json.decode(response.content, type=kind)
+        message = _message(response)
+        if response.status_code == 503:
+            raise EngineUnavailable(message)
+        if 400 <= response.status_code < 500:
+            raise RequestRefused(message)
+        raise EngineError(f"the engine failed with HTTP {response.status_code}: {message}")
+
+    async def _send(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._client.request(method, path, content=content)
+            except httpx.TimeoutException as error:
+                raise EngineUnavailable(f"no answer from {self._client.base_url}{path[1:]} in time") from error
+            except httpx.TransportError as error:
+                if attempt == ATTEMPTS - 1:
+                    reason = str(error) or type(error).__name__
+                    raise EngineUnavailable(f"no engine at {self._client.base_url}: {reason}") from error
+                await asyncio.sleep(BACKOFF_S * 2**attempt)
+        raise AssertionError("the loop returns or raises")
+
+
+def _absolute(path: Path) -> str:
+    return str(path.absolute())
+
+
+def _completion(choice: protocol.Choice) -> Completion:
+    assert choice.token_logprobs is not None, "flat logprobs were asked for"
+    versions: list[int] = []
+    for span in choice.weight_versions:
+        versions += [span.version] * (span.end - span.start)
+    return Completion(
+        tuple(choice.token_ids), tuple(choice.token_logprobs), tuple(versions), FinishReason(choice.finish_reason)
+    )
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return msgspec.json.decode(response.content, type=protocol.ErrorResponse).error.message
+    except msgspec.MsgspecError:
+        return response.text[:200] or f"HTTP {response.status_code}"

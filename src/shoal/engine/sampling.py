@@ -1,0 +1,127 @@
+"""Draws tokens from logits, and says with what probability each was drawn.
+
+The distribution of a row, in this order: logits / temperature; the `top_k` most likely tokens; of these, renormalised,
+the smallest set of most likely ones whose probability reaches `top_p`; of these, the ones with at least `min_p` times
+the probability of the most likely; renormalised. The logprob of a token (nats) is its logprob under that distribution.
+A greedy row (temperature 0) takes the most likely token; its logprob is the one at temperature 1 without truncation,
+since the distribution that greedy drawing itself has, a certainty, would say nothing.
+
+One uniform number per token decides (inverse transform), so that a row draws the same token whatever else is in the
+batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.types import Sampling
+
+CANDIDATES = 256  # rows truncated within their most likely tokens, which is nearly all of them, need no full sort
+UNIFORM_BLOCK = 64
+OFF = 2**31  # top_k of rows without one
+
+
+class Uniforms:
+    """The uniform numbers of one completion: number i decides token i. Equal (seed, index) give equal numbers.
+
+    Philox is keyed by (seed, index of the completion in its request), so that no two completions share a stream.
+    """
+
+    __slots__ = ("_generator", "_known")
+
+    def __init__(self, seed: int, index: int) -> None:
+        key = np.array([seed % 2**64, index], dtype=np.uint64)
+        self._generator = np.random.Generator(np.random.Philox(key=key))
+        self._known: list[float] = []
+
+    def __getitem__(self, i: int) -> float:
+        while i >= len(self._known):
+            self._known += self._generator.random(UNIFORM_BLOCK, dtype=np.float32).tolist()
+        return self._known[i]
+
+
+class SamplingRows:
+    """The sampling parameters of B rows as tensors, [B, 1] or [1, 1] where all rows agree."""
+
+    def __init__(self, rows: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
+        if len({(s.temperature, s.top_p, s.top_k, s.min_p) for s in rows}) == 1:
+            rows = rows[:1]
+        greedy = [s.temperature == 0 for s in rows]
+        truncates = [not g and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0) for g, s in zip(greedy, rows, strict=True)]
+        self.all_greedy = all(greedy)
+        self.any_truncates = any(truncates)
+        self.plain = all(s.temperature == 1 for s in rows)
+        self.greedy: Tensor | None = None
+        if any(greedy) and not self.all_greedy:
+            self.greedy = torch.tensor(greedy, device=device)
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None]
+
+        self.temperature = column([s.temperature or 1.0 for s in rows])
+        if self.any_truncates:
+            self.top_p = column([s.top_p if t else 1.0 for s, t in zip(rows, truncates, strict=True)])
+            self.min_p = column([s.min_p if t else 0.0 for s, t in zip(rows, truncates, strict=True)])
+            self.top_k = column([s.top_k if t and s.top_k else OFF for s, t in zip(rows, truncates, strict=True)])
+            self.largest_top_k = max(s.top_k for s in rows)
+
+
+def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row, and the logprob (nats, float32) it was drawn with. `uniform_B` in [0, 1) decides."""
+    logits_BV = logits_BV.float()
+    if rows.all_greedy:
+        logp_BV = logits_BV.log_softmax(-1)
+        logp_B, token_B = logp_BV.max(-1)
+        return token_B, logp_B
+    scaled_BV = logits_BV if rows.plain else logits_BV / rows.temperature
+    token_B, logp_B = _truncated(scaled_BV, rows, uniform_B) if rows.any_truncates else _whole(scaled_BV, uniform_B)
+    if rows.greedy is not None:
+        best_B, best_token_B = logits_BV.log_softmax(-1).max(-1)
+        token_B = torch.where(rows.greedy, best_token_B, token_B)
+        logp_B = torch.where(rows.greedy, best_B, logp_B)
+    return token_B, logp_B
+
+
+def _whole(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from the whole vocabulary."""
+    p_BV = scaled_BV.softmax(-1)
+    token_B1 = _inverse_transform(p_BV, uniform_B)
+    return token_B1[:, 0], p_BV.gather(-1, token_B1)[:, 0].log().clamp_(max=0.0)
+
+
+def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """[B, 1] the first index at which the cumulative sum exceeds u times the sum: never one with p = 0."""
+    cumulative_BV = p_BV.cumsum(-1)
+    threshold_B1 = cumulative_BV[:, -1:] * uniform_B[:, None]
+    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=p_BV.shape[-1] - 1)
+
+
+def _truncated(scaled_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from each row's kept tokens, most likely first."""
+    vocabulary = scaled_BV.shape[-1]
+    total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
+    candidates = min(CANDIDATES if rows.largest_top_k <= CANDIDATES else vocabulary, vocabulary)
+    top_BC, token_BC = scaled_BV.topk(candidates, dim=-1)
+    kept_BC = _kept((top_BC - total_B1).exp(), rows)
+    if candidates < vocabulary and bool(kept_BC[:, -1].any()):
+        top_BC, token_BC = scaled_BV.sort(dim=-1, descending=True)
+        kept_BC = _kept((top_BC - total_B1).exp(), rows)
+    logp_BC = top_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(-1)
+    choice_B1 = _inverse_transform(logp_BC.exp(), uniform_B)
+    return token_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
+
+
+def _kept(p_BC: Tensor, rows: SamplingRows) -> Tensor:
+    """[B, C] which of the tokens, sorted by falling probability of the whole distribution, may be drawn.
+
+    Every condition keeps a prefix of the row and always its first token.
+    """
+    in_top_k_BC = torch.arange(p_BC.shape[-1], device=p_BC.device) < rows.top_k
+    cumulative_BC = p_BC.cumsum(-1)
+    mass_B1 = torch.where(rows.top_k < OFF, (p_BC * in_top_k_BC).sum(-1, keepdim=True), 1.0)
+    in_top_p_BC = (rows.top_p >= 1) | (cumulative_BC - p_BC < rows.top_p * mass_B1)
+    kept_BC = in_top_k_BC & in_top_p_BC & (p_BC >= rows.min_p * p_BC[:, :1])
+    kept_BC[:, 0] = True
+    return kept_BC

@@ -1,0 +1,74 @@
+"""The thread in which an engine computes, and the way for others to have something done between two steps."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from shoal.engine.local import LocalEngine
+from shoal.engine.request import Request
+from shoal.errors import EngineError
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Steps an engine whenever it has work, and sleeps otherwise.
+
+    `deliver` is called in the thread with the requests that a step ended; it must return soon. `crashed` is called in
+    the thread when a step raises, which is a bug or a lack of memory: the engine cannot go on.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        *,
+        deliver: Callable[[list[Request]], None],
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._crashed = crashed
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to step."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step that it is in."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Has `function` called between two steps; its result, or the `EngineError` it raises."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except EngineError as error:
+                future.set_exception(error)
+
+        self._commands.append(command)
+        self._wake.set()
+        return future
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                if self._engine.idle:
+                    self._wake.wait()
+                elif finished := self._engine.step():
+                    self._deliver(finished)
+        except BaseException as error:
+            self._crashed(error)
+            raise
