@@ -6,10 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-import httpx
 import msgspec
 
 from shoal.engine import protocol
+from shoal.engine.connections import Connections
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -29,12 +29,9 @@ class HttpEngine:
 
     def __init__(self, url: str, *, timeout_s: float = 3600.0) -> None:
         """`timeout_s` bounds the wait for one answer, queueing included."""
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=300.0),
-            trust_env=False,
-        )
+        self._url = url
+        self._timeout_s = timeout_s
+        self._connections = Connections(url)
 
     async def __aenter__(self) -> Self:
         return self
@@ -46,7 +43,7 @@ class HttpEngine:
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._client.aclose()
+        await self._connections.aclose()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
@@ -101,27 +98,26 @@ class HttpEngine:
         return await self._ask("GET", "/weight_info", protocol.WeightInfo)
 
     async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        content = None if body is None else _encoder.encode(body)
-        response = await self._send(method, path, content)
-        if response.status_code == 200:
-            return msgspec.json.decode(response.content, type=kind)
-        message = _message(response)
-        if response.status_code == 503:
+        status, answer = await self._send(method, path, b"" if body is None else _encoder.encode(body))
+        if status == 200:
+            return msgspec.json.decode(answer, type=kind)
+        message = _message(status, answer)
+        if status == 503:
             raise EngineUnavailable(message)
-        if 400 <= response.status_code < 500:
+        if 400 <= status < 500:
             raise RequestRefused(message)
-        raise EngineError(f"the engine failed with HTTP {response.status_code}: {message}")
+        raise EngineError(f"the engine failed with HTTP {status}: {message}")
 
-    async def _send(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         for attempt in range(ATTEMPTS):
             try:
-                return await self._client.request(method, path, content=content)
-            except httpx.TimeoutException as error:
-                raise EngineUnavailable(f"no answer from {self._client.base_url}{path[1:]} in time") from error
-            except httpx.TransportError as error:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._connections.request(method, path, body)
+            except TimeoutError:
+                raise EngineUnavailable(f"no answer from {self._url}{path} in {self._timeout_s:g} s") from None
+            except ConnectionError as error:
                 if attempt == ATTEMPTS - 1:
-                    reason = str(error) or type(error).__name__
-                    raise EngineUnavailable(f"no engine at {self._client.base_url}: {reason}") from error
+                    raise EngineUnavailable(f"no engine at {self._url}: {error}") from error
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("the loop returns or raises")
 
@@ -140,8 +136,8 @@ def _completion(choice: protocol.Choice) -> Completion:
     )
 
 
-def _message(response: httpx.Response) -> str:
+def _message(status: int, body: bytes) -> str:
     try:
-        return msgspec.json.decode(response.content, type=protocol.ErrorResponse).error.message
+        return msgspec.json.decode(body, type=protocol.ErrorResponse).error.message
     except msgspec.MsgspecError:
-        return response.text[:200] or f"HTTP {response.status_code}"
+        return body[:200].decode(errors="replace") or f"HTTP {status}"
