@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from shoal.model import load_model, packed_logprobs, prefix_tree
 
-# Few token ids, so that rows share beginnings, begin one another and are equal.
-row_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=7)
+# Few token ids, so that rows share beginnings, begin one another and are equal. Not the pad token: its embedding is
+# zero, and the normalisation of a zero vector multiplies rounding errors of the gradient by a thousand.
+row_lists = st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=9), min_size=1, max_size=7)
 
 
 def own_logprobs(model: PreTrainedModel, row: Sequence[int], temperature: float) -> Tensor:

@@ -95,6 +95,7 @@ class Trainer:
         """
         started = time.perf_counter()
         self._check(groups)
+        self.model.zero_grad()  # a step that failed half-way may have left a part of its gradient
         slices = even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         # The training forward of the first update is itself the proximal one.
