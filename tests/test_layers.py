@@ -10,10 +10,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 LAYERS = (
     {"types", "errors", "clock"},
     {"interfaces", "config", "metrics", "wire", "process"},
-    {"model", "render"},
-    {"engine", "session", "tasks", "rewards", "buffer", "train", "weights", "swarm", "checkpoint"},
-    {"gateway"},
-    {"run", "sim", "dashboard", "audit", "export", "report", "progress"},
+    {"model", "render", "procedural"},
+    {"engine", "session", "tasks", "rewards", "buffer", "train", "weights", "swarm", "checkpoint", "small_model"},
+    {"gateway", "warm_start"},
+    {"run", "sim", "dashboard", "report", "doctor"},
+    {"demo", "bench", "progress"},
     {"cli"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -40,6 +40,9 @@ class TaskConfig(Section):
     curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
     path: str | None = Field(None, description="JSONL with prompt, answer, info per line (service = jsonl).")
     scorer: Literal["exact", "number", "contains"] = Field("exact", description="How a JSONL answer is scored.")
+    reward: Literal["score", "correct"] = Field(
+        "score", description="The scorer's value, or 1 for a full score and 0 for anything less."
+    )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field("", description="Put before every question; empty for none.")
     rewrite: list[tuple[str, str]] = Field(

@@ -49,6 +49,10 @@ class ChatRenderer:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
 
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a text by itself."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +31,7 @@ class Shape:
     heads: int = 4
     feed_forward: int = 384
     context: int = 1024
+    rope_theta: float = 10000.0
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -63,6 +64,7 @@ def untrained(shape: Shape, seed: int) -> Qwen2ForCausalLM:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
         max_position_embeddings=shape.context,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -71,7 +73,7 @@ def untrained(shape: Shape, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def save(model: Qwen2ForCausalLM, directory: Path) -> None:
+def save(model: PreTrainedModel, directory: Path) -> None:
     """Writes the model with its tokenizer as a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)

@@ -9,7 +9,6 @@ newer ones are served.
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,26 +38,26 @@ class WeightStore:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, version: int, write: Callable[[Path], None]) -> PublishedVersion:
-        """Has `write` put the tensors into a file and gives it its name in one step."""
+    def begin(self, version: int) -> Path:
+        """An empty directory in which `FILE` is to be written before `seal` gives it its name."""
         unfinished = self._directory / f"v{version}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        write(unfinished / FILE)
-        return self.seal(version, unfinished)
+        return unfinished
 
-    def seal(self, version: int, unfinished: Path) -> PublishedVersion:
-        """Turns a directory that holds the tensors into a Version; one of the same number is replaced."""
+    def seal(self, version: int) -> PublishedVersion:
+        """Turns what was begun into a Version; one of the same number is replaced."""
+        unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"
         digest = checksum(unfinished / FILE)
         (unfinished / "checksum").write_text(digest)
-        final = self._directory / f"v{version}"
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
         return PublishedVersion(version, final / FILE, digest)
 
-    def keep_newest(self, count: int) -> None:
-        """Removes all but the newest `count` Versions."""
-        versions = sorted(int(path.name[1:]) for path in self._directory.glob("v*") if path.name[1:].isdigit())
-        for version in versions[:-count]:
-            shutil.rmtree(self._directory / f"v{version}", ignore_errors=True)
+    def remove_before(self, version: int) -> None:
+        """Removes the Versions older than `version`; call it once every engine serves that one."""
+        for path in self._directory.glob("v*"):
+            number = path.name[1:]
+            if number.isdigit() and int(number) < version:
+                shutil.rmtree(path, ignore_errors=True)

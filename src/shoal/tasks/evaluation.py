@@ -1,4 +1,4 @@
-"""Accuracy on held-out questions, sampled at temperature 1 and greedy."""
+"""Accuracy on held-out questions, sampled as in training and greedy."""
 
 import asyncio
 from collections import defaultdict
@@ -46,3 +46,9 @@ async def _correct(desk: SingleTurn, task: Task) -> bool | None:
     if rollout.reward.status is not RewardStatus.SCORED:
         return None
     return rollout.reward.value >= CORRECT
+
+
+async def accuracies(tasks: Sequence[Task], desk: SingleTurn) -> tuple[Accuracy, Accuracy]:
+    """Accuracy sampled as `desk` samples, and greedy."""
+    sampled = await accuracy(tasks, desk, desk.sampling)
+    return sampled, await accuracy(tasks, desk, replace(desk.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))

@@ -16,12 +16,12 @@ from shoal.types import Group, Rollout, Split, Task
 class Admission(Protocol):
     """What the orchestrator knows of the buffer."""
 
-    async def admit(self, group_id: str, task: Task) -> int:
+    async def admit(self, group_id: str, service: str) -> int:
         """Waits until one more group may start and records it; the version it is admitted under."""
         ...
 
-    async def add(self, group: Group) -> None:
-        """Takes a finished group; returns once it is durable."""
+    async def add(self, group: Group) -> bool:
+        """Takes a group that ran; returns once it is durable. False when too few of its rollouts are usable."""
         ...
 
 
@@ -49,7 +49,7 @@ class Orchestrator:
                 self._next_index += 1
                 # Drawing may build a puzzle for milliseconds; the loop must go on answering meanwhile.
                 task = await asyncio.to_thread(self._service.draw, Split.TRAIN, index)
-                version = await self._admission.admit(f"g{index}", task)
+                version = await self._admission.admit(f"g{index}", task.service)
                 groups.create_task(self._run_group(f"g{index}", task, version), name=f"group g{index}")
 
     async def _run_group(self, group_id: str, task: Task, version: int) -> None:

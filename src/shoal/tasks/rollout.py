@@ -39,7 +39,7 @@ class SingleTurn:
         prompt_ids = tuple(self.renderer.prompt_ids(task.messages))
         sampling = replace(self.sampling, seed=seed_for("rollout", self.sampling.seed or 0, task.id))
         try:
-            completions = await self._completions(prompt_ids, sampling, n)
+            completions = await self.completions(task, prompt_ids, sampling, n)
         except (RequestRefused, EngineUnavailable) as error:
             return tuple(_failed(task, i, f"engine: {error}") for i in range(n))
         answers = [self.renderer.text(completion.token_ids) for completion in completions]
@@ -49,8 +49,10 @@ class SingleTurn:
             for i, (completion, answer, reward) in enumerate(zip(completions, answers, rewards, strict=True))
         )
 
-    async def _completions(self, prompt_ids: tuple[int, ...], sampling: Sampling, n: int) -> list[Completion]:
-        """The engine's answers, asked for again while it is unavailable."""
+    async def completions(
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
+    ) -> list[Completion]:
+        """The engine's answers to one prompt, asked for again while it is unavailable."""
         for attempt in range(RETRIES):
             try:
                 return await self.engine.generate(prompt_ids, sampling, n=n, priority=self.priority)

@@ -1,0 +1,288 @@
+"""What asynchrony gains: the same work with eta 0 and eta 4, against the ideal of two cores that never wait.
+
+The work is a number of training steps over rollouts whose lengths are given beforehand (lognormal with mean 32 tokens,
+at most 256), so that both sides draw and train exactly the same number of tokens. Answers are drawn by the real
+engine, travel through the real orchestrator, log and trainer, and are rewarded by the parity of their length.
+
+    ideal        the slower of generating all tokens at full batch and training on them, each alone on one core
+    synchronous  eta = 0; each phase has both cores when that is faster
+    asynchronous eta = 4; one core each
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from statistics import fmean
+
+import uvloop
+
+from shoal.bench.model import write_bench_model
+from shoal.config import Config, parse
+from shoal.metrics import Record
+from shoal.render import load_renderer
+from shoal.run.plan import Prepared
+from shoal.run.training import Threads, serving, train
+from shoal.tasks.rollout import SingleTurn
+from shoal.train.advantage import samples
+from shoal.train.client import TrainerProcess
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Sample,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+    seed_for,
+)
+
+Report = dict[str, object]
+MEAN_TOKENS = 32
+MOST_TOKENS = 256
+PROMPT = "abcdefg"
+GROUP_SIZE = 8
+SIGMAS = (1.0, 0.0, 0.5, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much is drawn and trained."""
+
+    sigma: float
+    """Of the lognormal lengths; 0 gives every answer the mean."""
+    steps: int
+    groups_per_step: int
+    eta: int = 4
+
+    def lengths(self, index: int) -> list[int]:
+        """Tokens of each rollout of the group at `index`."""
+        generator = random.Random(seed_for("bench", str(self.sigma), index))
+        mean = MEAN_TOKENS / exp(self.sigma**2 / 2)
+        return [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, self.sigma))))) for _ in range(GROUP_SIZE)]
+
+    @property
+    def groups(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class LengthService:
+    """Tasks that all ask the same; `info` says how long each rollout's answer is."""
+
+    work: Work
+    name: str = "lengths"
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at `index`."""
+        lengths = self.work.lengths(index)
+        return Task(f"{split.value}-{index}", self.name, (Message(Role.USER, PROMPT),), info=json.dumps(lengths))
+
+
+class FixedLengths(SingleTurn):
+    """Draws answers of the lengths that the task names; no token ends one early."""
+
+    async def completions(
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
+    ) -> list[Completion]:
+        """One request per rollout, all at once."""
+        lengths = json.loads(task.info)[:n]
+        drawn = await asyncio.gather(
+            *(
+                self.engine.generate(prompt_ids, replace(sampling, max_tokens=length, stop_token_ids=(), seed=i))
+                for i, length in enumerate(lengths)
+            )
+        )
+        return [completion for (completion,) in drawn]
+
+
+class CoinScorer:
+    """Rewards half of all answers, so that every group has something to learn from."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """1 or 0 by the parity of a checksum of the answer."""
+        return [Reward(float(zlib.crc32(answer.encode()) & 1)) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Seconds that each half of the work takes when nothing else runs."""
+
+    generation_s: float
+    training_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run of the whole."""
+
+    seconds: float
+    engine_busy: float
+    trainer_busy: float
+    staleness_max: int
+
+
+def measure(quick: bool) -> Report:
+    """`speedup` of asynchronous over synchronous, and the share of the ideal, for lengths of several spreads."""
+    by_sigma: dict[str, Report] = {}
+    for sigma in SIGMAS[:1] if quick else SIGMAS:
+        work = Work(sigma, steps=4, groups_per_step=8) if quick else Work(sigma, steps=24, groups_per_step=16)
+        by_sigma[f"{sigma:g}"] = uvloop.run(_compare(work))
+    return {**by_sigma[f"{SIGMAS[0]:g}"], "by_sigma": by_sigma}
+
+
+async def _compare(work: Work) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(Path(folder), work)
+        one = await bench.alone(Threads(1, 1))
+        both = await bench.alone(Threads(2, 2))
+        best = Threads(
+            engine=2 if both.generation_s < one.generation_s else 1,
+            trainer=2 if both.training_s < one.training_s else 1,
+        )
+        synchronous = await bench.run(0, best)
+        asynchronous = await bench.run(work.eta, Threads(1, 1))
+    ideal_s = max(one.generation_s, one.training_s)
+    return {
+        "speedup": synchronous.seconds / asynchronous.seconds,
+        "ideal_speedup": synchronous.seconds / ideal_s,
+        "share_of_ideal": ideal_s / asynchronous.seconds,
+        "engine_busy": asynchronous.engine_busy,
+        "trainer_busy": asynchronous.trainer_busy,
+        "staleness_max": asynchronous.staleness_max,
+        "synchronous_s": synchronous.seconds,
+        "asynchronous_s": asynchronous.seconds,
+        "generation_alone_s": one.generation_s,
+        "training_alone_s": one.training_s,
+        "synchronous_threads": f"engine {best.engine}, trainer {best.trainer}",
+    }
+
+
+class _Bench:
+    """One amount of work, and a folder for what running it leaves."""
+
+    def __init__(self, folder: Path, work: Work) -> None:
+        model_dir = folder / "model"
+        write_bench_model(model_dir)
+        self._folder = folder
+        self._work = work
+        self._prepared = Prepared(model_dir, load_renderer(model_dir), LengthService(work), 512, len(PROMPT))
+        self._runs = 0
+
+    async def run(self, eta: int, threads: Threads) -> Side:
+        """The whole work through orchestrator, log, engine and trainer."""
+        steps: list[Record] = []
+
+        def keep(record: Record) -> None:
+            if record["kind"] == "step":
+                steps.append(record)
+
+        outcome = await train(
+            self._config(eta),
+            self._prepared,
+            listeners=[keep],
+            scorer=CoinScorer(),
+            desk=FixedLengths,
+            threads=threads,
+        )
+        assert len(steps) == self._work.steps
+        return Side(
+            seconds=self._work.groups * GROUP_SIZE / outcome.samples_per_s,
+            engine_busy=fmean(float(step["engine_busy"] or 0.0) for step in steps),
+            trainer_busy=fmean(float(step["trainer_busy"] or 0.0) for step in steps),
+            staleness_max=outcome.staleness_max,
+        )
+
+    async def alone(self, threads: Threads) -> Alone:
+        """Each half by itself, scaled to the whole work."""
+        return Alone(await self._generation_s(threads), await self._training_s(threads))
+
+    async def _generation_s(self, threads: Threads) -> float:
+        """At the rate that the engine has while requests wait for a place."""
+        work, service = self._work, self._prepared.service
+        tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
+        config, folder = self._config(work.eta), self._new_folder()
+        async with (
+            serving(config, self._prepared, folder, scorer=CoinScorer(), desk=FixedLengths, threads=threads) as (
+                engine,
+                desk,
+                _,
+            ),
+            asyncio.TaskGroup() as tasks,
+        ):
+            began_s, before = time.monotonic(), await engine.info()
+            for index in range(work.groups):
+                tasks.create_task(desk.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
+            rate = 0.0
+            while True:
+                await asyncio.sleep(0.1)
+                info = await engine.info()
+                if info.waiting == 0:
+                    break
+                rate = (info.tokens_drawn - before.tokens_drawn) / (time.monotonic() - began_s)
+        return tokens / rate
+
+    async def _training_s(self, threads: Threads) -> float:
+        """A quarter of the steps, on rows of the right lengths, times four."""
+        config = self._config(self._work.eta)
+        child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
+        async with child:
+            trainer = TrainerProcess(child)
+            await trainer.start(
+                self._prepared.model_dir, config.model, config.train, temperature=1.0, threads=threads.trainer
+            )
+            await trainer.step(self._rows(0))
+            count = max(1, self._work.steps // 4)
+            seconds = [(await trainer.step(self._rows(step))).seconds for step in range(count)]
+        return sum(seconds) / count * self._work.steps
+
+    def _rows(self, step: int) -> list[tuple[Sample, ...]]:
+        """What a step trains on: prompt and answer tokens of the given lengths, half of them rewarded."""
+        prompt = tuple(self._prepared.renderer.prompt_ids((Message(Role.USER, PROMPT),)))
+        first = step * self._work.groups_per_step
+        return [
+            samples(_drawn_group(index, prompt, self._work.lengths(index)), "grpo")
+            for index in range(first, first + self._work.groups_per_step)
+        ]
+
+    def _config(self, eta: int) -> Config:
+        rollouts = self._work.groups_per_step * GROUP_SIZE
+        return parse(
+            {
+                "run_dir": str(self._new_folder()),
+                "tasks": [{"name": "lengths", "service": "jsonl", "path": "none"}],
+                "rollout": {"group_size": GROUP_SIZE, "max_tokens": MOST_TOKENS},
+                "engine": {"max_running": rollouts},
+                "asynchrony": {"eta": eta, "late": "train"},
+                "train": {"steps": self._work.steps, "groups_per_step": self._work.groups_per_step, "lr": 1e-5},
+                "eval": {"every_steps": 0, "questions": 1},
+                "checkpoint": {"every_steps": 1_000_000},
+            }
+        )
+
+    def _new_folder(self) -> Path:
+        self._runs += 1
+        return self._folder / f"run{self._runs}"
+
+
+def _drawn_group(index: int, prompt: tuple[int, ...], lengths: Sequence[int]) -> Group:
+    """A group as if it had been drawn, with random tokens."""
+    generator = random.Random(index)
+    rollouts = []
+    for i, length in enumerate(lengths):
+        tokens = tuple(generator.randrange(10, 100) for _ in range(length))
+        completion = Completion(tokens, (-4.6,) * length, (0,) * length, FinishReason.LENGTH)
+        rollouts.append(Rollout(f"{i}", (), (Turn(prompt, completion),), Reward(float(i % 2))))
+    return Group(f"g{index}", Task(f"t{index}", "lengths", ()), tuple(rollouts), 0)

@@ -1,0 +1,181 @@
+"""The command line. Every command ends with exit code 0 when it did what was asked, 2 when the user can mend it."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from shoal.errors import ShoalError
+
+app = typer.Typer(
+    name="shoal",
+    help="Post-trains language models with reinforcement learning: asynchronously inside a node.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+@app.command(context_settings=OVERRIDES)
+def demo(
+    context: typer.Context,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the questions and the sampling.")] = 0,
+    json_: JsonFlag = False,
+) -> None:
+    """Train the embedded small model on this machine and see it get better."""
+    from shoal.demo import demo_config, run_demo
+
+    figures, words = run_demo(demo_config(run_dir, seed, context.args))
+    print(words)
+    _report(figures, json_)
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory's log ends.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print the plan and stop.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Train a model as a configuration says."""
+    from shoal.config import load
+
+    settings = load(config, context.args)
+    if dry_run:
+        from shoal.run.plan import plan
+
+        _report(plan(settings), json_)
+        return
+    from dataclasses import asdict
+
+    from shoal.progress import LiveProgress
+    from shoal.run.training import run_training
+
+    with LiveProgress(settings.train.steps, settings.asynchrony.eta) as progress:
+        outcome = run_training(settings, resume=resume, listeners=[progress.update])
+    _report(asdict(outcome), json_)
+
+
+@app.command(name="eval", context_settings=OVERRIDES)
+def evaluate(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of the model and the tasks.")],
+    questions: Annotated[int | None, typer.Option(min=1, help="Held-out questions; eval.questions when unset.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Measure a model on held-out questions, sampled and greedy."""
+    from shoal.config import load
+    from shoal.run.training import run_evaluation
+
+    extra = [] if questions is None else [f"eval.questions={questions}"]
+    _report(run_evaluation(load(config, [*context.args, *extra])), json_)
+
+
+@app.command()
+def report(run: RunArgument) -> None:
+    """Draw report.png and write report.html from what a run has logged."""
+    from shoal.report import write_report
+
+    png, html = write_report(run)
+    print(f"{png}\n{html}")
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    jsonl: Annotated[Path | None, typer.Option(help="A line per rollout.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
+) -> None:
+    """Write the rollouts of a run's log to a file."""
+    from shoal.buffer.export import export_jsonl, export_parquet
+
+    if jsonl is None and parquet is None:
+        raise ShoalError("export: expected --jsonl FILE or --parquet FILE, got neither")
+    if jsonl is not None:
+        print(f"{export_jsonl(run, jsonl)} rollouts in {jsonl}")
+    if parquet is not None:
+        print(f"{export_parquet(run, parquet)} rollouts in {parquet}")
+
+
+@app.command()
+def audit(run: RunArgument, json_: JsonFlag = False) -> None:
+    """Check from the log alone that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
+    from shoal.buffer.audit import audit as audit_run
+
+    result = audit_run(run)
+    if json_:
+        findings = {check.value: finding.ids for check, finding in result.findings.items()}
+        print(json.dumps({"ok": result.ok, "consumed": result.consumed, "steps": result.steps, "findings": findings}))
+    else:
+        print("\n".join(result.sentences()))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def doctor(json_: JsonFlag = False) -> None:
+    """Say what this machine has, and what is missing for which part of Shoal."""
+    from shoal.doctor import diagnosis
+
+    _report(diagnosis(), json_)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="async, trl or engine.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Measure ratios side by side on this machine."""
+    from shoal.bench import run_bench
+
+    _report(run_bench(name, quick=quick), json_)
+
+
+def _report(values: dict[str, object], as_json: bool) -> None:
+    """One JSON line, or a line per value."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    width = max(len(name) for name in values)
+    for name, value in values.items():
+        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    print(f"shoal: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except ShoalError as error:
+        _fail(str(error), 2)
+    except BaseExceptionGroup as group:
+        known, unknown = group.split(ShoalError)
+        if known is None or unknown is not None:
+            raise
+        leaf: BaseException = known
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        _fail(str(leaf), 2)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The training loop: takes groups, has them trained, pushes Versions, saves checkpoints and evaluates.
+
+What waits for what:
+    step       consumes groups; waits for the buffer, then for the trainer
+    push       waits for the trainer to write the weights, and for nothing else
+    serving    consumes published Versions, newest first; waits for the engine; unblocks admission
+    evaluation runs beside all of them and waits for the engine only
+Generation goes on during every one of them.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from shoal import checkpoint
+from shoal.buffer import Buffer
+from shoal.buffer.buffer import STALE
+from shoal.config import Config
+from shoal.interfaces import Engine, EngineInfo
+from shoal.metrics import Trackers
+from shoal.tasks.evaluation import accuracies
+from shoal.tasks.rollout import SingleTurn
+from shoal.train.advantage import is_informative, mask_tokens, samples
+from shoal.train.client import TrainerProcess
+from shoal.train.messages import StepStats
+from shoal.types import Group, Sample, Task
+from shoal.weights import FILE, PublishedVersion, WeightStore
+
+POLL_S = 0.5
+STATS_FIELDS = (
+    *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
+    *("clipped_share", "masked_share", "ess", "mismatch"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop works with."""
+
+    config: Config
+    run_dir: Path
+    engine: Engine
+    trainer: TrainerProcess
+    buffer: Buffer
+    store: WeightStore
+    desk: SingleTurn
+    eval_tasks: Sequence[Task]
+    trackers: Trackers
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run adds up to."""
+
+    samples: int = 0
+    staleness_max: int = 0
+    rewards: list[float] = field(default_factory=list)  # one per step
+    evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
+
+
+class TrainLoop:
+    """Owns step and version. Invariant: a step is in the log before the weights that come of it are published."""
+
+    def __init__(self, parts: Parts, *, first_step: int, version: int) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._first_step = first_step
+        self.version = version
+        self.totals = Totals()
+        self._engine_info: EngineInfo | None = None
+        self._to_serve: PublishedVersion | None = None
+        self._published = asyncio.Event()
+        self._served = asyncio.Event()
+        self._served.set()
+        self._evaluation: asyncio.Task[None] | None = None
+        self._busy_s = 0.0
+        self._recorded_s = time.monotonic()
+        counts = parts.buffer.counts.values()
+        self._lost = (sum(task.dropped[STALE] for task in counts), sum(task.failed.total() for task in counts))
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """All steps that remain, then waits until the engine serves the last Version."""
+        train = self._config.train
+        for step in range(self._first_step, train.steps):
+            last = step == train.steps - 1
+            await self._step(step, push=last or (step + 1) % train.push_every == 0)
+            if last or (step + 1) % self._config.checkpoint.every_steps == 0:
+                await self._save(step)
+            every = self._config.eval.every_steps
+            if every and not last and (step + 1) % every == 0 and (self._evaluation is None or self._evaluation.done()):
+                self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
+        if self._evaluation is not None:
+            await self._evaluation
+        await self._served.wait()
+
+    async def serve_versions(self) -> None:
+        """Has the engine serve whatever was published last, for ever."""
+        while True:
+            await self._published.wait()
+            self._published.clear()
+            published = self._to_serve
+            assert published is not None
+            await self._parts.engine.update_weights(published.version, published.path)
+            self._parts.buffer.publish(published.version)
+            self._parts.store.remove_before(published.version)
+            if not self._published.is_set():
+                self._served.set()
+
+    async def watch_engine(self) -> None:
+        """Asks the engine what it is doing, for ever."""
+        while True:
+            self._engine_info = await self._parts.engine.info()
+            await asyncio.sleep(POLL_S)
+
+    async def evaluate(self, steps_done: int) -> None:
+        """Held-out accuracy, sampled as in training and greedy."""
+        desk, tasks = self._parts.desk, self._parts.eval_tasks
+        sampled, greedy = await accuracies(tasks, desk)
+        self.totals.evals.append((sampled.overall, greedy.overall))
+        self._parts.trackers.log_eval(
+            steps_done,
+            {
+                "sampled": sampled.overall,
+                "greedy": greedy.overall,
+                "questions": len(tasks),
+                "unscored": sampled.failed + greedy.failed,
+                **{f"sampled/{name}": value for name, value in sampled.by_task.items()},
+                **{f"greedy/{name}": value for name, value in greedy.by_task.items()},
+            },
+        )
+
+    async def replay(self, step: int, version: int, version_after: int) -> None:
+        """Trains a step that the log has but the checkpoint has not, on the same groups, and publishes as it did."""
+        groups = await self._parts.buffer.groups_of(step)
+        rows, _ = self._rows(groups, version)
+        await self._parts.trainer.step(rows)
+        if version_after > version:
+            await self._publish(version_after)
+
+    async def _step(self, step: int, *, push: bool) -> None:
+        parts, version = self._parts, self.version
+        groups = await parts.buffer.take(self._config.train.groups_per_step, version)
+        rows, late_tokens = self._rows(groups, version)
+        version_after = version + 1 if push else version
+        async with asyncio.TaskGroup() as both:
+            recorded = both.create_task(
+                parts.buffer.consumed(step, version, [group.id for group in groups], version_after=version_after)
+            )
+            trained = both.create_task(parts.trainer.step(rows))
+        assert recorded.done()
+        stats = trained.result()
+        self._busy_s += stats.seconds
+        if push:
+            await self._publish(version_after)
+            self._serve_newest()
+        parts.trackers.log(step + 1, self._step_values(version, groups, stats, late_tokens))
+
+    def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], int]:
+        """Each group's rows, and how many tokens the late policy took out of the gradient."""
+        rows = [samples(group, self._config.train.advantage) for group in groups]
+        if self._config.asynchrony.late != "mask_tokens":
+            return rows, 0
+        masked = [mask_tokens(group_rows, version - self._config.asynchrony.eta) for group_rows in rows]
+        return [kept for kept, _ in masked], sum(late for _, late in masked)
+
+    async def _publish(self, version: int, *, push: bool = True) -> None:
+        """Writes the weights as `version` and records them."""
+        unfinished = self._parts.store.begin(version)
+        self._busy_s += await self._parts.trainer.publish(unfinished / FILE, push=push)
+        published = await asyncio.to_thread(self._parts.store.seal, version)
+        exact = await self._parts.buffer.published(version, published.checksum)
+        if not exact:
+            self._parts.trackers.log_event("replay_not_exact", version=version)
+        self._to_serve, self.version = published, version
+
+    def _serve_newest(self) -> None:
+        self._served.clear()
+        self._published.set()
+
+    async def serve_recovered(self, version: int) -> None:
+        """Has the engine serve the trainer's weights as `version`, which a run that ended had published."""
+        if self._to_serve is None:
+            await self._publish(version, push=False)
+        assert self._to_serve is not None
+        await self._parts.engine.update_weights(version, self._to_serve.path)
+
+    async def _save(self, step: int) -> None:
+        """A checkpoint of everything up to `step`. The log is synced first: it must know the steps that it holds."""
+        parts = self._parts
+        directory = await asyncio.to_thread(checkpoint.begin, parts.run_dir, step)
+        self._busy_s += await parts.trainer.save(directory)
+        await parts.buffer.sync()
+        await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
+        await parts.buffer.checkpointed(step)
+
+    def _step_values(
+        self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: int
+    ) -> dict[str, float]:
+        """What is logged of one step. Rates and shares cover the time since the step before."""
+        now = time.monotonic()
+        elapsed_s = now - self._recorded_s
+        finished = [rollout for group in groups for rollout in group.finished]
+        staleness = [version - group.oldest_version for group in groups]
+        by_task: dict[str, list[float]] = {}
+        for group in groups:
+            by_task.setdefault(group.task.service, []).extend(rollout.reward.value for rollout in group.finished)
+        reward = fmean(rollout.reward.value for rollout in finished)
+        self.totals.samples += len(finished)
+        self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
+        self.totals.rewards.append(reward)
+        measured = asdict(stats)
+        values = {
+            "version": version,
+            "reward": reward,
+            **{f"reward/{name}": fmean(rewards) for name, rewards in by_task.items()},
+            "staleness_mean": fmean(staleness),
+            "staleness_max": max(staleness),
+            "tokens_per_s": sum(rollout.drawn_tokens for rollout in finished) / elapsed_s,
+            "samples_per_s": len(finished) / elapsed_s,
+            "engine_busy": self._engine_info.busy_share if self._engine_info else 0.0,
+            "trainer_busy": min(1.0, self._busy_s / elapsed_s),
+            **{name: measured[name] for name in STATS_FIELDS},
+            "informative_share": fmean(is_informative(group) for group in groups),
+            "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
+            "late_tokens": late_tokens,
+            "waiting": self._parts.buffer.waiting,
+            **self._losses_since(),
+        }
+        self._busy_s, self._recorded_s = 0.0, now
+        return values
+
+    def _losses_since(self) -> dict[str, float]:
+        """Groups dropped as stale and groups failed since the step before."""
+        counts = self._parts.buffer.counts.values()
+        dropped, failed = sum(task.dropped[STALE] for task in counts), sum(task.failed.total() for task in counts)
+        before, self._lost = self._lost, (dropped, failed)
+        return {"dropped_late": dropped - before[0], "failed": failed - before[1]}

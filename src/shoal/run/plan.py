@@ -1,0 +1,148 @@
+"""What a configuration will do, checked before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ConfigError, ModelError, RunDirError
+from shoal.interfaces import TaskService
+from shoal.render import ChatRenderer, load_renderer, local_directory
+from shoal.tasks.library import Library, library_of
+from shoal.types import Split
+
+PROBED_TASKS = 64
+ADAM_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two moments
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The parts of a run that need no process of their own."""
+
+    model_dir: Path
+    renderer: ChatRenderer
+    service: TaskService
+    max_model_len: int
+    longest_prompt: int
+    """Tokens, among the tasks that were drawn to check."""
+
+
+@contextmanager
+def prepare(config: Config) -> Iterator[Prepared]:
+    """Checks everything that can be checked without an engine. Raises a `ShoalError` and leaves nothing behind."""
+    model_dir = _model_directory(config.model.path)
+    renderer = load_renderer(model_dir)
+    max_model_len = _max_model_len(model_dir, config)
+    with library_of(config) as service:
+        longest = _longest_prompt(service, renderer, max_model_len)
+        yield Prepared(model_dir, renderer, service, max_model_len, longest)
+
+
+def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:
+    """Tokens of the longest prompt among the tasks that are probed. Raises `ConfigError` when none would fit."""
+    longest = 0
+    for split in Split:
+        for index in range(PROBED_TASKS // 2):
+            task = service.draw(split, index)
+            length = len(renderer.prompt_ids(task.messages))
+            if length >= max_model_len:
+                raise ConfigError(
+                    f"tasks.{task.service}: expected prompts shorter than the model's context of {max_model_len} "
+                    f"tokens, got one of {length}"
+                )
+            longest = max(longest, length)
+    return longest
+
+
+def plan(config: Config) -> dict[str, object]:
+    """What a run would do, for `--dry-run`."""
+    with prepare(config) as prepared:
+        return _plan(config, prepared)
+
+
+def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
+    settings = json.loads((prepared.model_dir / "config.json").read_text())
+    parameters = parameter_count(prepared.model_dir)
+    rows = config.train.groups_per_step * config.rollout.group_size
+    row_tokens = min(prepared.longest_prompt + config.rollout.max_tokens, prepared.max_model_len)
+    kv_bytes = _kv_bytes_per_token(settings, BYTES[config.model.dtype]) * row_tokens * config.engine.max_running
+    return {
+        "model": str(prepared.model_dir),
+        "parameters": parameters,
+        "tasks": ", ".join(task.name for task in config.tasks),
+        "steps": config.train.steps,
+        "rollouts_per_step": rows,
+        "tokens_per_step_at_most": rows * row_tokens,
+        "engine_memory_mb": round((parameters * BYTES[config.model.dtype] + kv_bytes) / 1e6, 1),
+        "trainer_memory_mb": round(parameters * ADAM_BYTES_PER_PARAMETER / 1e6, 1),
+        "staleness_bound": config.asynchrony.eta,
+        "staleness_expected": _expected_staleness(config),
+        "run_dir": config.run_dir,
+    }
+
+
+def _expected_staleness(config: Config) -> str:
+    """What the admission gate lets one expect."""
+    eta = config.asynchrony.eta
+    if eta == 0:
+        return "0: generation and training take turns"
+    return f"about {eta} when training is the slower side, below 1 when generation is"
+
+
+def parameter_count(model_dir: Path) -> int:
+    """From the headers of the safetensors files; no tensor is read."""
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
+    return sum(_numbers_in(file) for file in files)
+
+
+def _numbers_in(file: Path) -> int:
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size))
+    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
+    heads = settings["num_attention_heads"]
+    width = settings.get("head_dim") or settings["hidden_size"] // heads
+    return 2 * settings["num_hidden_layers"] * (settings.get("num_key_value_heads") or heads) * width * number_bytes
+
+
+def _model_directory(path: str) -> Path:
+    if path == "demo":
+        from shoal.warm_start import demo_model
+
+        return demo_model().directory
+    return local_directory(path)
+
+
+def _max_model_len(model_dir: Path, config: Config) -> int:
+    limit = json.loads((model_dir / "config.json").read_text()).get("max_position_embeddings")
+    asked = config.engine.max_model_len
+    if limit is None and asked is None:
+        raise ConfigError(f"engine.max_model_len: the model in {model_dir} names no limit of its own, so set one")
+    if limit is not None and asked is not None and asked > limit:
+        raise ConfigError(f"engine.max_model_len: expected at most the model's {limit} tokens, got {asked}")
+    return int(asked or limit)
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Raises `RunDirError` unless a run can be written there (or resumed from there). Creates nothing."""
+    log = run_dir / "log.sqlite"
+    if resume and not log.is_file():
+        raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
+    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
+    parent = run_dir
+    while not parent.exists():
+        parent = parent.parent
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise RunDirError(f"{run_dir} cannot be written: no permission in {parent}")

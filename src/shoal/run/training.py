@@ -1,0 +1,330 @@
+"""Builds the parts of a run, joins them in one TaskGroup, and takes them down again: the only file that knows them all.
+
+    engine process <--HTTP-- main process --frames--> trainer process
+                                  |------frames--> reward workers
+
+When any part ends unasked, the run ends with a sentence that says which; `--resume` goes on from the log.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
+
+import uvloop
+
+from shoal import checkpoint
+from shoal.buffer import Buffer, RunMeta
+from shoal.config import Config, to_toml
+from shoal.engine.launch import engine_child
+from shoal.engine.remote import HttpEngine
+from shoal.errors import ChildDied, ConfigError, RunDirError
+from shoal.interfaces import Engine, Scorer
+from shoal.metrics import Record, trackers_of
+from shoal.process import Child
+from shoal.rewards.marks import FullMarks
+from shoal.rewards.scorer import WorkerScorer
+from shoal.run.loop import Parts, TrainLoop
+from shoal.run.plan import Prepared, check_run_dir, prepare
+from shoal.tasks.evaluation import accuracies
+from shoal.tasks.orchestrator import Orchestrator
+from shoal.tasks.rollout import SingleTurn
+from shoal.train.client import TrainerProcess
+from shoal.types import Sampling, Split
+from shoal.weights import FILE, WeightStore
+
+START_TIMEOUT_S = 300.0
+PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}
+PARITY_TOKENS = 24
+QUEUED_GROUPS = 1.25  # of those that fill the engine: it must never wait for main to send the next one
+
+
+Listener: TypeAlias = Callable[[Record], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to. Rewards are means over its first and its last tenth."""
+
+    accuracy_before: float
+    accuracy_after: float
+    greedy_before: float
+    greedy_after: float
+    reward_first: float
+    reward_last: float
+    wall_s: float
+    steps: int
+    samples_per_s: float
+    staleness_max: int
+    parity: float
+    run_dir: str
+
+
+def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
+    """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
+    run_dir = Path(config.run_dir)
+    check_run_dir(run_dir, resume=resume)
+    with prepare(config) as prepared:
+        return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
+
+
+def run_evaluation(config: Config) -> dict[str, object]:
+    """Held-out accuracy of the configured model, without training."""
+    with prepare(config) as prepared:
+        return uvloop.run(_evaluate(config, prepared))
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How many cores each computing process has."""
+
+    engine: int
+    trainer: int
+
+
+def compute_threads() -> Threads:
+    """Half of the cores for the engine and half for the trainer."""
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    return Threads(half, half)
+
+
+async def train(
+    config: Config,
+    prepared: Prepared,
+    *,
+    resume: bool = False,
+    listeners: Sequence[Listener] = (),
+    scorer: Scorer | None = None,
+    desk: type[SingleTurn] = SingleTurn,
+    threads: Threads | None = None,
+) -> Outcome:
+    """Trains to the configured number of steps and measures before and after.
+
+    `scorer` replaces the worker processes, and `desk` how tasks are answered.
+    """
+    threads = threads or compute_threads()
+    run_dir = Path(config.run_dir)
+    meta = run_meta(config)
+    _write_resolved(config, run_dir)
+    async with AsyncExitStack() as stack:
+        running = ceil(QUEUED_GROUPS * config.engine.max_running / config.rollout.group_size)
+        buffer = Buffer.open(run_dir, meta, max_running=max(running, 1), resume=resume)
+        stack.push_async_callback(buffer.close)
+        trackers = trackers_of(config.metrics, run_dir, listeners)
+        stack.callback(trackers.close)
+        trainer_child = await stack.enter_async_context(
+            TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
+        )
+        async with serving(config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads) as served:
+            engine, answering, children = served
+            trainer = TrainerProcess(trainer_child)
+            await trainer.start(
+                prepared.model_dir,
+                config.model,
+                config.train,
+                temperature=config.rollout.temperature,
+                threads=threads.trainer,
+            )
+            store = WeightStore(run_dir / "weights")
+            eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
+            parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, eval_tasks, trackers)
+            return await _run_parts(parts, prepared, [*children, trainer_child])
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    *,
+    scorer: Scorer | None = None,
+    desk: type[SingleTurn] = SingleTurn,
+    threads: Threads | None = None,
+) -> AsyncIterator[tuple[Engine, SingleTurn, list[Child]]]:
+    """An engine and a scorer, ready, with what answers tasks through them, and the processes to watch."""
+    async with AsyncExitStack() as stack:
+        children = []
+        if config.engine.url is None:
+            child = engine_child(
+                prepared.model_dir,
+                config.engine,
+                config.model,
+                max_model_len=prepared.max_model_len,
+                threads=(threads or compute_threads()).engine,
+                log=run_dir / "logs" / "engine.log",
+            )
+            children.append(await stack.enter_async_context(child))
+        if scorer is None:
+            workers = WorkerScorer(config.reward)
+            stack.push_async_callback(workers.aclose)
+            await workers.start()
+            correct_only = {task.name for task in config.tasks if task.reward == "correct"}
+            scorer = FullMarks(workers, correct_only) if correct_only else workers
+        url = config.engine.url or (await children[0].line(START_TIMEOUT_S)).decode().strip()
+        engine = HttpEngine(url)
+        stack.push_async_callback(engine.aclose)
+        yield engine, desk(engine, prepared.renderer, scorer, _sampling(config, prepared)), children
+
+
+async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]) -> Outcome:
+    """Recovers, checks parity, evaluates, trains, evaluates again."""
+    began_s = time.monotonic()
+    config, recovered = parts.config, parts.buffer.recovered
+    first_step = 0 if recovered.last_step is None else recovered.last_step + 1
+    loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
+    await _recover(parts, loop)
+    parity = await logprob_mismatch(parts, prepared)
+    parts.trackers.log_event("parity", mismatch=parity)
+    await loop.evaluate(first_step)
+    started = sum(task.started for task in parts.buffer.counts.values())
+    orchestrator = Orchestrator(
+        prepared.service,
+        partial(parts.desk.rollouts, n=config.rollout.group_size),
+        parts.buffer,
+        first_index=started,
+    )
+    training_s = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        background = [
+            *(tasks.create_task(_watch(child), name=f"{child.name} process") for child in children),
+            tasks.create_task(orchestrator.run(), name="orchestrator"),
+            tasks.create_task(loop.serve_versions(), name="serving versions"),
+            tasks.create_task(loop.watch_engine(), name="watching the engine"),
+        ]
+        await loop.run(tasks)
+        trained_s = time.monotonic() - training_s
+        background[len(children)].cancel()  # the orchestrator: what it has in flight must not slow the evaluation
+        await loop.evaluate(config.train.steps)
+        for task in background:
+            task.cancel()
+    _write_model(prepared.model_dir, parts)
+    totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
+    return Outcome(
+        accuracy_before=totals.evals[0][0],
+        accuracy_after=totals.evals[-1][0],
+        greedy_before=totals.evals[0][1],
+        greedy_after=totals.evals[-1][1],
+        reward_first=fmean(totals.rewards[:tenth] or [0.0]),
+        reward_last=fmean(totals.rewards[-tenth:] or [0.0]),
+        wall_s=time.monotonic() - began_s,
+        steps=len(totals.rewards),
+        samples_per_s=totals.samples / trained_s,
+        staleness_max=totals.staleness_max,
+        parity=parity,
+        run_dir=str(parts.run_dir),
+    )
+
+
+async def _recover(parts: Parts, loop: TrainLoop) -> None:
+    """Brings the trainer to where the log ends: the last checkpoint, then every recorded step after it."""
+    saved = await asyncio.to_thread(checkpoint.latest, parts.run_dir)
+    if saved is not None:
+        await parts.trainer.load(saved.path)
+    for record in await parts.buffer.steps_after(saved.step if saved else -1):
+        await loop.replay(record.step, record.version, record.version_after)
+    if parts.buffer.recovered.version > 0:
+        await loop.serve_recovered(parts.buffer.recovered.version)
+        parts.trackers.log_event(
+            "resumed",
+            step=float(parts.buffer.recovered.last_step or 0),
+            waiting=float(parts.buffer.recovered.waiting),
+            interrupted=float(parts.buffer.recovered.interrupted),
+        )
+
+
+async def logprob_mismatch(parts: Parts, prepared: Prepared) -> float:
+    """Mean |difference| in nats between the logprobs of the engine and of the trainer, on answers just drawn.
+
+    Raises `ConfigError` above the bound of the dtype: importance ratios would be about the software, not the policy.
+    """
+    sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=parts.config.seed)
+    rows, drawn = [], []
+    for index in range(4):
+        prompt_ids = prepared.renderer.prompt_ids(prepared.service.draw(Split.EVAL, index).messages)
+        for completion in await parts.engine.generate(prompt_ids, sampling, n=2):
+            rows.append([*prompt_ids, *completion.token_ids])
+            drawn.append(completion.logprobs)
+    computed = await parts.trainer.logprobs(rows)
+    differences = [
+        abs(a - b)
+        for ours, theirs in zip(computed, drawn, strict=True)
+        for a, b in zip(ours[-len(theirs) :], theirs, strict=True)
+    ]
+    mismatch = fmean(differences)
+    bound = PARITY_BOUND_NATS[parts.config.model.dtype]
+    if mismatch > bound:
+        raise ConfigError(
+            f"engine and trainer disagree about the same tokens: mean |logprob difference| {mismatch:.2e} nats, "
+            f"expected at most {bound:.0e}; check that both load the same model in the same dtype"
+        )
+    return mismatch
+
+
+async def _watch(child: Child) -> None:
+    """Ends the run when a child does."""
+
+    raise ChildDied(f"{await child.died()}; go on with --resume")
+
+
+async def _evaluate(config: Config, prepared: Prepared) -> dict[str, object]:
+    tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
+    async with serving(config, prepared, Path(config.run_dir)) as (_, desk, _):
+        sampled, greedy = await accuracies(tasks, desk)
+    return {
+        "sampled": sampled.overall,
+        "greedy": greedy.overall,
+        "questions": sampled.questions,
+        "unscored": sampled.failed + greedy.failed,
+        **{f"sampled/{name}": value for name, value in sampled.by_task.items()},
+        **{f"greedy/{name}": value for name, value in greedy.by_task.items()},
+        "model": str(prepared.model_dir),
+    }
+
+
+def run_meta(config: Config) -> RunMeta:
+    """What the log keeps of a configuration."""
+    return RunMeta(
+        eta=config.asynchrony.eta,
+        late=config.asynchrony.late,
+        groups_per_step=config.train.groups_per_step,
+        push_every=config.train.push_every,
+        config_hash=hashlib.blake2b(to_toml(config).encode(), digest_size=8).hexdigest(),
+    )
+
+
+def _sampling(config: Config, prepared: Prepared) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=prepared.renderer.stop_token_ids,
+        seed=config.seed,
+    )
+
+
+def _write_resolved(config: Config, run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "resolved.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+
+def _write_model(model_dir: Path, parts: Parts) -> None:
+    """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights."""
+    target = parts.run_dir / "model"
+    shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
+    newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
+    shutil.copyfile(newest / FILE, target / FILE)
