@@ -10,7 +10,8 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from shoal import wire
@@ -192,10 +193,10 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
             waiting[ahead.finished_seq] = ahead
             ahead = next(groups, None)
         waiting = {seq: seen for seq, seen in waiting.items() if seq in chosen or seen.waits_at(step)}
-        for seq in chosen - waiting.keys():
+        for seq, group_id in chosen.items():
             if seq > horizon:
-                report.found(Check.OLDEST_FIRST, f"finished_seq {seq}", f"chosen by step {step} before it was there")
-        taken = sorted(waiting.pop(seq) for seq in chosen & waiting.keys())
+                report.found(Check.OLDEST_FIRST, group_id, f"chosen by step {step} before it was there")
+        taken = sorted(waiting.pop(seq) for seq in chosen.keys() & waiting.keys())
         first = min(waiting.values(), default=None)
         for seen in taken:
             if first is not None and seen > first:
@@ -205,18 +206,14 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
         pass  # what nobody chose is checked too
 
 
-def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, set[int]]]:
-    """(step, horizon, finished_seqs) of each time groups were taken."""
-    rows = connection.execute("SELECT step, horizon, finished_seq FROM consumed ORDER BY step, horizon")
-    step, horizon, chosen = -1, -1, set[int]()
-    for row in rows:
-        if (row[0], row[1]) != (step, horizon) and chosen:
-            yield step, horizon, chosen
-            chosen = set()
-        step, horizon = row[0], row[1]
-        chosen.add(row[2])
-    if chosen:
-        yield step, horizon, chosen
+def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[int, str]]]:
+    """(step, horizon, ids of the groups by finished_seq) of each time groups were taken."""
+    rows = connection.execute(
+        "SELECT step, horizon, finished_seq, COALESCE(group_id, 'finished_seq ' || finished_seq) "
+        "FROM consumed LEFT JOIN groups USING (finished_seq) ORDER BY step, horizon"
+    )
+    for (step, horizon), chosen in groupby(rows, key=itemgetter(0, 1)):
+        yield step, horizon, {seq: group_id for _, _, seq, group_id in chosen}
 
 
 def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
@@ -235,7 +232,7 @@ def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
         wire.decode(group.task, RawTask)
     except WireError as error:
         report.found(Check.READABLE, group.id, f"task: {error}")
-    if not group.bodies:
+    if not group.bodies and group.ended_reason is None:
         report.found(Check.READABLE, group.id, "has no rollouts")
     oldest = min(drawn, default=group.admitted_version)
     if group.version is not None:
