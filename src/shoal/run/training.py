@@ -10,9 +10,10 @@ import asyncio
 import hashlib
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -23,7 +24,8 @@ from typing import TypeAlias
 import uvloop
 
 from shoal import checkpoint
-from shoal.buffer import Buffer, RunMeta
+from shoal.buffer import Buffer, RunMeta, task_counts
+from shoal.buffer.log import FILE as LOG
 from shoal.config import Config, to_toml
 from shoal.engine.launch import engine_child
 from shoal.engine.remote import HttpEngine
@@ -73,14 +75,25 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
     run_dir = Path(config.run_dir)
     check_run_dir(run_dir, resume=resume)
-    with prepare(config) as prepared:
+    with prepare(config) as prepared, nothing_left_behind(run_dir):
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
 
 
 def run_evaluation(config: Config) -> dict[str, object]:
     """Held-out accuracy of the configured model, without training."""
-    with prepare(config) as prepared:
-        return uvloop.run(_evaluate(config, prepared))
+    with prepare(config) as prepared, tempfile.TemporaryDirectory() as logs:
+        return uvloop.run(_evaluate(config, prepared, Path(logs)))
+
+
+@contextmanager
+def nothing_left_behind(run_dir: Path) -> Iterator[None]:
+    """Removes the run directory when what is inside fails before the first group was started."""
+    try:
+        yield
+    except BaseException:
+        if not (run_dir / LOG).is_file() or not task_counts(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +288,9 @@ async def _watch(child: Child) -> None:
     raise ChildDied(f"{await child.died()}; go on with --resume")
 
 
-async def _evaluate(config: Config, prepared: Prepared) -> dict[str, object]:
+async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-    async with serving(config, prepared, Path(config.run_dir)) as (_, desk, _):
+    async with serving(config, prepared, folder) as (_, desk, _):
         sampled, greedy = await accuracies(tasks, desk)
     return {
         "sampled": sampled.overall,
