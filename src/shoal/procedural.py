@@ -1,0 +1,215 @@
+"""reasoning-gym behind receipts: the same receipt gives the same question, truth and metadata in every process.
+
+Three things stand between reasoning-gym and that sentence, and all are met here:
+- five datasets iterate over sets of strings, so they depend on PYTHONHASHSEED: processes that draw or score run with
+  `HASH_SEED`, and `entry_of` refuses to run without it;
+- `list_functions`, `pool_matrix` and snippets of `codeio` use the global generators: those are seeded before each draw;
+- `acre`, `gsm_symbolic` and `list_functions` use their seed when they are constructed: those are constructed anew, the
+  others only once per configuration, since construction costs up to 0.4 s and a draw mostly 0.1 ms.
+
+Some datasets loop for ever under settings they accept (base_conversion with one base, sokoban at level 0), some print,
+and several scorers eval() the answer; so this module is imported by child processes only.
+"""
+
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import os
+import random
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from reasoning_gym import factory
+
+from shoal.errors import TaskError
+from shoal.types import Json, Receipt
+
+HASH_SEED = "0"
+"""PYTHONHASHSEED of every process that draws."""
+VERSION = importlib.metadata.version("reasoning-gym")  # the package's own __version__ is that of an older release
+
+MAX_INDEX = 1 << 16
+
+_SEED_USED_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
+_TRUTH_IN_METADATA = ("example_answer", "example_correct_answer", "possible_answer")
+_DERIVED = ("seed", "size")
+
+
+class DrawFailed(TaskError):
+    """This seed gives no question; another one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One item of a dataset, with what its scorer needs. `truth` is None where none is known."""
+
+    question: str
+    truth: str | None
+    item: dict[str, object]
+    dataset: Any
+
+    def score(self, answer: str) -> float:
+        """What the dataset's own scorer says of an answer. Raises whatever that scorer raises."""
+        return float(self.dataset.score_answer(answer, self.item))
+
+
+def names() -> list[str]:
+    """Every dataset that can be a task. `composite` is left out: a mixture of tasks does its work."""
+    return sorted(name for name in factory.DATASETS if name != "composite")
+
+
+def config_json(name: str, params: Mapping[str, Json], level: int | None) -> str:
+    """The dataset's settings as JSON with sorted keys: those of the curriculum's level, then `params` over them.
+
+    Raises `TaskError` naming the dataset or the setting that is wrong.
+    """
+    _refuse_unknown(name, params)
+    merged = {**({} if level is None else _curriculum_params(name, level)), **params}
+    config = json.dumps(merged, sort_keys=True)
+    _dataset(name, config)
+    return config
+
+
+def entry_of(receipt: Receipt) -> Entry:
+    """The item that a receipt stands for: item `index` of a fresh dataset of that seed and configuration.
+
+    Raises `TaskError` when it cannot be drawn here, `DrawFailed` when the generator itself fails on this seed.
+    """
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
+        raise TaskError("questions are only reproducible in a process started with PYTHONHASHSEED=0")
+    if receipt.dataset_version != VERSION:
+        raise TaskError(f"{receipt.dataset}: drawn with reasoning-gym {receipt.dataset_version}, here is {VERSION}")
+    if not (0 <= receipt.seed < 2**32 and 0 <= receipt.index < MAX_INDEX):
+        raise TaskError(f"{receipt.dataset}: expected a seed below 2**32 and an index below {MAX_INDEX}, got {receipt}")
+    dataset = _seeded(receipt)
+    random.seed(receipt.seed + receipt.index)
+    np.random.seed((receipt.seed + receipt.index) % 2**32)
+    try:
+        item = dataset[receipt.index]
+    except Exception as error:  # generators fail in ways of their own, such as ZeroDivisionError
+        raise DrawFailed(f"{receipt.dataset}: {type(error).__name__}: {error}") from error
+    return Entry(item["question"], _truth(item, dataset), item, dataset)
+
+
+def _seeded(receipt: Receipt) -> Any:
+    """A dataset that draws what a fresh one of the receipt's seed and configuration draws."""
+    dataset = _dataset(receipt.dataset, receipt.config)
+    if receipt.dataset in _SEED_USED_AT_CONSTRUCTION:
+        return type(dataset)(_settings(receipt.dataset, receipt.config, receipt.seed, receipt.index + 1))
+    dataset.seed = dataset.config.seed = receipt.seed
+    return dataset
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, config: str) -> Any:
+    try:
+        settings = _settings(name, config, seed=0, size=1)
+        return factory.DATASETS[name][0](settings)
+    except (AssertionError, TypeError, ValueError, OSError) as error:
+        raise TaskError(f"{name}: {error or 'these settings do not fit together'}; settings: {config}") from error
+
+
+def _settings(name: str, config: str, seed: int, size: int) -> Any:
+    """The dataset's configuration object, validated by the dataset itself."""
+    try:
+        params = json.loads(config)
+    except ValueError as error:
+        raise TaskError(f"{name}: expected settings as JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise TaskError(f"{name}: expected settings as a JSON object, got {config[:80]}")
+    _refuse_unknown(name, params)
+    given = {key: _value(name, key, value) for key, value in params.items()}
+    config_class = factory.DATASETS[name][1]
+    settings = config_class(**given, seed=seed, size=size)
+    if hasattr(settings, "validate"):
+        settings.validate()
+    return settings
+
+
+def _value(name: str, key: str, value: Json) -> object:
+    """A setting read from its JSON form: enumerations, dates, tuples and nested tables.
+
+    Some annotations are wrong upstream (`variables: tuple[str] = ("x", "y", "z")`), so that a value of the default's
+    own type passes whatever the annotation says.
+    """
+    annotation, default = _fields(name)[key]
+    try:
+        return _adapter(annotation).validate_python(value)
+    except ValidationError as error:
+        if isinstance(default, tuple) and isinstance(value, list):
+            return tuple(value)
+        if type(value) is type(default):
+            return value
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in (key, *first["loc"]))
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        raise TaskError(f"{name}: params.{where}: {message}, got {first['input']!r}") from None
+
+
+@lru_cache(maxsize=256)
+def _fields(name: str) -> dict[str, tuple[Any, object]]:
+    """Annotation and default of each setting that a user may give."""
+    config_class = factory.DATASETS[name][1]
+    hints, defaults = typing.get_type_hints(config_class), config_class()
+    return {
+        field.name: (hints[field.name], getattr(defaults, field.name))
+        for field in dataclasses.fields(config_class)
+        if field.name not in _DERIVED
+    }
+
+
+@lru_cache(maxsize=512)
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
+
+
+def _refuse_unknown(name: str, params: Mapping[str, Json]) -> None:
+    """Raises `TaskError` for a dataset or a setting that does not exist."""
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(names())}"
+        raise TaskError(f"unknown reasoning-gym dataset {name!r}{hint}")
+    known = list(_fields(name))
+    for key in params:
+        if key in _DERIVED:
+            raise TaskError(f"{name}: params.{key}: the run derives it; leave it out")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+            raise TaskError(f"{name}: unknown setting params.{key}; {hint}")
+
+
+def _curriculum_params(name: str, level: int) -> dict[str, Json]:
+    """What the dataset's curriculum sets at a level; attributes with fewer levels stay at their highest."""
+    if not factory.has_curriculum(name):
+        raise TaskError(f"{name}: curriculum_level: this dataset has no curriculum; use params")
+    curriculum = factory.create_curriculum(name)
+    top = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if level > top:
+        raise TaskError(f"{name}: curriculum_level: expected 0 to {top}, got {level}")
+    curriculum.set_global_level(level)
+    settings = curriculum.generate_configuration()
+    config_class: Any = type(settings)
+    dumped: dict[str, Json] = _adapter(config_class).dump_python(settings, mode="json", warnings=False)
+    return {key: value for key, value in dumped.items() if key not in _DERIVED}
+
+
+def _truth(item: dict[str, Any], dataset: Any) -> str | None:
+    """The answer; for datasets with many right ones the metadata's example, unless their own scorer rejects it.
+
+    propositional_logic gives "P" as its example when it found no conclusion, right or not.
+    """
+    if item["answer"] is not None:
+        return str(item["answer"])
+    for key in _TRUTH_IN_METADATA:
+        example = item["metadata"].get(key)
+        text = example if isinstance(example, str) else json.dumps(example)
+        if example is not None and dataset.score_answer(text, item) == 1:
+            return text
+    return None

@@ -1,0 +1,145 @@
+"""A file of questions as a task service: one JSON object per line with `prompt`, `answer` and, if wanted, `info`."""
+
+import json
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from shoal.config import TaskConfig
+from shoal.errors import TaskError
+from shoal.tasks.split import check_rewrite, prompt, rewritten, split_of
+from shoal.types import Json, Message, Role, Split, Task, seed_for
+
+SCORERS = ("exact", "number", "contains")
+ScorerName = Literal["exact", "number", "contains"]
+
+
+class JsonlService:
+    """Questions of a file, each epoch in an order of its own; a share of them, chosen by their text, is held out.
+
+    A line's `info.scorer` takes the place of the configured scorer for that line. The file is read once, when the
+    service is made, and held in memory.
+    """
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        """Raises `TaskError` naming file, line and field of what is wrong."""
+        check_rewrite(config.name, config.rewrite)
+        self._name = config.name
+        self._seed = seed
+        self._tasks: dict[Split, list[Task]] = {split: [] for split in Split}
+        for number, row in _rows(Path(config.path or "")):
+            task = _task(config, f"{config.path}:{number}", number, row)
+            self._tasks[_split(task, config.eval_share)].append(task)
+        for split, tasks in self._tasks.items():
+            if not tasks:
+                total = sum(map(len, self._tasks.values()))
+                raise TaskError(
+                    f"{config.path}: none of {total} questions falls into the {split} split; add questions or "
+                    f"change tasks.{config.name}.eval_share = {config.eval_share:g}"
+                )
+
+    @property
+    def name(self) -> str:
+        """As configured."""
+        return self._name
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at `index`; each epoch goes through all questions of the split once."""
+        tasks = self._tasks[split]
+        epoch, position = divmod(index, len(tasks))
+        run = (self._seed,) if split is Split.TRAIN else ()
+        return tasks[_order(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
+
+
+@lru_cache(maxsize=16)
+def _order(seed: int, count: int) -> tuple[int, ...]:
+    """A permutation of range(count)."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
+
+
+def _split(task: Task, eval_share: float) -> Split:
+    text = "\x1f".join(f"{message.role}:{message.content}" for message in task.messages)
+    return split_of(text, eval_share)
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
+    """Number (from 1) and object of each line that is not blank."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: expected a JSONL file in UTF-8: {error}") from None
+    rows: list[tuple[int, dict[str, Json]]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise TaskError(f"{path}:{number}: expected a JSON object: {error}") from None
+        if not isinstance(row, dict):
+            raise TaskError(f"{path}:{number}: expected a JSON object, got {_shown(row)}")
+        rows.append((number, row))
+    return rows
+
+
+def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> Task:
+    """The task of one line."""
+    unknown = sorted(set(row) - {"prompt", "answer", "info"})
+    if unknown:
+        raise TaskError(f"{where}: {unknown[0]}: expected prompt, answer and info only; put what else there is in info")
+    answer = row.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise TaskError(f"{where}: answer: expected text, got {_shown(answer)}")
+    info = row.get("info", {})
+    if not isinstance(info, dict):
+        raise TaskError(f"{where}: info: expected an object, got {_shown(info)}")
+    scorer = info.get("scorer", config.scorer)
+    if scorer not in SCORERS:
+        raise TaskError(f"{where}: info.scorer: expected one of {', '.join(SCORERS)}, got {_shown(scorer)}")
+    messages = _messages(config, where, row.get("prompt"))
+    return Task(
+        f"{config.name}/{number}",
+        config.name,
+        messages,
+        answer.strip(),
+        json.dumps({**info, "scorer": scorer}, sort_keys=True),
+    )
+
+
+def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...]:
+    """The prompt's messages; a system message of its own takes the place of the configured one."""
+    if isinstance(value, str) and value:
+        return prompt(config.system_prompt, rewritten(value, config.rewrite))
+    if not isinstance(value, list) or not value:
+        raise TaskError(f"{where}: prompt: expected text or a list of messages, got {_shown(value)}")
+    messages = [_message(f"{where}: prompt.{position}", message) for position, message in enumerate(value)]
+    if messages[-1].role is Role.ASSISTANT:
+        raise TaskError(f"{where}: prompt: expected a last message that is not the assistant's")
+    asked = [_rewritten_message(message, config.rewrite) for message in messages]
+    own_system = messages[0].role is Role.SYSTEM or not config.system_prompt
+    return tuple(asked) if own_system else (Message(Role.SYSTEM, config.system_prompt), *asked)
+
+
+def _rewritten_message(message: Message, rewrite: Sequence[tuple[str, str]]) -> Message:
+    return Message(message.role, rewritten(message.content, rewrite)) if message.role is Role.USER else message
+
+
+def _message(where: str, value: Json) -> Message:
+    if not isinstance(value, dict) or set(value) != {"role", "content"}:
+        raise TaskError(f'{where}: expected {{"role": ..., "content": ...}}, got {_shown(value)}')
+    role, content = value["role"], value["content"]
+    if role not in list(Role):
+        raise TaskError(f"{where}.role: expected one of {', '.join(Role)}, got {_shown(role)}")
+    if not isinstance(content, str):
+        raise TaskError(f"{where}.content: expected text, got {_shown(content)}")
+    return Message(Role(role), content)
+
+
+def _shown(value: Json) -> str:
+    """What came, short enough for a sentence."""
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

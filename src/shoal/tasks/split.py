@@ -1,0 +1,48 @@
+"""Which half a question belongs to: decided by its text alone, so that no seed, task or order can move it."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from shoal.errors import TaskError
+from shoal.types import Message, Role, Split
+
+
+def split_of(question: str, eval_share: float) -> Split:
+    """The half of a question: about `eval_share` of all texts are held out.
+
+    >>> split_of("What is 1 + 1?", 0.2) is split_of("What is 1 + 1?", 0.2)
+    True
+    """
+    digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"shoal-split").digest()
+    return Split.EVAL if int.from_bytes(digest, "big") < eval_share * 2**64 else Split.TRAIN
+
+
+def rewritten(text: str, rewrite: Sequence[tuple[str, str]]) -> str:
+    """The text after each (regular expression, replacement) in order.
+
+    >>> rewritten("Please add 1 and 2.", [("Please add ", ""), (r" and ", "+")])
+    '1+2.'
+    """
+    for pattern, replacement in rewrite:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def check_rewrite(name: str, rewrite: Sequence[tuple[str, str]]) -> None:
+    """Raises `TaskError` for a pair that is no regular expression and replacement."""
+    for position, (pattern, replacement) in enumerate(rewrite):
+        try:
+            compiled = re.compile(pattern)
+            group_names = {number: f"?P<{group}>" for group, number in compiled.groupindex.items()}
+            # The same groups, all empty: matches anywhere, so that a wrong reference in the replacement shows.
+            groups = "".join(f"({group_names.get(number, '')})" for number in range(1, compiled.groups + 1))
+            re.sub(groups, replacement, "")
+        except (re.error, IndexError) as error:
+            raise TaskError(f"{name}: rewrite.{position}: {pattern!r} -> {replacement!r}: {error}") from None
+
+
+def prompt(system_prompt: str, question: str) -> tuple[Message, ...]:
+    """The messages that ask one question."""
+    system = (Message(Role.SYSTEM, system_prompt),) if system_prompt else ()
+    return (*system, Message(Role.USER, question))

@@ -1,0 +1,84 @@
+"""Prints a JSON object with what every reasoning-gym dataset gives; run as a program by test_tasks_procedural.
+
+`receipts` draws by receipt, `fresh` from newly constructed datasets and in the opposite order, `levels` at the
+lowest level of their curricula.
+"""
+
+import contextlib
+import io
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import numpy as np
+from reasoning_gym import create_dataset, factory
+
+from shoal import procedural
+from shoal.errors import TaskError
+from shoal.types import Receipt
+
+SEEDS = (7, 2**31 - 1)
+GUARD_S = 6
+
+
+def digest(item: dict[str, object]) -> list[str]:
+    return [str(item["question"]), repr(item["answer"]), repr(item["metadata"])]
+
+
+def by_receipt(name: str, seed: int) -> list[str]:
+    return digest(procedural.entry_of(Receipt(name, procedural.VERSION, "{}", seed, 0)).item)
+
+
+def fresh(name: str, seed: int) -> list[str]:
+    dataset = create_dataset(name, seed=seed, size=1)
+    random.seed(seed)
+    np.random.seed(seed)
+    return digest(dataset[0])
+
+
+def at_level(name: str, level: int) -> list[str]:
+    config = procedural.config_json(name, {}, level)
+    return [procedural.entry_of(Receipt(name, procedural.VERSION, config, 7, 0)).question]
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Ends a draw that does not end by itself with a `TimeoutError`."""
+    signal.signal(signal.SIGALRM, _late)
+    signal.alarm(GUARD_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def _late(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"nothing came within {GUARD_S} s")
+
+
+def drawn(draw: Callable[[str, int], list[str]], name: str, which: int) -> list[str]:
+    try:
+        with guarded():
+            return draw(name, which)
+    except (TaskError, TimeoutError) as error:
+        return ["error", str(error)]
+
+
+def main(mode: str) -> None:
+    names = procedural.names()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):  # bf and codeio print
+        if mode == "receipts":
+            entries = {f"{name} {seed}": drawn(by_receipt, name, seed) for seed in SEEDS for name in names}
+        elif mode == "fresh":
+            entries = {f"{name} {seed}": drawn(fresh, name, seed) for name in reversed(names) for seed in SEEDS[::-1]}
+        else:
+            entries = {name: drawn(at_level, name, 0) for name in names if factory.has_curriculum(name)}
+    print(json.dumps(entries))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

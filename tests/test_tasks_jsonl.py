@@ -1,0 +1,126 @@
+"""JSONL files as task services."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.config import TaskConfig
+from shoal.errors import TaskError
+from shoal.tasks.jsonl import JsonlService
+from shoal.types import Json, Message, Role, Split
+
+
+def written(folder: Path, rows: list[Json]) -> Path:
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return path
+
+
+def numbered(count: int) -> list[Json]:
+    return [{"prompt": f"Question {number}?", "answer": str(number)} for number in range(count)]
+
+
+def service(path: Path, seed: int = 0, **fields: object) -> JsonlService:
+    return JsonlService(
+        TaskConfig.model_validate({"name": "quiz", "service": "jsonl", "path": str(path), **fields}), seed
+    )
+
+
+def epoch(tasks: JsonlService, split: Split, number: int, size: int) -> list[str]:
+    return [tasks.draw(split, number * size + position).id for position in range(size)]
+
+
+def test_each_epoch_goes_through_every_question_of_the_split_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    tasks = service(written(tmp_path, numbered(200)), eval_share=0.3)
+    sizes = {split: len({tasks.draw(split, index).id for index in range(200)}) for split in Split}
+    assert sum(sizes.values()) == 200
+    assert 30 < sizes[Split.EVAL] < 90
+    for split, size in sizes.items():
+        first, second = epoch(tasks, split, 0, size), epoch(tasks, split, 1, size)
+        assert sorted(first) == sorted(second)
+        assert len(set(first)) == size
+        assert first != second
+
+
+def test_the_splits_share_no_question_even_when_a_file_repeats_them(tmp_path: Path) -> None:
+    tasks = service(written(tmp_path, numbered(40) * 3), eval_share=0.5)
+    train, held_out = ({tasks.draw(split, index).messages for index in range(120)} for split in Split)
+    assert train.isdisjoint(held_out)
+    assert len(train | held_out) == 40
+
+
+def test_the_seed_of_the_run_moves_training_questions_and_leaves_the_held_out_ones(tmp_path: Path) -> None:
+    path = written(tmp_path, numbered(100))
+    one, other = service(path, seed=1), service(path, seed=2)
+    assert epoch(one, Split.EVAL, 0, 20) == epoch(other, Split.EVAL, 0, 20)
+    assert epoch(one, Split.TRAIN, 0, 20) != epoch(other, Split.TRAIN, 0, 20)
+    assert epoch(one, Split.TRAIN, 3, 20) == epoch(service(path, seed=1), Split.TRAIN, 3, 20)
+
+
+def test_prompts_may_be_messages_and_are_rewritten_under_a_system_prompt(tmp_path: Path) -> None:
+    rows: list[Json] = [
+        {"prompt": [{"role": "user", "content": f"Please say {number}."}], "answer": "x", "info": {"level": 3}}
+        for number in range(30)
+    ]
+    tasks = service(written(tmp_path, rows), system_prompt="Be brief.", rewrite=[("Please s", "S")], scorer="contains")
+    task = tasks.draw(Split.TRAIN, 0)
+    assert task.messages[0] == Message(Role.SYSTEM, "Be brief.")
+    assert task.messages[1].content.startswith("Say ")
+    assert json.loads(task.info) == {"level": 3, "scorer": "contains"}
+
+
+def test_a_system_message_of_its_own_and_a_scorer_of_its_own_take_the_place_of_the_configured_ones(
+    tmp_path: Path,
+) -> None:
+    messages: list[Json] = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Q"}]
+    rows: list[Json] = [
+        {"prompt": messages, "answer": "1", "info": {"scorer": "number"}},
+        *numbered(40),
+    ]
+    tasks = service(written(tmp_path, rows), system_prompt="Configured.", eval_share=0.5)
+    drawn = [tasks.draw(split, index) for split in Split for index in range(41)]
+    own = next(task for task in drawn if task.id == "quiz/1")
+    assert own.messages == (Message(Role.SYSTEM, "Own."), Message(Role.USER, "Q"))
+    assert json.loads(own.info) == {"scorer": "number"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", ":2: expected a JSON object"),
+        ("[1]", r":2: expected a JSON object, got \[1\]"),
+        ('{"answer": "1"}', ":2: prompt: expected text or a list of messages, got nothing"),
+        ('{"prompt": "", "answer": "1"}', ":2: prompt: expected text"),
+        ('{"prompt": "q", "answer": 1}', ":2: answer: expected text, got 1"),
+        ('{"prompt": "q", "answer": " "}', ":2: answer: expected text"),
+        ('{"prompt": "q", "answer": "1", "info": "x"}', ":2: info: expected an object"),
+        ('{"prompt": "q", "answer": "1", "info": {"scorer": "magic"}}', ":2: info.scorer: expected one of exact"),
+        ('{"prompt": "q", "answer": "1", "level": 3}', ":2: level: expected prompt, answer and info only"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', ":2: prompt.0: expected"),
+        ('{"prompt": [{"role": "boss", "content": "x"}], "answer": "1"}', ":2: prompt.0.role: expected one of"),
+        ('{"prompt": [{"role": "user", "content": 7}], "answer": "1"}', ":2: prompt.0.content: expected text, got 7"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}', ":2: prompt: expected a last message"),
+    ],
+)
+def test_a_wrong_line_is_named_with_file_line_and_field(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "fine", "answer": "1"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(TaskError, match=f"questions.jsonl{message}"):
+        service(path)
+
+
+def test_a_file_that_is_missing_binary_or_too_small_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"nowhere\.jsonl: expected a JSONL file"):
+        service(tmp_path / "nowhere.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TaskError, match="UTF-8"):
+        service(tmp_path / "binary.jsonl")
+    with pytest.raises(TaskError, match="none of 1 questions falls into the"):
+        service(written(tmp_path, numbered(1)))
+
+
+@pytest.mark.parametrize("rewrite", [[("(", "x")], [("a", r"\1")], [("(a)", r"\2")], [("(?P<n>a)", r"\g<m>")]])
+def test_a_rewrite_that_cannot_work_is_refused(tmp_path: Path, rewrite: list[tuple[str, str]]) -> None:
+    with pytest.raises(TaskError, match=r"quiz: rewrite\.0"):
+        service(written(tmp_path, numbered(30)), rewrite=rewrite)
