@@ -43,44 +43,48 @@ class Uniforms:
 
 
 class SamplingRows:
-    """The sampling parameters of B rows as tensors, [B, 1] or [1, 1] where all rows agree."""
+    """The sampling parameters of B rows as tensors; columns are [B, 1], or [1, 1] where all rows agree."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         if len({(s.temperature, s.top_p, s.top_k, s.min_p) for s in rows}) == 1:
             rows = rows[:1]
         greedy = [s.temperature == 0 for s in rows]
-        truncates = [not g and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0) for g, s in zip(greedy, rows, strict=True)]
+        truncating = [i for i, s in enumerate(rows) if s.temperature > 0 and (s.top_p < 1 or s.top_k or s.min_p)]
         self.all_greedy = all(greedy)
-        self.any_truncates = any(truncates)
-        self.plain = all(s.temperature == 1 for s in rows)
-        self.greedy: Tensor | None = None
-        if any(greedy) and not self.all_greedy:
-            self.greedy = torch.tensor(greedy, device=device)
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]
-
-        self.temperature = column([s.temperature or 1.0 for s in rows])
-        if self.any_truncates:
-            self.top_p = column([s.top_p if t else 1.0 for s, t in zip(rows, truncates, strict=True)])
-            self.min_p = column([s.min_p if t else 0.0 for s, t in zip(rows, truncates, strict=True)])
-            self.top_k = column([s.top_k if t and s.top_k else OFF for s, t in zip(rows, truncates, strict=True)])
-            self.largest_top_k = max(s.top_k for s in rows)
+        self.all_truncate = len(truncating) == len(rows)
+        self.greedy_B = torch.tensor(greedy, device=device) if any(greedy) else None
+        self.truncating_N = torch.tensor(truncating, device=device) if truncating else None
+        self.temperature = None
+        if any(s.temperature != 1 for s in rows):
+            self.temperature = torch.tensor([s.temperature or 1.0 for s in rows], device=device)[:, None]
+        cut = [rows[i] for i in truncating]
+        self.top_p = torch.tensor([s.top_p for s in cut], device=device)[:, None]
+        self.top_k = torch.tensor([s.top_k or OFF for s in cut], device=device)[:, None]
+        self.min_p = torch.tensor([s.min_p for s in cut], device=device)[:, None]
 
 
 def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row, and the logprob (nats, float32) it was drawn with. `uniform_B` in [0, 1) decides."""
     logits_BV = logits_BV.float()
     if rows.all_greedy:
-        logp_BV = logits_BV.log_softmax(-1)
-        logp_B, token_B = logp_BV.max(-1)
-        return token_B, logp_B
-    scaled_BV = logits_BV if rows.plain else logits_BV / rows.temperature
-    token_B, logp_B = _truncated(scaled_BV, rows, uniform_B) if rows.any_truncates else _whole(scaled_BV, uniform_B)
-    if rows.greedy is not None:
-        best_B, best_token_B = logits_BV.log_softmax(-1).max(-1)
-        token_B = torch.where(rows.greedy, best_token_B, token_B)
-        logp_B = torch.where(rows.greedy, best_B, logp_B)
+        return _greedy(logits_BV)
+    scaled_BV = logits_BV if rows.temperature is None else logits_BV / rows.temperature
+    if rows.all_truncate:
+        return _truncated(scaled_BV, rows.top_p, rows.top_k, rows.min_p, uniform_B)
+    token_B, logp_B = _whole(scaled_BV, uniform_B)
+    if rows.truncating_N is not None:
+        n = rows.truncating_N
+        token_N, logp_N = _truncated(scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n])
+        token_B[n], logp_B[n] = token_N, logp_N
+    if rows.greedy_B is not None:
+        best_token_B, best_B = _greedy(logits_BV)
+        token_B = torch.where(rows.greedy_B, best_token_B, token_B)
+        logp_B = torch.where(rows.greedy_B, best_B, logp_B)
+    return token_B, logp_B
+
+
+def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    logp_B, token_B = logits_BV.log_softmax(-1).max(-1)
     return token_B, logp_B
 
 
@@ -98,30 +102,38 @@ def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=p_BV.shape[-1] - 1)
 
 
-def _truncated(scaled_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws from each row's kept tokens, most likely first."""
-    vocabulary = scaled_BV.shape[-1]
+def _truncated(
+    scaled_BV: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform_B: Tensor, candidates: int = CANDIDATES
+) -> tuple[Tensor, Tensor]:
+    """Draws from each row's kept tokens, most likely first, looked for among so many `candidates`.
+
+    Rows that may keep more than the candidates are drawn again from the whole vocabulary; that depends on nothing but
+    the row.
+    """
+    candidates = min(candidates, scaled_BV.shape[-1])
     total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
-    candidates = min(CANDIDATES if rows.largest_top_k <= CANDIDATES else vocabulary, vocabulary)
-    top_BC, token_BC = scaled_BV.topk(candidates, dim=-1)
-    kept_BC = _kept((top_BC - total_B1).exp(), rows)
-    if candidates < vocabulary and bool(kept_BC[:, -1].any()):
-        top_BC, token_BC = scaled_BV.sort(dim=-1, descending=True)
-        kept_BC = _kept((top_BC - total_B1).exp(), rows)
+    top_BC, id_BC = scaled_BV.topk(candidates, dim=-1)
+    kept_BC = _kept((top_BC - total_B1).exp(), top_p, top_k, min_p)
     logp_BC = top_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(-1)
     choice_B1 = _inverse_transform(logp_BC.exp(), uniform_B)
-    return token_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
+    token_B, logp_B = id_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
+    if candidates < scaled_BV.shape[-1]:
+        short_B = kept_BC[:, -1] | ((top_k > candidates) & (top_k < OFF))[:, 0]
+        if bool(short_B.any()):
+            p, k, m = (column.expand(len(token_B), 1)[short_B] for column in (top_p, top_k, min_p))
+            again = _truncated(scaled_BV[short_B], p, k, m, uniform_B[short_B], candidates=scaled_BV.shape[-1])
+            token_B[short_B], logp_B[short_B] = again
+    return token_B, logp_B
 
 
-def _kept(p_BC: Tensor, rows: SamplingRows) -> Tensor:
+def _kept(p_BC: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """[B, C] which of the tokens, sorted by falling probability of the whole distribution, may be drawn.
 
     Every condition keeps a prefix of the row and always its first token.
     """
-    in_top_k_BC = torch.arange(p_BC.shape[-1], device=p_BC.device) < rows.top_k
-    cumulative_BC = p_BC.cumsum(-1)
-    mass_B1 = torch.where(rows.top_k < OFF, (p_BC * in_top_k_BC).sum(-1, keepdim=True), 1.0)
-    in_top_p_BC = (rows.top_p >= 1) | (cumulative_BC - p_BC < rows.top_p * mass_B1)
-    kept_BC = in_top_k_BC & in_top_p_BC & (p_BC >= rows.min_p * p_BC[:, :1])
+    in_top_k_BC = torch.arange(p_BC.shape[-1], device=p_BC.device) < top_k
+    mass_B1 = torch.where(top_k < OFF, (p_BC * in_top_k_BC).sum(-1, keepdim=True), 1.0)
+    in_top_p_BC = (top_p >= 1) | (p_BC.cumsum(-1) - p_BC < top_p * mass_B1)
+    kept_BC = in_top_k_BC & in_top_p_BC & (p_BC >= min_p * p_BC[:, :1])
     kept_BC[:, 0] = True
     return kept_BC

@@ -231,7 +231,7 @@ class Scheduler(Generic[S]):
                 source = self._source(sequence)
                 if source is not None and not source.decoding and source.cached < source.prompt_len:
                     continue
-                if source is not None:
+                if source is not None and sequence.total > 1:
                     sequence.cached = min(sequence.prompt_len, sequence.total - 1, source.kv_len)
                     copies.append(Copy(source, sequence, sequence.cached))
             if sequence.total - sequence.cached == 1:

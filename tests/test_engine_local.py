@@ -1,0 +1,414 @@
+"""The local engine against plain forwards of the same model, one sequence at a time."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from shoal.engine.load import checksum_of
+from shoal.engine.local import Limits, LocalEngine, OnUpdate, PauseMode
+from shoal.engine.request import Draft, Request
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.model import load_model
+from shoal.types import FinishReason, Sampling
+from shoal.weights import checksum
+
+VOCABULARY = 97
+MAX_MODEL_LEN = 160
+KINDS = {
+    "Qwen2": {"num_key_value_heads": 2},
+    "Llama": {"num_key_value_heads": 1},
+    "GPTNeoX": {},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 16},  # ties its embeddings
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 20},
+}
+
+
+def saved(kind: str, path: Path, seed: int = 0) -> Path:
+    """A directory with a random model of 2 layers and width 32."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        **KINDS[kind],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: saved(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 weights from another seed."""
+    return saved("Qwen2", tmp_path_factory.mktemp("other"), seed=1)
+
+
+def plain(path: Path) -> PreTrainedModel:
+    """The model with transformers' own attention."""
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    return model.eval()
+
+
+def engine(path: Path, *, on_update: OnUpdate = OnUpdate.RECOMPUTE, seed: int = 0, **limits: int) -> LocalEngine:
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_running": 4, "chunk_tokens": 24, **limits}
+    return LocalEngine(load_model(path), Limits(**limits), on_update=on_update, seed=seed)
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.inference_mode()
+def forced(model: PreTrainedModel, prompt: Sequence[int], drawn: Sequence[int]) -> list[float]:
+    """Logprobs of the drawn tokens at temperature 1, by one full forward."""
+    logp_LV = model(torch.tensor([[*prompt, *drawn]])).logits[0].log_softmax(-1)
+    return [float(logp_LV[len(prompt) - 1 + i, token]) for i, token in enumerate(drawn)]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(2, VOCABULARY), k=length)
+
+
+def finish(engine: LocalEngine) -> list[Request]:
+    """Steps until nothing is left to do."""
+    done = []
+    while not engine.idle:
+        done += engine.step()
+    return done
+
+
+def drafts(requests: Sequence[Request]) -> list[Draft]:
+    return [draft for request in requests for draft in request.drafts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_and_logprobs_equal_plain_forwards_while_requests_come_and_go(
+    kind: str, directories: dict[str, Path]
+) -> None:
+    served, model = engine(directories[kind]), plain(directories[kind])
+    chosen = random.Random(1)
+    requests = []
+    for i in range(8):
+        sampling = Sampling(chosen.choice([1, 5, 30, 120]), temperature=0)
+        requests.append(Request(prompt_of(chosen.choice([1, 7, 7, 38]), i), sampling, n=chosen.choice([1, 1, 3])))
+        served.submit(requests[-1])
+        for _ in range(chosen.randrange(6)):
+            served.step()
+    finish(served)
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, draft.prompt_ids, draft.sampling.max_tokens)
+        assert draft.logprobs == pytest.approx(forced(model, draft.prompt_ids, draft.drawn), abs=1e-4)
+        assert draft.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_of_sampled_tokens_and_scores_agree_with_a_full_forward(
+    kind: str, directories: dict[str, Path]
+) -> None:
+    served, model = engine(directories[kind]), plain(directories[kind])
+    requests = [Request(prompt_of(9, i), Sampling(25), n=3) for i in range(3)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    for draft in drafts(requests):
+        expected = forced(model, draft.prompt_ids, draft.drawn)
+        assert draft.logprobs == pytest.approx(expected, abs=1e-4)
+        scores = served.score([*draft.prompt_ids, *draft.drawn])
+        assert scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
+    assert len({tuple(draft.drawn) for draft in drafts(requests)}) == 9
+
+
+def answers(
+    path: Path, requests: Sequence[Request], *, reload_every: int | None = None, **limits: int
+) -> tuple[list[list[int]], list[list[float]], int]:
+    """Tokens, logprobs and interruptions, with the same weights loaded again every so many steps."""
+    served = engine(path, **limits)
+    for request in requests:
+        served.submit(request)
+    step = 0
+    while not served.idle:
+        if reload_every is not None and step % reload_every == reload_every - 1 and served.interruptions < 20:
+            served.update(served.slots.staged(served.version + 1, path, None))
+        served.step()
+        step += 1
+    found = drafts(requests)
+    return [d.drawn for d in found], [d.logprobs for d in found], served.interruptions
+
+
+def mixed_requests() -> list[Request]:
+    return [
+        Request(prompt_of(9), Sampling(60, temperature=0), n=2),
+        Request(prompt_of(30), Sampling(60, seed=5), n=3),
+        Request(prompt_of(3), Sampling(60, seed=5, temperature=0.7, top_p=0.9), n=2),
+        Request(prompt_of(5), Sampling(60, seed=6, top_k=5, min_p=0.05)),
+    ]
+
+
+@pytest.mark.parametrize("reload_every", [3, 7])
+def test_interrupted_answers_equal_uninterrupted_ones_when_weights_are_equal(
+    reload_every: int, directories: dict[str, Path]
+) -> None:
+    tokens, logprobs, _ = answers(directories["Qwen2"], mixed_requests())
+    again, logprobs_again, interruptions = answers(directories["Qwen2"], mixed_requests(), reload_every=reload_every)
+    assert interruptions >= 10
+    assert again == tokens
+    for one, other in zip(logprobs_again, logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_seeded_request_draws_the_same_whatever_else_runs(directories: dict[str, Path]) -> None:
+    together, _, _ = answers(directories["Qwen2"], mixed_requests())
+    alone = [answers(directories["Qwen2"], [request], max_running=2)[0] for request in mixed_requests()]
+    assert together == [tokens for request in alone for tokens in request]
+
+
+def test_the_completions_of_a_seeded_request_differ(directories: dict[str, Path]) -> None:
+    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(5), Sampling(20, seed=1), n=4)])
+    assert len({tuple(drawn) for drawn in tokens}) == 4
+
+
+@pytest.fixture(scope="module")
+def expected(directories: dict[str, Path]) -> dict[int, list[int]]:
+    """The greedy answer of Qwen2 to prompts of some lengths."""
+    return {length: greedy(plain(directories["Qwen2"]), prompt_of(length), 140) for length in (1, 12, 40)}
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_no_order_of_arrivals_aborts_pauses_and_reloads_changes_an_answer(
+    data: st.DataObject, directories: dict[str, Path], expected: dict[int, list[int]]
+) -> None:
+    path = directories["Qwen2"]
+    served = engine(path, max_running=3, chunk_tokens=16, kv_tokens=MAX_MODEL_LEN + 128)
+    requests: list[Request] = []
+    for _ in range(data.draw(st.integers(5, 25))):
+        match data.draw(st.sampled_from(["submit", "step", "step", "step", "abort", "reload", "pause"])):
+            case "submit":
+                count = data.draw(st.sampled_from([1, 9, 140]))
+                prompt = prompt_of(data.draw(st.sampled_from(sorted(expected))))
+                requests.append(Request(prompt, Sampling(count, temperature=0), n=data.draw(st.integers(1, 3))))
+                served.submit(requests[-1])
+            case "abort" if requests:
+                served.abort([data.draw(st.sampled_from(requests))])
+            case "reload":
+                served.update(served.slots.staged(served.version + 1, path, None))
+            case "pause":
+                served.pause(PauseMode.KEEP)
+                assert served.step() is not None
+                served.resume()
+            case _:
+                for _ in range(7):
+                    served.step()
+    finish(served)
+    for draft in drafts(requests):
+        assert draft.drawn == expected[draft.prompt_len][: len(draft.drawn)]
+        if draft.finish_reason is not FinishReason.ABORT:
+            assert len(draft.drawn) == min(draft.sampling.max_tokens, MAX_MODEL_LEN - draft.prompt_len)
+        draft.completion()  # checks lengths and that versions do not decrease
+
+
+def test_tokens_after_an_update_follow_the_new_weights_and_their_versions_say_so(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(request)
+    for _ in range(10):
+        served.step()
+    served.update(served.slots.staged(3, other_weights, None))
+    finish(served)
+    (draft,) = request.drafts
+    old, new = plain(directories["Qwen2"]), plain(other_weights)
+    assert draft.drawn[:10] == greedy(old, request.prompt_ids, 10)
+    assert draft.drawn[10:] == greedy(new, [*request.prompt_ids, *draft.drawn[:10]], 20)
+    assert draft.completion().versions == (0,) * 10 + (3,) * 20
+    assert (served.version, served.interruptions) == (3, 1)
+    assert served.checksum == checksum(other_weights / "model.safetensors")
+
+
+def test_kept_kv_is_counted_and_new_requests_do_not_reuse_it(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP)
+    first = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(first)
+    for _ in range(10):
+        served.step()
+    served.update(served.slots.staged(1, other_weights, None))
+    prefilled = served.tokens_prefilled
+    second = Request(prompt_of(8), Sampling(10, temperature=0))
+    served.submit(second)
+    finish(served)
+    assert served.stale_sequences == 1
+    assert served.tokens_prefilled - prefilled == 8
+    assert first.drafts[0].completion().versions == (0,) * 10 + (1,) * 20
+    assert second.drafts[0].drawn == greedy(plain(other_weights), second.prompt_ids, 10)
+
+
+def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.DRAIN, max_running=1)
+    requests = [Request(prompt_of(8), Sampling(10, temperature=0)) for _ in range(2)]
+    for request in requests:
+        served.submit(request)
+    served.step()
+    superseded: Future[int] = served.update(served.slots.staged(1, directories["Qwen2"], None))
+    newest: Future[int] = served.update(served.slots.staged(2, other_weights, None))
+    with pytest.raises(RequestRefused, match="2 is served or queued"):
+        served.update(served.slots.staged(1, other_weights, None))
+    finish(served)
+    assert superseded.result(0) == newest.result(0) == 2
+    assert requests[0].drafts[0].completion().versions == (0,) * 10
+    assert requests[1].drafts[0].completion().versions == (2,) * 10
+    assert requests[1].drafts[0].drawn == greedy(plain(other_weights), requests[1].prompt_ids, 10)
+
+
+def test_an_update_while_nothing_runs_interrupts_nothing(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"])
+    served.update(served.slots.staged(1, other_weights, None))
+    finish(served)
+    assert (served.version, served.interruptions, served.tokens_prefilled) == (1, 0, 0)
+
+
+def test_tied_embeddings_stay_tied_when_weights_are_loaded(directories: dict[str, Path], tmp_path: Path) -> None:
+    other = saved("Gemma", tmp_path / "other", seed=3)
+    served = engine(directories["Gemma"])
+    served.update(served.slots.staged(1, other, None))
+    request = Request(prompt_of(6), Sampling(12, temperature=0))
+    served.submit(request)
+    finish(served)
+    assert request.drafts[0].logprobs == pytest.approx(
+        forced(plain(other), request.prompt_ids, request.drafts[0].drawn), abs=1e-4
+    )
+
+
+def test_weights_that_are_not_right_are_refused_and_change_nothing(
+    directories: dict[str, Path], other_weights: Path, tmp_path: Path
+) -> None:
+    served = engine(directories["Qwen2"])
+    before = {name: tensor.clone() for name, tensor in served.model.state_dict().items()}
+    tensors = load_file(other_weights / "model.safetensors")
+    good = tmp_path / "good.safetensors"
+    save_file(tensors, good)
+    name = "model.norm.weight"
+    wrong = {
+        "expected shape": {**tensors, name: tensors[name][:16].clone()},
+        "is missing": {key: value for key, value in tensors.items() if key != name},
+        "no tensor 'extra'": {**tensors, "extra": tensors[name].clone()},
+        "not finite": {**tensors, name: tensors[name] * float("nan")},
+    }
+    for message, content in wrong.items():
+        bad = tmp_path / "bad.safetensors"
+        save_file(content, bad)
+        with pytest.raises(RequestRefused, match=message):
+            served.slots.staged(1, bad, None)
+    with pytest.raises(RequestRefused, match="expected checksum 00, got"):
+        served.slots.staged(1, good, "00")
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        served.slots.staged(1, tmp_path / "nowhere", None)
+    (tmp_path / "torn.safetensors").write_bytes(good.read_bytes()[:2000])
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        served.slots.staged(1, tmp_path / "torn.safetensors", None)
+    (tmp_path / "checksum").write_text("11")
+    with pytest.raises(RequestRefused, match="expected checksum 11"):
+        served.slots.staged(1, good, None)
+    assert served.slots.staged(1, good, checksum_of(good)).checksum == checksum(good)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in served.model.state_dict().items())
+
+
+def test_the_stop_token_is_the_last_token_and_has_a_logprob(directories: dict[str, Path]) -> None:
+    model = plain(directories["Qwen2"])
+    expected = greedy(model, prompt_of(8), 40)
+    stop = expected[5]
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(40, temperature=0, stop_token_ids=(stop, 0)))
+    served.submit(request)
+    finish(served)
+    completion = request.drafts[0].completion()
+    assert list(completion.token_ids) == expected[: expected.index(stop) + 1]
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_model_len=40)
+    requests = [Request(prompt_of(30), Sampling(1000)), Request(prompt_of(39), Sampling(1000))]
+    for request in requests:
+        assert served.refusal(request) is None
+        served.submit(request)
+    finish(served)
+    assert [len(draft.drawn) for draft in drafts(requests)] == [10, 1]
+    assert {draft.finish_reason for draft in drafts(requests)} == {FinishReason.LENGTH}
+    assert "1 to 39 tokens, got 40" in str(served.refusal(Request(prompt_of(40), Sampling(1))))
+
+
+def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(request)
+    for _ in range(5):
+        served.step()
+    served.pause(PauseMode.KEEP)
+    served.step()
+    assert len(request.drafts[0].drawn) == 5
+    assert served.idle
+    served.resume()
+    emptied = served.pause(PauseMode.WAIT)
+    with pytest.raises(EngineUnavailable, match="paused"):
+        served.submit(Request(prompt_of(8), Sampling(3)))
+    assert not emptied.done()
+    finish(served)
+    assert emptied.done()
+    assert request.drafts[0].drawn == greedy(plain(directories["Qwen2"]), request.prompt_ids, 30)
+    served.resume()
+    aborted = Request(prompt_of(8), Sampling(30, temperature=0), n=6)
+    served.submit(aborted)
+    for _ in range(5):
+        served.step()
+    assert served.pause(PauseMode.ABORT).done()
+    assert finish(served) == [aborted]
+    assert [len(draft.drawn) for draft in aborted.drafts] == [5, 5, 5, 5, 0, 0]
+    assert aborted.drafts[0].completion().finish_reason is FinishReason.ABORT
+
+
+def test_a_full_queue_is_refused(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_waiting=3)
+    served.submit(Request(prompt_of(4), Sampling(3), n=3))
+    with pytest.raises(EngineUnavailable, match="queue is full"):
+        served.submit(Request(prompt_of(4), Sampling(3)))
+
+
+def test_running_out_of_memory_preempts_and_loses_nothing(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_running=4, kv_tokens=MAX_MODEL_LEN + 128)
+    requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(4)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    assert served.preemptions > 0
+    model = plain(directories["Qwen2"])
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, draft.prompt_ids, 50)
