@@ -9,12 +9,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 
 LAYERS = (
     {"types", "errors", "clock"},
-    {"interfaces", "config", "metrics", "wire", "process"},
+    {"interfaces", "config", "metrics", "wire", "process", "procedural"},
     {"model", "render", "procedural"},
     {"engine", "session", "tasks", "rewards", "buffer", "train", "weights", "swarm", "checkpoint", "small_model"},
     {"gateway", "warm_start"},
-    {"run", "sim", "dashboard", "report", "doctor"},
-    {"demo", "bench", "progress"},
+    {"run", "sim", "dashboard", "report", "progress", "doctor"},
+    {"demo", "bench"},
     {"cli"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -18,48 +18,12 @@ from shoal.metrics import (
     COUNTS,
     EVAL_NAMES,
     STEP_NAMES,
-    Busy,
-    Distribution,
     JsonlTracker,
-    Measures,
     PrometheusTracker,
     Record,
     read_records,
     trackers_of,
 )
-
-
-def test_counters_and_distributions_begin_again_and_gauges_stay() -> None:
-    measures = Measures()
-    measures.add("failed", 3)
-    measures.put("version", 7)
-    for staleness in (0, 1, 5):
-        measures.observe("staleness", staleness)
-    assert measures.take() == {"failed": 3, "version": 7, "staleness_mean": 2, "staleness_max": 5}
-    measures.observe("staleness", 1)
-    assert measures.take() == {"failed": 0, "version": 7, "staleness_mean": 1, "staleness_max": 1}
-    assert measures.take() == {"failed": 0, "version": 7}
-
-
-def test_a_distribution_of_nothing_has_no_mean() -> None:
-    empty = Distribution()
-    assert math.isnan(empty.mean)
-    empty.observe(-2.0)
-    assert (empty.mean, empty.low, empty.high) == (-2.0, -2.0, -2.0)
-
-
-def test_busy_share_is_of_the_time_since_it_was_last_asked_and_counts_overlapping_work_once() -> None:
-    clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 10.0, 12.0, 13.0]).__next__
-    busy = Busy(clock)
-    with busy, busy:  # 1..4, the inner one from 2 to 3
-        pass
-    assert busy.share() == 3 / 8
-    with busy:  # 10..12: asked while busy
-        assert busy.share() == 2 / 4
-
-
-def test_busy_share_of_no_time_is_zero() -> None:
-    assert Busy(lambda: 5.0).share() == 0.0
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

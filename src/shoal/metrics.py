@@ -1,4 +1,4 @@
-"""Numbers of a run: measured here, written to metrics.jsonl always, to Prometheus, TensorBoard and W&B on request.
+"""Numbers of a run: written to metrics.jsonl always, to Prometheus, TensorBoard and W&B on request.
 
 metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions) or
 "event" (something happened); `time_s` is the time since the run's start, with the time between a crash and a resume
@@ -9,10 +9,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
@@ -25,143 +23,43 @@ Record: TypeAlias = Mapping[str, float | str | None]
 _record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
 
 STEP_NAMES: Mapping[str, str] = {
+    "version": "Version of the weights that the step began with.",
     "reward": "Mean reward of the finished rollouts consumed by the step.",
     "reward/<task>": "The same for one task.",
     "staleness_mean": "Mean staleness of the consumed groups, in versions.",
     "staleness_max": "Largest staleness among the consumed groups, in versions.",
-    "tokens_per_s": "Tokens drawn for the consumed groups, per second since the step before.",
+    "tokens_per_s": "Tokens drawn for the consumed rollouts, per second since the step before.",
     "samples_per_s": "Rollouts consumed, per second since the step before.",
-    "engine_busy": "Share of the time the engine spent computing, 0..1.",
-    "trainer_busy": "Share of the time the trainer spent computing, 0..1.",
-    "loss": "Loss of the step.",
-    "grad_norm": "Global gradient norm before clipping.",
-    "update_norm": "Norm of the change of the weights.",
-    "lr": "Learning rate.",
-    "entropy": "Mean entropy of the trained positions, in nats.",
-    "ratio_mean": "Mean over trained tokens of the ratio of the trained to the behaviour weights.",
-    "ratio_max": "Largest such ratio.",
-    "clipped_share": "Share of trained tokens whose ratio was clipped, 0..1.",
-    "masked_share": "Share of trained tokens that the loss left out, 0..1.",
-    "ess": "Effective sample size of the ratios over the number of trained tokens, 0..1.",
-    "mismatch": "Mean |logprob of the trainer - logprob of the engine| over the trained tokens, in nats.",
+    "engine_busy": "Share of the time that the engine spent computing, 0..1.",
+    "trainer_busy": "Share of the time that the trainer spent computing, 0..1.",
+    "loss": "Loss, mean over the updates of the step.",
+    "grad_norm": "Global gradient norm before clipping, mean over the updates.",
+    "update_norm": "Norm of the change of the weights, mean over the updates.",
+    "lr": "Learning rate of the last update.",
+    "entropy": "Nats per trained token, of the distribution at the rollout temperature.",
+    "ratio_mean": "Mean of pi_theta / pi_behav over the trained tokens.",
+    "ratio_max": "Largest pi_theta / pi_behav.",
+    "clipped_share": "Share of trained tokens whose gradient the clip removed, 0..1.",
+    "masked_share": "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1.",
+    "ess": "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1.",
+    "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
-    "length_mean": "Mean answer length in tokens.",
+    "length_mean": "Mean answer length, in tokens.",
+    "waiting": "Finished groups that no step has consumed yet.",
+    "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
     "dropped_late": "Groups dropped since the step before because they were older than eta.",
-    "failed": "Rollouts failed since the step before, for reasons that are not the policy's.",
+    "failed": "Groups that failed since the step before, for reasons that are not the policy's.",
 }
 EVAL_NAMES: Mapping[str, str] = {
     "sampled": "Mean score on held-out questions, answers drawn as in training.",
     "greedy": "Mean score on held-out questions, most likely token each time; null when not run.",
     "questions": "How many held-out questions were asked.",
+    "unscored": "Answers that the scorer could not score; they are left out of the means.",
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }
-COUNTS = frozenset({"dropped_late", "failed"})
-"""Names that count since the step before; a running sum of them makes sense."""
-
-
-@dataclass(slots=True)
-class Distribution:
-    """Mean and extremes of the observed values, without keeping them."""
-
-    count: int = 0
-    total: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
-
-    def observe(self, value: float) -> None:
-        """Adds one value."""
-        self.count += 1
-        self.total += value
-        self.low = min(self.low, value)
-        self.high = max(self.high, value)
-
-    @property
-    def mean(self) -> float:
-        """Of the observed values; nan before the first."""
-        return self.total / self.count if self.count else math.nan
-
-
-class Measures:
-    """Numbers gathered between two steps: counters, gauges and distributions, each named by its first use.
-
-    >>> measures = Measures()
-    >>> measures.add("failed"); measures.put("lr", 1e-4)
-    >>> measures.observe("staleness", 0.0); measures.observe("staleness", 2.0)
-    >>> measures.take()
-    {'failed': 1.0, 'lr': 0.0001, 'staleness_mean': 1.0, 'staleness_max': 2.0}
-    >>> measures.take()
-    {'failed': 0.0, 'lr': 0.0001}
-    """
-
-    def __init__(self) -> None:
-        self._counters: dict[str, float] = {}
-        self._gauges: dict[str, float] = {}
-        self._distributions: dict[str, Distribution] = {}
-
-    def add(self, name: str, amount: float = 1.0) -> None:
-        """Counts: `take` gives the sum since the `take` before."""
-        self._counters[name] = self._counters.get(name, 0.0) + amount
-
-    def put(self, name: str, value: float) -> None:
-        """Replaces: `take` gives the newest value."""
-        self._gauges[name] = value
-
-    def observe(self, name: str, value: float) -> None:
-        """Distributes: `take` gives `<name>_mean` and `<name>_max` of the values since the `take` before."""
-        self._distributions.setdefault(name, Distribution()).observe(value)
-
-    def take(self) -> dict[str, float]:
-        """What was measured since the last call; counters and distributions begin again."""
-        values = self._counters | self._gauges
-        for name, seen in self._distributions.items():
-            values |= {f"{name}_mean": seen.mean, f"{name}_max": seen.high}
-        self._counters = dict.fromkeys(self._counters, 0.0)
-        self._distributions = {}
-        return values
-
-
-class Busy:
-    """Share of the time spent inside its `with` block; entering again before leaving counts once.
-
-    >>> now = iter([0.0, 1.0, 4.0, 10.0])
-    >>> busy = Busy(clock=lambda: next(now))
-    >>> with busy:
-    ...     pass
-    >>> busy.share()
-    0.3
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._asked_at = self._changed_at = clock()
-        self._busy_s = 0.0
-        self._depth = 0
-
-    def __enter__(self) -> Self:
-        self._advance()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._advance()
-        self._depth -= 1
-
-    def share(self) -> float:
-        """Of the time since the last call (or the beginning), 0..1."""
-        self._advance()
-        passed_s = self._changed_at - self._asked_at
-        share = self._busy_s / passed_s if passed_s > 0 else 0.0
-        self._asked_at, self._busy_s = self._changed_at, 0.0
-        return share
-
-    def _advance(self) -> None:
-        now = self._clock()
-        if self._depth:
-            self._busy_s += now - self._changed_at
-        self._changed_at = now
+COUNTS = frozenset({"late_tokens", "dropped_late", "failed"})
+"""Names that count since the step before, so that their sum over the steps is of the whole run."""
 
 
 def read_records(path: Path) -> list[Record]:

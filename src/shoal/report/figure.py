@@ -1,0 +1,217 @@
+"""The picture of a run: six panels over the training steps, drawn with matplotlib's Agg."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.transforms import ScaledTranslation
+
+from shoal.report.records import RunRecords, column, moving_average
+
+INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
+BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = "#2563c9", "#d9730d", "#2a8f5b", "#7a4fc0", "#c5373d", "#14909b"
+TASK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+STYLE = {
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": "#b8c1ca",
+    "axes.labelcolor": MUTED,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 1.1,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.3,
+    "legend.labelspacing": 0.3,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+WINDOWS_PER_RUN = 12
+MOST_NAMED_TASKS = 5
+LEGEND_CHARACTERS = 44
+HEAD_POINTS = 31.0
+LOSS_SIDE = (
+    ("ratio_mean", "mean ratio", BLUE),
+    ("entropy", "entropy", GREEN),
+    ("grad_norm", "gradient norm", PURPLE),
+    ("clipped_share", "clipped share", ORANGE),
+    ("mismatch", "mismatch", RED),
+)
+
+
+def figure_png(run: RunRecords) -> bytes:
+    """The picture as PNG bytes, 2080 x 1184 pixels."""
+    with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06, rect=(0, 0, 1, 0.91))
+        figure = Figure(figsize=(13, 7.4), layout=layout, facecolor="white")
+        figure.text(0.012, 0.955, plain(run.name), size=15, weight="bold")
+        figure.text(0.012, 0.92, plain(subtitle(run)), size=10, color=MUTED)
+        panels: Sequence[Callable[[Axes, RunRecords], str]] = (
+            draw_reward,
+            draw_accuracy,
+            draw_staleness,
+            draw_throughput,
+            draw_busy,
+            draw_loss_side,
+        )
+        for axes, draw in zip(figure.subplots(2, 3).flat, panels, strict=True):
+            _head(axes, draw(axes, run))
+            axes.set_xlabel("training step")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=160)
+    return data.getvalue()
+
+
+def subtitle(run: RunRecords) -> str:
+    """What was trained on what, in one line."""
+    steps = len(run.steps)
+    done = f"{steps} steps" if steps != 1 else "1 step"
+    if not steps:
+        done = "no step is finished yet"
+    if run.config is None:
+        return done
+    config = run.config
+    tasks = ", ".join(task.name for task in config.tasks[:4]) + (", ..." if len(config.tasks) > 4 else "")
+    return (
+        f"{config.model.path} on {tasks}  |  {done} of {config.train.groups_per_step} groups x "
+        f"{config.rollout.group_size} answers  |  {config.train.loss.name} loss  |  eta = {config.asynchrony.eta}"
+    )
+
+
+def plain(text: str) -> str:
+    """Text that matplotlib shows as it is: between dollar signs it would read a formula."""
+    return text.replace("$", r"\$")
+
+
+def draw_reward(axes: Axes, run: RunRecords) -> str:
+    """Mean reward of each task, every step pale and the moving average strong; returns the panel's title."""
+    tasks = run.tasks("reward")
+    named = tasks[:MOST_NAMED_TASKS] if len(tasks) <= MOST_NAMED_TASKS else []
+    for task, colour in zip(named, TASK_COLOURS, strict=False):
+        _curve(axes, run, f"reward/{task}", task, colour)
+    for task in () if named else tasks:
+        label = f"each of {len(tasks)} tasks" if task == tasks[0] else "_"
+        average = moving_average(run.column(f"reward/{task}"), _window(run))
+        axes.plot(run.column("step"), average, color=MUTED, linewidth=0.8, alpha=0.45, label=label)
+    if len(tasks) != 1:
+        _curve(axes, run, "reward", "all tasks", INK)
+    return "Reward" + (f", mean of {_window(run)} steps" if _window(run) > 1 else "")
+
+
+def draw_accuracy(axes: Axes, run: RunRecords) -> str:
+    """Score on held-out questions, with its first and last value written out."""
+    steps = column(run.evals, "step")
+    for name, colour, line, offset in (("sampled", BLUE, "-", -14), ("greedy", GREEN, "--", 7)):
+        points = [(x, y) for x, y in zip(steps, column(run.evals, name), strict=True) if math.isfinite(y)]
+        if not points:
+            continue
+        axes.plot(*zip(*points, strict=True), line, marker="o", markersize=4, color=colour, label=name)
+        for point in {points[0], points[-1]}:
+            axes.annotate(
+                f"{point[1]:.2f}", point, (0, offset), textcoords="offset points", ha="center", color=colour, size=9
+            )
+    axes.margins(x=0.08, y=0.18)
+    return "Held-out score"
+
+
+def draw_staleness(axes: Axes, run: RunRecords) -> str:
+    """Mean and maximum of the consumed groups against the bound."""
+    highest = run.column("staleness_max")
+    top = max(filter(math.isfinite, highest), default=0.0)
+    if any(map(math.isfinite, highest)):
+        axes.fill_between(
+            run.column("step"), highest, step="mid", color=ORANGE, alpha=0.22, linewidth=0, label="maximum"
+        )
+    _curve(axes, run, "staleness_mean", "mean", BLUE)
+    if axes.lines and run.config is not None:
+        eta = run.config.asynchrony.eta
+        axes.axhline(eta, color=RED, linewidth=1.2, linestyle=(0, (5, 3)), label=f"bound, eta = {eta}")
+        top = max(top, eta)
+    axes.set_ylim(0, max(1.0, top * 1.15))
+    return "Staleness of consumed groups, versions"
+
+
+def draw_throughput(axes: Axes, run: RunRecords) -> str:
+    """Tokens per second on the left scale, samples per second on the right one."""
+    right = axes.twinx()
+    right.grid(visible=False)
+    for side, name, label, colour in (
+        (axes, "tokens_per_s", "tokens/s", BLUE),
+        (right, "samples_per_s", "samples/s", ORANGE),
+    ):
+        _curve(side, run, name, "_", colour)
+        side.set_ylim(bottom=0)
+        side.set_ylabel(label, color=colour)
+        side.tick_params(axis="y", colors=colour)
+    if not right.lines:
+        right.set_axis_off()
+    return "Throughput"
+
+
+def draw_busy(axes: Axes, run: RunRecords) -> str:
+    """Share of the time that engine and trainer spent computing."""
+    _curve(axes, run, "engine_busy", "engine", BLUE)
+    _curve(axes, run, "trainer_busy", "trainer", ORANGE)
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return "Busy share"
+
+
+def draw_loss_side(axes: Axes, run: RunRecords) -> str:
+    """What the loss saw, on one logarithmic scale; a value of 0 has no place on it."""
+    for name, label, colour in LOSS_SIDE:
+        values = run.column(name)
+        positive = [value if value > 0 else math.nan for value in values]
+        if any(map(math.isfinite, positive)):
+            axes.plot(run.column("step"), positive, color=colour, linewidth=1.3, label=label)
+        elif any(map(math.isfinite, values)):
+            axes.plot([], [], color=colour, linewidth=1.3, label=f"{label} (0 throughout)")
+    if axes.lines:
+        axes.set_yscale("log")
+    return "Loss side, nats and shares"
+
+
+def _window(run: RunRecords) -> int:
+    return max(1, round(len(run.steps) / WINDOWS_PER_RUN))
+
+
+def _curve(axes: Axes, run: RunRecords, name: str, label: str, colour: str) -> None:
+    """One name over the steps: pale as recorded, strong as a moving average; nothing when it has no values."""
+    values = run.column(name)
+    if not any(map(math.isfinite, values)):
+        return
+    steps, window = run.column("step"), _window(run)
+    if window > 1:
+        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.25)
+    marker = "o" if len(values) == 1 else ""
+    axes.plot(steps, moving_average(values, window), color=colour, marker=marker, label=plain(label))
+
+
+def _head(axes: Axes, title: str) -> None:
+    """The title, and under it, above the curves, what each colour is; or that there is nothing yet."""
+    axes.set_title(title, pad=HEAD_POINTS)
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        below_title = axes.transAxes + ScaledTranslation(0, HEAD_POINTS / 72, axes.figure.dpi_scale_trans)
+        columns = 4 if sum(map(len, labels)) < LEGEND_CHARACTERS else 3
+        legend = axes.legend(
+            loc="upper left", bbox_to_anchor=(-0.02, 1), bbox_transform=below_title, borderpad=0.1, ncols=columns
+        )
+        legend.set_in_layout(False)
+    elif not axes.lines:
+        axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", color=MUTED)
