@@ -6,6 +6,7 @@ Every field has a default that works, a sentence and a unit. What can be derived
 import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -216,10 +217,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
+    tree = deepcopy(data)
     for override in overrides:
-        _apply(data, override)
+        _apply(tree, override)
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
 

@@ -1,0 +1,169 @@
+"""Settings: checked, named in every complaint, and the same after a round trip."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shoal.config import Config, DecoupledLoss, LossConfig, TaskConfig, load, parse, to_toml
+from shoal.errors import ConfigError
+
+# The one possible `name` of each loss: it says which section is meant, and is nothing to be set within it.
+DISCRIMINATORS = [kind.model_fields["name"].annotation for kind in get_args(get_args(LossConfig)[0])]
+TASKS = {"tasks": [{"name": "chain_sum"}]}
+
+
+def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections that a field's value may be."""
+    annotation = field.annotation
+    found = [annotation, *get_args(annotation)]
+    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting below a section that is not itself a section, with its dotted name."""
+    for name, field in section.model_fields.items():
+        inner = sections_of(field)
+        if not inner and field.annotation not in DISCRIMINATORS:
+            yield f"{prefix}{name}", field
+        for one in inner:
+            yield from leaves(one, f"{prefix}{name}{'.' + one.__name__ if len(inner) > 1 else ''}.")
+
+
+def test_the_defaults_train_with_a_list_of_tasks_alone() -> None:
+    config = parse(TASKS)
+    assert config.tasks == [TaskConfig(name="chain_sum")]
+    assert config.train.loss == DecoupledLoss()
+
+
+def test_there_are_fewer_than_100_settings_and_each_has_a_sentence() -> None:
+    found = dict(leaves(Config))
+    assert 40 < len(found) < 100
+    for name, field in found.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+
+
+def test_every_section_says_what_it_is_about() -> None:
+    for _, field in Config.model_fields.items():
+        for section in sections_of(field):
+            assert section.__doc__
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("train.grops_per_step=4", "unknown setting 'train.grops_per_step'; did you mean 'train.groups_per_step'?"),
+        ("asynchony.eta=1", "unknown setting 'asynchony'; did you mean 'asynchrony'?"),
+        ("tasks.0.wieght=1", "unknown setting 'tasks.0.wieght'; did you mean 'tasks.0.weight'?"),
+        ("model.zzzzzzzz=1", "unknown setting 'model.zzzzzzzz'"),
+        ("train.steps=0", "train.steps: input should be greater than or equal to 1, got 0"),
+        ("train.minibatches=3", "train.minibatches: expected a divisor of groups_per_step = 8, got 3"),
+        ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
+        ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
+        ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),
+        ("seed.x.y=1", "override 'seed.x.y': 'x' is inside a value, not a section"),
+        ("train", "override 'train': expected --section.key=value"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"seed": 0, **TASKS}, [override])
+    assert str(caught.value) == complaint
+
+
+def test_a_misspelled_setting_of_a_loss_is_answered_with_that_loss_s_settings() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.double_sided.band_low'\?"):
+        parse({**TASKS, "train": {"loss": {"name": "double_sided", "band_lo": 0.5}}})
+
+
+def test_two_tasks_of_one_name_and_a_jsonl_task_without_a_file_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tasks: names must differ, got 'a' twice"):
+        parse({"tasks": [{"name": "a"}, {"name": "a"}]})
+    with pytest.raises(ConfigError, match=r"tasks\.a\.path: a jsonl task needs the path of its file"):
+        parse({"tasks": [{"name": "a", "service": "jsonl"}]})
+
+
+def test_a_list_of_tasks_is_required_and_not_empty() -> None:
+    with pytest.raises(ConfigError, match="tasks: missing"):
+        parse({})
+    with pytest.raises(ConfigError, match="tasks: "):
+        parse({"tasks": []})
+
+
+@pytest.mark.parametrize("value", ["false", '"off"', '""', '"no"', "0"])
+def test_behaviour_correction_cannot_be_turned_off_without_saying_that_it_biases(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.loss\.decoupled\.behaviour_correction"):
+        parse({**TASKS, "train": {"loss": {"name": "decoupled"}}}, [f"train.loss.behaviour_correction={value}"])
+
+
+def test_behaviour_correction_is_on_unless_the_words_say_otherwise() -> None:
+    loss = parse({**TASKS, "train": {"loss": {"name": "decoupled"}}}).train.loss
+    assert isinstance(loss, DecoupledLoss)
+    assert loss.behaviour_correction == "on"
+    off = parse(
+        {**TASKS, "train": {"loss": {"name": "decoupled", "behaviour_correction": "off_and_biased"}}}
+    ).train.loss
+    assert isinstance(off, DecoupledLoss)
+    assert off.behaviour_correction == "off_and_biased"
+
+
+def test_overrides_take_toml_values_and_bare_words() -> None:
+    config = parse(
+        dict(TASKS), ["--train.lr=1e-4", "model.path=some/model", "train.betas=[0.8, 0.95]", "tasks.0.weight=2"]
+    )
+    assert config.train.lr == 1e-4
+    assert config.model.path == "some/model"
+    assert config.train.betas == (0.8, 0.95)
+    assert config.tasks[0].weight == 2.0
+
+
+@given(
+    eta=st.integers(0, 64),
+    lr=st.floats(1e-9, 1.0),
+    prompt=st.text(max_size=20),
+    params=st.dictionaries(st.text("abc_", min_size=1, max_size=5), st.integers(-9, 9) | st.booleans(), max_size=3),
+    loss=st.sampled_from([{"name": kind.model_fields["name"].default} for kind in get_args(get_args(LossConfig)[0])]),
+    port=st.none() | st.integers(0, 65535),
+)
+def test_a_configuration_is_the_same_after_being_written_and_read(eta, lr, prompt, params, loss, port) -> None:
+    config = parse(
+        {
+            "tasks": [{"name": "chain_sum", "system_prompt": prompt, "params": params, "rewrite": [["a+", prompt]]}],
+            "asynchrony": {"eta": eta},
+            "train": {"lr": lr, "loss": loss},
+            "metrics": {"prometheus_port": port},
+        }
+    )
+    assert parse(tomllib.loads(to_toml(config))) == config
+
+
+def test_a_file_is_read_with_overrides_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[[tasks]]\nname = "chain_sum"\n[train]\nsteps = 7\nlr = 1e-3\n')
+    config = load(path, ["--train.steps=9"])
+    assert (config.train.steps, config.train.lr) == (9, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "does not exist"), (b"steps =", "is not TOML"), (b"\xff\xfe", "cannot be read")],
+)
+def test_a_file_that_cannot_be_used_is_named(content: bytes | None, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"run.toml {complaint}"):
+        load(path)
+
+
+def test_nothing_of_a_configuration_can_be_changed_later() -> None:
+    config = parse(TASKS)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.lr = 1.0  # type: ignore[misc]
