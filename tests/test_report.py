@@ -68,6 +68,14 @@ def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
     assert (figures["dropped_late"], figures["staleness_max"], figures["version"]) == (100, 2, 3)
 
 
+def test_rates_are_means_over_the_time_and_not_over_the_steps(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=iter([0.0, 5.0, 6.0, 15.0]).__next__)
+    for step, rate in ((1, 1e9), (2, 100.0), (3, 10.0)):
+        tracker.log(step, {"samples_per_s": rate})
+    tracker.close()
+    assert read_run(tmp_path).summary()["samples_per_s"] == (100 * 1 + 10 * 9) / 10
+
+
 def test_a_step_that_was_repeated_after_a_crash_counts_once_as_it_was_last(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5)):

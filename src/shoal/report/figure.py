@@ -150,12 +150,13 @@ def draw_throughput(axes: Axes, run: RunRecords) -> str:
     """Tokens per second on the left scale, samples per second on the right one."""
     right = axes.twinx()
     right.grid(visible=False)
-    for side, name, label, colour in (
-        (axes, "tokens_per_s", "tokens/s", BLUE),
-        (right, "samples_per_s", "samples/s", ORANGE),
+    for side, name, label, colour, headroom in (
+        (axes, "tokens_per_s", "tokens/s", BLUE, 1.1),
+        (right, "samples_per_s", "samples/s", ORANGE, 1.8),
     ):
-        _curve(side, run, name, "_", colour)
-        side.set_ylim(bottom=0)
+        _curve(side, run, name, "_", colour, over_time=True)
+        # The two are proportional while lengths stay as they are: different headroom keeps the curves apart.
+        side.set_ylim(0, side.get_ylim()[1] * headroom)
         side.set_ylabel(label, color=colour)
         side.tick_params(axis="y", colors=colour)
     if not right.lines:
@@ -165,8 +166,8 @@ def draw_throughput(axes: Axes, run: RunRecords) -> str:
 
 def draw_busy(axes: Axes, run: RunRecords) -> str:
     """Share of the time that engine and trainer spent computing."""
-    _curve(axes, run, "engine_busy", "engine", BLUE)
-    _curve(axes, run, "trainer_busy", "trainer", ORANGE)
+    _curve(axes, run, "engine_busy", "engine", BLUE, over_time=True)
+    _curve(axes, run, "trainer_busy", "trainer", ORANGE, over_time=True)
     axes.set_ylim(0, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     return "Busy share"
@@ -176,11 +177,10 @@ def draw_loss_side(axes: Axes, run: RunRecords) -> str:
     """What the loss saw, on one logarithmic scale; a value of 0 has no place on it."""
     for name, label, colour in LOSS_SIDE:
         values = run.column(name)
-        positive = [value if value > 0 else math.nan for value in values]
-        if any(map(math.isfinite, positive)):
-            axes.plot(run.column("step"), positive, color=colour, linewidth=1.3, label=label)
+        if any(value > 0 for value in values):
+            _curve(axes, run, name, label, colour, positive_only=True)
         elif any(map(math.isfinite, values)):
-            axes.plot([], [], color=colour, linewidth=1.3, label=f"{label} (0 throughout)")
+            axes.plot([], [], color=colour, label=f"{label} (0)")
     if axes.lines:
         axes.set_yscale("log")
     return "Loss side, nats and shares"
@@ -190,16 +190,31 @@ def _window(run: RunRecords) -> int:
     return max(1, round(len(run.steps) / WINDOWS_PER_RUN))
 
 
-def _curve(axes: Axes, run: RunRecords, name: str, label: str, colour: str) -> None:
-    """One name over the steps: pale as recorded, strong as a moving average; nothing when it has no values."""
+def _curve(
+    axes: Axes,
+    run: RunRecords,
+    name: str,
+    label: str,
+    colour: str,
+    *,
+    over_time: bool = False,
+    positive_only: bool = False,
+) -> None:
+    """One name over the steps as a moving average, pale behind it each step; nothing when it has no values.
+
+    `over_time` is for rates and shares of the time: each step counts as long as it took, and is not shown by itself.
+    """
     values = run.column(name)
+    if positive_only:
+        values = [value if value > 0 else math.nan for value in values]
     if not any(map(math.isfinite, values)):
         return
     steps, window = run.column("step"), _window(run)
-    if window > 1:
-        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.25)
+    if not over_time and window > 1:
+        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.2)
+    weights = run.seconds() if over_time else None
     marker = "o" if len(values) == 1 else ""
-    axes.plot(steps, moving_average(values, window), color=colour, marker=marker, label=plain(label))
+    axes.plot(steps, moving_average(values, window, weights), color=colour, marker=marker, label=plain(label))
 
 
 def _head(axes: Axes, title: str) -> None:

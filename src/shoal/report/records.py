@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from shoal.config import Config, load
@@ -30,6 +31,11 @@ class RunRecords:
         """The values of one name over the steps; nan where there is none."""
         return column(self.steps, name)
 
+    def seconds(self) -> list[float]:
+        """How long each step took: what its rates and busy shares are to be weighted with. Of the first, 0."""
+        times = self.column("time_s")
+        return [0.0, *(max(0.0, b - a) for a, b in pairwise(times))][: len(times)]
+
     def tasks(self, prefix: str) -> list[str]:
         """Names of the tasks that have `<prefix>/<task>` in the steps or evaluations, sorted."""
         return tasks_of((*self.steps, *self.evals), prefix)
@@ -38,7 +44,7 @@ class RunRecords:
         """The run in a few figures, those that cannot be given left out.
 
         `reward_first` and `reward_last` are means over the first and the last tenth of the steps; `accuracy_*` and
-        `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the steps.
+        `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the time.
         """
         edge = math.ceil(len(self.steps) * EDGE_SHARE)
         rewards = self.column("reward")
@@ -46,18 +52,18 @@ class RunRecords:
         figures = {
             "steps": float(len(self.steps)),
             "wall_s": max(column((*self.steps, *self.evals, *self.events), "time_s"), default=math.nan),
-            "reward_first": _mean(rewards[:edge]),
-            "reward_last": _mean(rewards[-edge:]) if edge else math.nan,
+            "reward_first": mean(rewards[:edge]),
+            "reward_last": mean(rewards[-edge:]) if edge else math.nan,
             "accuracy_before": sampled[0] if sampled else math.nan,
             "accuracy_after": sampled[-1] if sampled else math.nan,
             "greedy_before": greedy[0] if greedy else math.nan,
             "greedy_after": greedy[-1] if greedy else math.nan,
-            "staleness_mean": _mean(self.column("staleness_mean")),
+            "staleness_mean": mean(self.column("staleness_mean")),
             "staleness_max": max(_known(self.column("staleness_max")), default=math.nan),
-            "tokens_per_s": _mean(self.column("tokens_per_s")),
-            "samples_per_s": _mean(self.column("samples_per_s")),
-            "engine_busy": _mean(self.column("engine_busy")),
-            "trainer_busy": _mean(self.column("trainer_busy")),
+            "tokens_per_s": mean(self.column("tokens_per_s"), self.seconds()),
+            "samples_per_s": mean(self.column("samples_per_s"), self.seconds()),
+            "engine_busy": mean(self.column("engine_busy"), self.seconds()),
+            "trainer_busy": mean(self.column("trainer_busy"), self.seconds()),
             "version": self.column("version")[-1] if self.steps else math.nan,
         }
         figures |= {name: sum(_known(self.column(name))) for name in sorted(COUNTS)}
@@ -96,13 +102,28 @@ def tasks_of(records: Iterable[Record], prefix: str) -> list[str]:
     return sorted({name.removeprefix(marked) for record in records for name in record if name.startswith(marked)})
 
 
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the `window - 1` before it, nan left out.
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """Mean of the finite values, nan without any. Weights of 0 throughout count as equal.
+
+    >>> mean([100.0, 10.0], [1.0, 9.0])  # 100 per second for one second, then 10 per second for nine
+    19.0
+    """
+    if weights is not None and sum(weights) > 0:
+        pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
+        total = sum(weight for _, weight in pairs)
+        return sum(value * weight for value, weight in pairs) / total if total > 0 else mean([v for v, _ in pairs])
+    known = _known(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+def moving_average(values: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
+    """`mean` of each value and the `window - 1` before it.
 
     >>> moving_average([1.0, 3.0, float("nan"), 5.0], 2)
     [1.0, 2.0, 3.0, 5.0]
     """
-    return [_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    spans = [slice(max(0, i + 1 - window), i + 1) for i in range(len(values))]
+    return [mean(values[span], weights[span] if weights is not None else None) for span in spans]
 
 
 def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]:
@@ -116,8 +137,3 @@ def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]
 
 def _known(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = _known(values)
-    return sum(known) / len(known) if known else math.nan
