@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 
 LAYERS = (
     {"types", "errors", "clock"},
-    {"interfaces", "config", "metrics", "wire", "process", "procedural"},
+    {"interfaces", "config", "metrics", "wire", "process"},
     {"model", "render", "procedural"},
     {"engine", "session", "tasks", "rewards", "buffer", "train", "weights", "swarm", "checkpoint", "small_model"},
     {"gateway", "warm_start"},

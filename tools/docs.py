@@ -1,0 +1,188 @@
+"""Writes the generated parts of docs/: settings (from config.py), names in metrics.jsonl (from metrics.py) and layers
+(from the layer test).
+
+`python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shoal.config import Config
+from shoal.metrics import EVAL_NAMES, STEP_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+HEAD = """# Configuration
+
+<!-- Written by `make docs` from src/shoal/config.py; change the field there. -->
+
+A run is described by one TOML file. Every setting below can also be given on the command line, where it wins over the
+file: `shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Unknown keys
+are refused, with the nearest known one. What a run was really started with is in `resolved.toml` of its run directory.
+
+A setting whose default is "unset" is derived, or off, as its sentence says.
+"""
+BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+def configuration() -> str:
+    """The whole of docs/configuration.md."""
+    parts = [HEAD, _table(Config, "At the top")]
+    for name, field in Config.model_fields.items():
+        for section in _sections(field):
+            title = f"[[{name}]]" if get_origin(field.annotation) is list else f"[{name}]"
+            parts.append(_table(section, f"`{title}`"))
+            for inner, inner_field in section.model_fields.items():
+                parts += [
+                    _table(
+                        choice, f"`[{name}.{inner}]` with `name = {json.dumps(choice.model_fields['name'].default)}`"
+                    )
+                    for choice in _sections(inner_field)
+                ]
+    return "\n".join(parts)
+
+
+def metrics() -> str:
+    """The tables of names that docs/operations.md shows."""
+    return "\n".join(
+        [
+            *_rows("In a record of kind `step`:", STEP_NAMES),
+            *_rows("In a record of kind `eval`, `step` being the steps done before it:", EVAL_NAMES),
+        ]
+    )
+
+
+def _rows(title: str, names: Mapping[str, str]) -> list[str]:
+    return [
+        title,
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        *(f"| `{n}` | {meaning} |" for n, meaning in names.items()),
+        "",
+    ]
+
+
+def _table(section: type[BaseModel], title: str) -> str:
+    """One section as a heading, its sentence and a table of its settings."""
+    rows = [
+        f"| `{name}` | {_kind(field.annotation)}{_bounds(field)} | {_default(field)} | {field.description or ''} |"
+        for name, field in section.model_fields.items()
+        if field.description
+    ]
+    lines = [
+        f"## {title}",
+        "",
+        section.__doc__ or "",
+        "",
+        "| setting | value | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *rows, ""])
+
+
+def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
+    """The sections that a field's value may be."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+
+
+def _kind(annotation: object) -> str:
+    """A type in the words of TOML."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        if all(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in arguments):
+            return "table"
+        return " or ".join(_kind(kind) for kind in arguments if kind is not NoneType)
+    if origin is list:
+        return f"list of {_plural(_kind(arguments[0]))}"
+    if origin is tuple:
+        return f"pair of {_plural(_kind(arguments[0]))}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    words = {str: "string", int: "integer", float: "number", bool: "`true` or `false`"}
+    return words[annotation] if isinstance(annotation, type) and annotation in words else str(annotation)
+
+
+def _plural(kind: str) -> str:
+    word, space, rest = kind.partition(" ")
+    return f"{word}s{space}{rest}"
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The bounds of a number, as ` >= 1, < 2`."""
+    found = [f"{sign} {getattr(rule, key)}" for rule in field.metadata for key, sign in BOUNDS if hasattr(rule, key)]
+    return " " + ", ".join(found) if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    """The default as TOML; of a section, which one it is."""
+    if field.is_required():
+        return "required"
+    default: object = field.get_default(call_default_factory=True)
+    if default is None or default is PydanticUndefined:
+        return "unset"
+    if isinstance(default, BaseModel):
+        return f"`name = {json.dumps(default.model_dump()['name'])}`"
+    if default == {} or default == []:
+        return "empty"
+    return f"`{json.dumps(default)}`"
+
+
+def layers() -> str:
+    """The layers of the layer test, highest first, with the rooms that exist."""
+    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text())
+    (table,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
+    )
+    there = {path.stem for path in (ROOT / "src" / "shoal").iterdir()}
+    lines = [f"{number}  {'  '.join(sorted(rooms & there))}" for number, rooms in enumerate(table) if rooms & there]
+    return "\n".join(["```", *reversed(lines), "```"])
+
+
+def with_part(path: Path, name: str, part: str) -> str:
+    """The text of a document with `part` between its `name:begin` and `name:end` marks."""
+    before, begin, rest = path.read_text().partition(f"<!-- {name}:begin -->\n")
+    _, end, after = rest.partition(f"<!-- {name}:end -->")
+    if not end:
+        raise ValueError(f"{path}: expected <!-- {name}:begin --> and <!-- {name}:end --> on lines of their own")
+    return f"{before}{begin}\n{part.strip()}\n\n{end}{after}"
+
+
+def documents() -> dict[Path, str]:
+    """Every document with a generated part, as it should be."""
+    operations, architecture = DOCS / "operations.md", DOCS / "architecture.md"
+    return {
+        DOCS / "configuration.md": configuration(),
+        operations: with_part(operations, "metrics", metrics()),
+        architecture: with_part(architecture, "layers", layers()),
+    }
+
+
+def main(check: bool) -> int:
+    """Writes what differs, or only says so."""
+    stale = {path: text for path, text in documents().items() if not path.is_file() or path.read_text() != text}
+    for path, text in stale.items():
+        if check:
+            print(f"docs/{path.name} is out of date; run `make docs`", file=sys.stderr)
+        else:
+            path.write_text(text)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(check="--check" in sys.argv[1:]))
