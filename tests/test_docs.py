@@ -101,11 +101,15 @@ def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
     assert outcome.failed == 0
 
 
-def test_every_constraint_is_one_pinned_version_with_torch_first() -> None:
+def test_every_constraint_is_one_pinned_version_with_torch_first_and_every_dependency_has_one() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert lines[0].startswith("torch==")
     for line in lines:
         assert re.fullmatch(r"[a-z0-9-]+==[\w.]+", line), line
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[^\w-]", text)[0] for text in needed}
+    assert names <= {line.partition("==")[0] for line in lines}
 
 
 def defined(source: str) -> set[str]:
