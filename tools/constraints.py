@@ -1,4 +1,4 @@
-"""Prints the versions installed here of everything that pyproject.toml needs, torch first: the text of constraints.txt."""
+"""Prints the installed versions of everything that pyproject.toml needs, torch first: the text of constraints.txt."""
 
 import re
 import tomllib
