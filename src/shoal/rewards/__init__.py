@@ -1,0 +1,1 @@
+"""How answers are scored: in killable processes, never in the main one."""

@@ -1,0 +1,31 @@
+"""What a scorer and its workers say to each other: one `Batch`, then a `Ready` and a `Verdict` per answer, in order."""
+
+import msgspec
+
+from shoal.types import Receipt
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Answers to one task. What is needed to score them comes from the receipt, else from truth and info."""
+
+    receipt: Receipt | None
+    truth: str | None
+    info: str
+    answers: list[str]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The task is prepared and the clock of the first answer runs; or `error` says why no answer can be scored.
+
+    A worker says it once, without being asked, when it has started.
+    """
+
+    error: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Of one answer; `error` when the scorer itself is at fault."""
+
+    value: float
+    evidence: str = ""
+    error: str = ""

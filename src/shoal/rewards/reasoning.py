@@ -1,0 +1,54 @@
+"""reasoning-gym's own scorers, kept from running the answer as code. For worker processes only.
+
+Four of them call eval() on the answer to see whether it is a Python list; here `eval` reads literals in their modules.
+Five parse it with SymPy, which evaluates it with Python's builtins in reach; those see only texts made of numbers,
+operators and the names of functions, and score any other one as they score an empty answer.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+
+from shoal import procedural
+from shoal.errors import TaskError
+from shoal.types import Receipt
+
+_EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+_PARSED = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+_FUNCTIONS = (
+    "sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh|asinh|acosh|atanh|exp|log|ln|sqrt|cbrt|Abs|abs|sign|erf|pi"
+)
+# Possessive throughout: a text that does not match is refused in linear time.
+_EXPRESSION = re.compile(rf"(?:\s|[0-9]++(?:\.[0-9]++)?+|(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_])|[-+*/^(),])*+")
+
+
+def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[float, str]]:
+    """What gives an answer's value and the evidence for it.
+
+    Raises `TaskError` when the receipt cannot be drawn again here, or gives another truth than the task has.
+    """
+    entry = _entry(receipt)
+    if truth is not None and entry.truth != truth:
+        raise TaskError(f"{receipt.dataset}: the receipt gives the truth {entry.truth!r}, the task has {truth!r}")
+
+    def score(answer: str) -> tuple[float, str]:
+        answer = answer.strip()
+        if not answer:
+            return 0.0, "empty answer"
+        if receipt.dataset in _PARSED and not _EXPRESSION.fullmatch(answer):
+            return entry.score(""), "not an arithmetic expression"
+        return entry.score(answer), ""
+
+    return score
+
+
+@lru_cache(maxsize=256)
+def _entry(receipt: Receipt) -> procedural.Entry:
+    entry = procedural.entry_of(receipt)
+    if receipt.dataset in _EVALUATED:
+        vars(sys.modules[type(entry.dataset).__module__])["eval"] = ast.literal_eval
+    return entry

@@ -1,0 +1,284 @@
+"""Scores answers in worker processes that are killed when an answer takes too long.
+
+"Wrong", "timed out" and "failed" are three outcomes. An answer that hangs or kills its worker costs the others of its
+group a fresh worker and nothing else: workers report answer by answer, so the blame falls on the right one.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from shoal import wire
+from shoal.config import RewardConfig
+from shoal.errors import ChildDied
+from shoal.process import FRAME_HEADER, Child
+from shoal.rewards.messages import Batch, Ready, Verdict
+from shoal.types import Reward, RewardStatus, Task
+
+START_TIMEOUT_S = 120.0
+PREPARE_TIMEOUT_S = 30.0
+RETRIES = 1
+"""How often an answer whose worker died is given to another one."""
+BUFFERED_GRACE_S = 0.2
+"""A verdict that came while this process was busy elsewhere is not late: after the deadline, what has come is read."""
+WINDOW = 4096
+"""Answers and groups that the percentiles are taken over."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerStats:
+    """What a scorer did so far; times are percentiles over the latest groups (queue) and answers (run)."""
+
+    scored: int
+    timed_out: int
+    failed: int
+    restarts: int
+    queue_p50_s: float
+    queue_p99_s: float
+    run_p50_s: float
+    run_p99_s: float
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one worker; empty until it is needed again after a kill."""
+
+    worker: "_Worker | None" = None
+    started: int = 0
+
+
+@dataclass(slots=True)
+class _Work:
+    """One group being scored."""
+
+    task: Task
+    answers: Sequence[str]
+    rewards: dict[int, Reward] = field(default_factory=dict)
+    deaths: dict[int, int] = field(default_factory=dict)
+    prepared: bool = False
+
+    @property
+    def pending(self) -> list[int]:
+        """Indices of the answers without a reward, in order."""
+        return [index for index in range(len(self.answers)) if index not in self.rewards]
+
+    def fail(self, reason: str) -> None:
+        """Gives up the answer being scored; all of them when their task could not even be prepared."""
+        for index in self.pending[:1] if self.prepared else self.pending:
+            self.rewards[index] = Reward(0.0, RewardStatus.FAILED, evidence=reason)
+
+    def died(self, reason: str) -> None:
+        """Counts a death against the answer being scored, and gives it up when that was one too many."""
+        index = self.pending[0] if self.prepared else -1
+        self.deaths[index] = self.deaths.get(index, 0) + 1
+        if self.deaths[index] > RETRIES:
+            self.fail(reason)
+
+
+class WorkerScorer:
+    """A `Scorer` on `config.workers` processes. Use as an async context manager.
+
+    Invariant: a slot is in `_idle` exactly when no group uses it, and its worker, if any, then has nothing to do.
+    """
+
+    def __init__(self, config: RewardConfig, log: Path = Path(os.devnull)) -> None:
+        """`log` takes what workers write before they are ready, such as why one cannot start."""
+        self._timeout_s = config.timeout_s
+        self._log = log
+        self._slots = [_Slot() for _ in range(config.workers)]
+        self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
+        self._ended: list[_Worker] = []
+        self._counts = dict.fromkeys(RewardStatus, 0)
+        self._queue_s: deque[float] = deque(maxlen=WINDOW)
+        self._run_s: deque[float] = deque(maxlen=WINDOW)
+
+    async def start(self) -> None:
+        """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for slot in self._slots:
+                    group.create_task(self._worker(slot))
+        except* ChildDied as errors:
+            await self.aclose()
+            raise errors.exceptions[0] from None
+        for slot in self._slots:
+            self._idle.put_nowait(slot)
+
+    async def aclose(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for slot in self._slots:
+            self._discard(slot)
+        await self._reap()
+
+    async def __aenter__(self) -> "WorkerScorer":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that are ready or at work."""
+        return [slot.worker.pid for slot in self._slots if slot.worker]
+
+    @property
+    def stats(self) -> ScorerStats:
+        """For metrics."""
+        return ScorerStats(
+            self._counts[RewardStatus.SCORED],
+            self._counts[RewardStatus.TIMED_OUT],
+            self._counts[RewardStatus.FAILED],
+            sum(max(slot.started - 1, 0) for slot in self._slots),
+            _percentile(self._queue_s, 0.5),
+            _percentile(self._queue_s, 0.99),
+            _percentile(self._run_s, 0.5),
+            _percentile(self._run_s, 0.99),
+        )
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. The deadline of an answer starts when its worker turns to it.
+
+        Raises `ChildDied` when no worker can be started any more.
+        """
+        now = asyncio.get_running_loop().time
+        asked = now()
+        slot = await self._idle.get()
+        self._queue_s.append(now() - asked)
+        work = _Work(task, answers)
+        try:
+            while work.pending:
+                await self._progress(slot, work)
+        finally:
+            self._idle.put_nowait(slot)
+        rewards = [work.rewards[index] for index in range(len(answers))]
+        for reward in rewards:
+            self._counts[reward.status] += 1
+        return rewards
+
+    async def _progress(self, slot: _Slot, work: _Work) -> None:
+        """Scores with one worker until all is done or the worker is lost."""
+        worker = await self._worker(slot)
+        work.prepared = False
+        try:
+            await self._exchange(worker, work)
+        except TimeoutError:
+            self._discard(slot)
+            if work.prepared:
+                evidence = f"no verdict within {self._timeout_s:g} s"
+                work.rewards[work.pending[0]] = Reward(0.0, RewardStatus.TIMED_OUT, evidence=evidence)
+            else:
+                work.fail(f"the task was not prepared within {PREPARE_TIMEOUT_S:g} s")
+        except ChildDied as error:
+            self._discard(slot)
+            work.died(str(error))
+        except BaseException:  # cancelled between question and answer: the worker's next words are nobody's
+            self._discard(slot)
+            raise
+
+    async def _exchange(self, worker: "_Worker", work: _Work) -> None:
+        """Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
+        pending, task = work.pending, work.task
+        batch = Batch(task.receipt, task.answer, task.info, [work.answers[index] for index in pending])
+        worker.send(wire.encode(batch))
+        ready = await worker.receive(Ready, PREPARE_TIMEOUT_S)
+        if ready.error:
+            work.fail(ready.error)
+            return
+        work.prepared = True
+        now = asyncio.get_running_loop().time
+        for index in pending:
+            began = now()
+            verdict = await worker.receive(Verdict, self._timeout_s)
+            self._run_s.append(now() - began)
+            status = RewardStatus.FAILED if verdict.error else RewardStatus.SCORED
+            work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
+
+    async def _worker(self, slot: _Slot) -> "_Worker":
+        """The slot's worker, started when there is none."""
+        await self._reap()
+        if slot.worker is None:
+            worker = _Worker(self._log)
+            await worker.__aenter__()
+            try:
+                await worker.receive(Ready, START_TIMEOUT_S)
+            except BaseException as error:
+                worker.kill()
+                self._ended.append(worker)
+                if isinstance(error, TimeoutError):
+                    raise ChildDied(f"a reward worker was not ready after {START_TIMEOUT_S:g} s") from None
+                raise
+            slot.worker = worker
+            slot.started += 1
+        return slot.worker
+
+    def _discard(self, slot: _Slot) -> None:
+        """Kills the slot's worker."""
+        if slot.worker is not None:
+            slot.worker.kill()
+            self._ended.append(slot.worker)
+            slot.worker = None
+
+    async def _reap(self) -> None:
+        """Waits for the killed workers to be gone."""
+        while self._ended:
+            worker = self._ended[-1]
+            await worker.end()
+            if worker in self._ended:  # another caller may have waited for the same
+                self._ended.remove(worker)
+
+
+class _Worker(Child):
+    """A running `python -m shoal.rewards.worker`, with an environment of nothing but where its caches are."""
+
+    def __init__(self, log: Path) -> None:
+        caches = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")  # of matplotlib's fonts: 1 s of every start otherwise
+        env = {name: os.environ[name] for name in caches if name in os.environ}
+        env |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        super().__init__("reward worker", "shoal.rewards.worker", [], log, env)
+        self._size: int | None = None  # of the frame whose header has come
+
+    def send(self, frame: bytes) -> None:
+        """Sends one frame; the worker reads nothing else before it has answered, so no more than one waits."""
+        self._writer.write(FRAME_HEADER.pack(len(frame)) + frame)
+
+    async def receive(self, type_: type[T], timeout_s: float) -> T:
+        """The next value. Raises `TimeoutError` when none has come by then, `ChildDied`."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    return wire.decode(await self._frame(), type_)
+            async with asyncio.timeout(BUFFERED_GRACE_S):
+                return wire.decode(await self._frame(), type_)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildDied(str(await self.died())) from None
+
+    async def _frame(self) -> bytes:
+        """The next frame. When cancelled it has lost no byte: the header already read is kept."""
+        if self._size is None:
+            (self._size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+        frame = await self._reader.readexactly(self._size)
+        self._size = None
+        return frame
+
+    def kill(self) -> None:
+        """Kills the process group at once; `end` waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of all are at or below; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

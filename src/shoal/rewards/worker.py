@@ -1,0 +1,119 @@
+"""A process that scores: `python -m shoal.rewards.worker --fd N`. It may be killed at any moment.
+
+It holds untrusted text, so before the first answer it gives up what it can without privileges: environment, files
+inherited, a working directory, writing to files, new processes, memory beyond a limit. An audit hook refuses what is
+left of the ways out that Python code has. This lessens harm; it is no sandbox.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+
+from shoal import wire
+from shoal.errors import TaskError
+from shoal.process import die_with_parent, receive_frame, send_frame
+from shoal.rewards.checkers import CHECKERS
+from shoal.rewards.messages import Batch, Ready, Verdict
+from shoal.rewards.reasoning import scorer_of
+
+MEMORY_BYTES = 2 << 30
+OPEN_FILES = 64
+_REFUSED = (
+    *("os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link", "os.mkdir"),
+    *("os.posix_spawn", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.spawn", "os.symlink", "os.system"),
+    *("os.truncate", "os.utime", "ctypes.", "pty.", "shutil.", "socket.", "subprocess.", "sys.settrace"),
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def judge_of(batch: Batch) -> Callable[[str], tuple[float, str]]:
+    """What gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
+    if batch.receipt is not None:
+        return scorer_of(batch.receipt, batch.truth)
+    name = json.loads(batch.info).get("scorer")
+    if name not in CHECKERS or batch.truth is None:
+        raise TaskError(f"expected a task with an answer and info.scorer in {', '.join(CHECKERS)}, got {name!r}")
+    checker, truth = CHECKERS[name], batch.truth
+    try:
+        checker(truth, truth)
+    except ValueError as error:
+        raise TaskError(str(error)) from None
+    return lambda answer: (checker(answer, truth), "")
+
+
+def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str) -> Verdict:
+    """One answer's verdict. Where the scorer stumbles over an answer, the answer is wrong: the task was prepared."""
+    try:
+        value, evidence = judge(answer)
+    except Exception as error:  # scorers raise whatever an odd answer makes them raise
+        return Verdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
+    if not math.isfinite(value):
+        return Verdict(0.0, error=f"the scorer answered {value}")
+    return Verdict(value, evidence)
+
+
+def serve(connection: socket.socket) -> None:
+    """Scores batches until the main process closes the socket."""
+    send_frame(connection, wire.encode(Ready()))
+    while (frame := receive_frame(connection)) is not None:
+        batch = wire.decode(frame, Batch)
+        try:
+            judge = judge_of(batch)
+        except TaskError as error:
+            send_frame(connection, wire.encode(Ready(str(error))))
+            continue
+        send_frame(connection, wire.encode(Ready()))
+        for answer in batch.answers:
+            send_frame(connection, wire.encode(verdict_of(judge, answer)))
+
+
+def confine() -> None:
+    """Gives up what scoring does not need."""
+    os.environ.clear()
+    os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
+    sys.dont_write_bytecode = True
+    folder = tempfile.mkdtemp(prefix="shoal-")
+    os.chdir(folder)
+    shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, arguments: tuple[object, ...]) -> None:
+    if event.startswith(_REFUSED):
+        raise PermissionError(f"{event} is refused while scoring")
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
+        raise PermissionError("writing to files is refused while scoring")
+
+
+def main() -> None:
+    """Entry point of the process."""
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    confine()
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main()
