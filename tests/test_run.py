@@ -106,7 +106,11 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
         cwd=config.parent,
     )
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
+    steps = [
+        json.loads(line)
+        for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"step"' in line
+    ]
     assert [step["version"] for step in steps if step["kind"] == "step"] == [0, 0, 1, 1, 2, 2]
     assert audit(config.parent / "run").ok
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from shoal.errors import ChildDied
 
 PR_SET_PDEATHSIG = 1
+PARENT = "SHOAL_PARENT_PID"
 FRAME_HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
@@ -32,7 +33,8 @@ def die_with_parent() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent was gone before the kernel was asked
+    parent = int(os.environ.pop(PARENT, os.getppid()))  # taken out, so that this process's own children do not read it
+    if os.getppid() != parent:  # it was gone before the kernel was asked
         os._exit(1)
 
 
@@ -92,7 +94,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._env,
+                env={**self._env, PARENT: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -177,7 +177,7 @@ async def serving(
             )
             children.append(await stack.enter_async_context(child))
         if scorer is None:
-            workers = WorkerScorer(config.reward)
+            workers = WorkerScorer(config.reward, log=run_dir / "logs" / "reward.log")
             stack.push_async_callback(workers.aclose)
             await workers.start()
             correct_only = {task.name for task in config.tasks if task.reward == "correct"}
