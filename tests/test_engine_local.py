@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from shoal.engine.load import checksum_of
 from shoal.engine.local import Limits, LocalEngine, OnUpdate, PauseMode
 from shoal.engine.request import Draft, Request
+from shoal.engine.sampling import SamplingRows, Uniforms, drawn
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model import load_model
 from shoal.types import FinishReason, Sampling
@@ -185,6 +186,22 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(directories: dict[st
     together, _, _ = answers(directories["Qwen2"], mixed_requests())
     alone = [answers(directories["Qwen2"], [request], max_running=2)[0] for request in mixed_requests()]
     assert together == [tokens for request in alone for tokens in request]
+
+
+def test_token_i_of_completion_j_is_decided_by_number_i_of_the_stream_of_seed_and_j(
+    directories: dict[str, Path],
+) -> None:
+    sampling = Sampling(15, seed=11, temperature=0.8, top_p=0.95)
+    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(6), sampling, n=3)])
+    model = plain(directories["Qwen2"])
+    for index in range(3):
+        uniforms, known = Uniforms(11, index), prompt_of(6)
+        for i in range(15):
+            with torch.inference_mode():
+                logits_1V = model(torch.tensor([known])).logits[0, -1:]
+            token_1, _ = drawn(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
+            known.append(int(token_1))
+        assert tokens[index] == known[6:]
 
 
 def test_the_completions_of_a_seeded_request_differ(directories: dict[str, Path]) -> None:

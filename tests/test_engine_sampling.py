@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.sampling import SamplingRows, Uniforms, drawn
+from shoal.engine.sampling import CANDIDATES, SamplingRows, Uniforms, drawn
 from shoal.types import Sampling
 
 samplings = st.builds(
@@ -75,6 +75,19 @@ def test_tokens_follow_the_definition_with_its_logprobs(rows: list[Sampling], se
         else:
             plain_V = logits_BV[i].double().log_softmax(-1).numpy()
             np.testing.assert_allclose(logp_N, plain_V[token_N], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1, top_p=0.95), Sampling(1, top_k=400, top_p=0.9), Sampling(1, min_p=0.01)]
+)
+def test_rows_that_keep_more_tokens_than_are_looked_at_first_follow_the_definition_too(sampling: Sampling) -> None:
+    logits_BV = logits(3, 1, 700) * 0.2
+    expected_V = distribution(logits_BV[0].numpy(), sampling)
+    assert (expected_V > 0).sum() > CANDIDATES
+    u_N = (torch.arange(4000, dtype=torch.float32) + 0.5) / 4000
+    token_N, logp_N = drawn(logits_BV.repeat(4000, 1), SamplingRows([sampling]), u_N)
+    assert np.abs(np.bincount(token_N.numpy(), minlength=700) / 4000 - expected_V).max() <= 2 / 4000
+    np.testing.assert_allclose(logp_N.numpy(), np.log(expected_V[token_N.numpy()]), atol=2e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1), Sampling(1, top_p=0.3), Sampling(1, top_k=2, temperature=0.5)])

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.engine import protocol
 from shoal.engine.connections import Connections
-from shoal.errors import EngineError, EngineUnavailable, RequestRefused
+from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -102,11 +102,9 @@ class HttpEngine:
         if status == 200:
             return msgspec.json.decode(answer, type=kind)
         message = _message(status, answer)
-        if status == 503:
-            raise EngineUnavailable(message)
         if 400 <= status < 500:
             raise RequestRefused(message)
-        raise EngineError(f"the engine failed with HTTP {status}: {message}")
+        raise EngineUnavailable(message if status == 503 else f"the engine failed with HTTP {status}: {message}")
 
     async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         for attempt in range(ATTEMPTS):
