@@ -171,7 +171,7 @@ def main() -> None:
             leaf = leaf.exceptions[0]
         _fail(str(leaf), 2)
     except KeyboardInterrupt:
-        _fail("stopped", 130)
+        _fail("stopped; a run goes on with: shoal train RUN/resolved.toml --resume", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
