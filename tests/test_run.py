@@ -1,10 +1,13 @@
 """Whole runs through the command line: real engine, trainer, scorer and log."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.buffer.audit import audit
@@ -160,3 +163,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(config: Path) -> None:
     assert plan["staleness_bound"] == 2
     assert plan["parameters"] > 0
     assert sorted(config.parent.rglob("*")) == before
+
+
+def test_ctrl_c_ends_every_process_and_says_how_to_go_on(config: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cli", "train", str(config), "--run_dir=run", "--train.steps=100000"]
+    process = subprocess.Popen(command, cwd=config.parent, stderr=subprocess.PIPE, text=True)
+    metrics = config.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and '"kind":"step"' in metrics.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
+    assert psutil.wait_procs(children, timeout=5)[1] == []

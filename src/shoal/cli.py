@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -34,7 +36,9 @@ def demo(
     """Train the embedded small model on this machine and see it get better."""
     from shoal.demo import demo_config, run_demo
 
-    figures, words = run_demo(demo_config(run_dir, seed, context.args))
+    config = demo_config(run_dir, seed, context.args)
+    with stoppable(config.run_dir):
+        figures, words = run_demo(config)
     print(words)
     _report(figures, json_)
 
@@ -61,7 +65,7 @@ def train(
     from shoal.progress import LiveProgress
     from shoal.run.training import run_training
 
-    with LiveProgress(settings.train.steps, settings.asynchrony.eta) as progress:
+    with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.eta) as progress:
         outcome = run_training(settings, resume=resume, listeners=[progress.update])
     _report(asdict(outcome), json_)
 
@@ -141,6 +145,16 @@ def bench(
     _report(run_bench(name, quick=quick), json_)
 
 
+@contextmanager
+def stoppable(run_dir: str) -> Iterator[None]:
+    """Ctrl-C inside ends with a sentence on how to go on. (Outside of it typer says "Aborted".)"""
+    try:
+        yield
+    except KeyboardInterrupt:
+        resolved = Path(run_dir) / "resolved.toml"
+        _fail(f"stopped; go on with: shoal train {resolved} --resume" if resolved.exists() else "stopped", 130)
+
+
 def _report(values: dict[str, object], as_json: bool) -> None:
     """One JSON line, or a line per value."""
     if as_json:
@@ -170,8 +184,6 @@ def main() -> None:
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
         _fail(str(leaf), 2)
-    except KeyboardInterrupt:
-        _fail("stopped; a run goes on with: shoal train RUN/resolved.toml --resume", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
