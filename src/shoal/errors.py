@@ -8,6 +8,8 @@
     ├── EngineError           an engine that cannot do what was asked
     │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
     │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
+    ├── SessionError          a request that a session cannot serve
+    │   └── HistoryDiverged   it does not extend the conversation, and the session's policy wants that (HTTP 409)
     ├── TrainerError          the trainer process failed or refused a batch
     ├── ChildDied             a child process ended without being asked to
     └── WireError             bytes that are not what they claim to be
@@ -46,6 +48,14 @@ class RequestRefused(EngineError):
 
 class EngineUnavailable(EngineError):
     """The engine is gone, full or paused; trying again may help."""
+
+
+class SessionError(ShoalError):
+    """A request that a session cannot serve."""
+
+
+class HistoryDiverged(SessionError):
+    """A request that does not extend the conversation of a session whose history policy is `strict`."""
 
 
 class TrainerError(ShoalError):

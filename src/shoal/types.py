@@ -38,11 +38,26 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool that an assistant's message calls."""
+
+    id: str
+    name: str
+    arguments: str  # JSON object
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation."""
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant: the tools it calls, in order."""
+    tool_call_id: str = ""
+    """Of a tool: the call that it answers."""
+    reasoning: str = ""
+    """Of an assistant: what it thought before it answered, where the template sets that apart."""
 
 
 @dataclass(frozen=True, slots=True)
