@@ -1,61 +1,14 @@
-"""Messages to tokens and back, through the tokenizer and chat template of a Hugging Face model directory.
+"""The tokenizer and chat template of a Hugging Face model directory.
 
 `PreTrainedTokenizerFast` reads `tokenizer.json` and renders the template in a sandboxed environment, both without
 importing torch: the main process has none.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from shoal.errors import ModelError
-from shoal.types import Message
-
-
-class _Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    eos_token_id: int | None
-    chat_template: str | None
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-    def convert_tokens_to_ids(self, token: str) -> int | None: ...
-
-
-class ChatRenderer:
-    """Implements `interfaces.Renderer` for one model directory."""
-
-    def __init__(self, tokenizer: _Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
-        self._stop_token_ids = stop_token_ids
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an assistant's turn."""
-        return self._stop_token_ids
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation up to and including the header of the assistant's turn.
-
-        A tokenizer without a chat template (a base model) gets the contents joined by blank lines.
-        """
-        if self._tokenizer.chat_template is None:
-            text = "\n\n".join(message.content for message in messages)
-        else:
-            conversation = [{"role": message.role.value, "content": message.content} for message in messages]
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
-
-    def token_ids(self, text: str) -> list[int]:
-        """The tokens of a text by itself."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What was said, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+from shoal.render.chat import ChatRenderer
 
 
 def local_directory(path: str) -> Path:

@@ -1,0 +1,179 @@
+"""Tool calls in drawn text, as the families of chat templates write them. Pure.
+
+Text is never repaired: a call that is not well-formed stays what it is, text, and the answer is flagged.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.types import Json
+
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_NAMED = re.compile(r"\s*([\w.-]+)\[ARGS\]\s*")
+_decoder = json.JSONDecoder()
+
+
+class CallFormat(StrEnum):
+    """How a template has its model write tool calls."""
+
+    NONE = "none"
+    """The template knows no tools."""
+    TAGGED_JSON = "tagged_json"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3."""
+    TAGGED_PAIRS = "tagged_pairs"
+    """`<tool_call>name` and an `<arg_key>`, `<arg_value>` pair per argument, as GLM 4.5."""
+    BARE_JSON = "bare_json"
+    """The whole answer is `{"name": ..., "parameters": {...}}`, as Llama 3."""
+    LISTED = "listed"
+    """`[TOOL_CALLS]` and a JSON list of calls, or `name[ARGS]{...}`, as Mistral."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCall:
+    """A call as it was drawn; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The text that is not of well-formed calls, and the calls in order."""
+
+    content: str
+    calls: tuple[DrawnCall, ...] = ()
+    ill_formed: bool = False
+
+
+def call_format(template: str | None) -> CallFormat:
+    """Which format a template's text speaks of."""
+    if template is None or "tools" not in template:
+        return CallFormat.NONE
+    if "<arg_key>" in template:
+        return CallFormat.TAGGED_PAIRS
+    if "<tool_call>" in template:
+        return CallFormat.TAGGED_JSON
+    if "[TOOL_CALLS]" in template:
+        return CallFormat.LISTED
+    return CallFormat.BARE_JSON if '"parameters"' in template else CallFormat.NONE
+
+
+def split_calls(text: str, form: CallFormat) -> Split:
+    """The calls in a drawn text.
+
+    >>> split_calls('so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', CallFormat.TAGGED_JSON).calls
+    (DrawnCall(name='f', arguments='{"x": 1}'),)
+    >>> split_calls("<tool_call>{oops</tool_call>", CallFormat.TAGGED_JSON)
+    Split(content='<tool_call>{oops</tool_call>', calls=(), ill_formed=True)
+    """
+    match form:
+        case CallFormat.NONE:
+            return Split(text)
+        case CallFormat.BARE_JSON:
+            return _bare(text)
+        case CallFormat.LISTED:
+            return _listed(text)
+        case CallFormat.TAGGED_JSON | CallFormat.TAGGED_PAIRS:
+            return _tagged(text, form)
+
+
+def _tagged(text: str, form: CallFormat) -> Split:
+    read = _from_json if form is CallFormat.TAGGED_JSON else _from_pairs
+    found = {match: read(match[1]) for match in _TAGGED.finditer(text)}
+    content, end = "", 0
+    for match, call in found.items():
+        content += text[end : match.start()] + ("" if call else match[0])
+        end = match.end()
+    content += text[end:]
+    calls = tuple(call for call in found.values() if call)
+    ill_formed = None in found.values() or "<tool_call>" in content or "</tool_call>" in content
+    return Split(content.rstrip() if calls else content, calls, ill_formed)
+
+
+def _from_json(text: str) -> DrawnCall | None:
+    try:
+        return _call(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _from_pairs(text: str) -> DrawnCall | None:
+    name, mark, rest = text.partition("<arg_key>")
+    name, arguments, at = name.strip(), {}, 0
+    body = mark + rest
+    while match := _PAIR.match(body, at):
+        arguments[match[1]] = _value(match[2])
+        at = match.end()
+    if not name or any(c.isspace() for c in name) or at != len(body):
+        return None
+    return DrawnCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _value(text: str) -> Json:
+    try:
+        value: Json = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def _bare(text: str) -> Split:
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{"):
+        return Split(text, ill_formed="<|python_tag|>" in text)
+    calls: list[DrawnCall | None] = []
+    at = 0
+    try:
+        while at < len(body):
+            value, at = _decoder.raw_decode(body, at)
+            calls.append(_call(value))
+            at += len(body[at:]) - len(body[at:].lstrip("; \n"))
+    except (ValueError, RecursionError):
+        calls.append(None)
+    if None in calls:
+        return Split(text, ill_formed='"name"' in body)
+    return Split("", tuple(call for call in calls if call))
+
+
+def _listed(text: str) -> Split:
+    content, mark, rest = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return Split(text)
+    try:
+        if _NAMED.match(rest):
+            calls = _named(rest)
+        else:
+            value = json.loads(rest)
+            calls = [_call(one) for one in value] if isinstance(value, list) else [None]
+    except (ValueError, RecursionError):
+        calls = [None]
+    if None in calls or not calls:
+        return Split(text, ill_formed=True)
+    return Split(content.rstrip(), tuple(call for call in calls if call))
+
+
+def _named(text: str) -> list[DrawnCall | None]:
+    """Raises ValueError for what is not `name[ARGS]{...}`, again and again."""
+    calls: list[DrawnCall | None] = []
+    text = text.replace("[TOOL_CALLS]", "").rstrip()
+    at = 0
+    while at < len(text):
+        match = _NAMED.match(text, at)
+        if match is None:
+            raise ValueError("expected name[ARGS]")
+        value, at = _decoder.raw_decode(text, match.end())
+        calls.append(_call({"name": match[1], "arguments": value}))
+    return calls
+
+
+def _call(value: Json) -> DrawnCall | None:
+    """A call from `{"name": ..., "arguments" or "parameters": {...}}`; None when it is none."""
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return DrawnCall(name, json.dumps(arguments, ensure_ascii=False))
