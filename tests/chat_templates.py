@@ -1,6 +1,7 @@
 """Chat templates in the styles of five families, written for the tests, and a tokenizer whose merges cross turns."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -114,6 +115,7 @@ def tokenizer(style: Style) -> PreTrainedTokenizerFast:
     return wrapped
 
 
+@cache
 def renderer(name: str) -> ChatRenderer:
     """A renderer for one of `STYLES`."""
     return renderer_of(STYLES[name])
