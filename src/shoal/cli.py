@@ -86,6 +86,30 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="A Hugging Face directory or hub name.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Loopback unless told otherwise: there is no password.")] = "127.0.0.1",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Answer OpenAI and Anthropic clients with a model, without training."""
+    import uvloop
+
+    from shoal.config import parse
+    from shoal.run.serving import serve as serve_model
+
+    settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model
+
+    def announce(url: str, name: str) -> None:
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+        print(f"{url}/v1", f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", sep="\n")
+        sys.stdout.flush()
+
+    threads = len(os.sched_getaffinity(0))
+    uvloop.run(serve_model(settings, host=host, port=port, threads=threads, announce=announce))
+
+
+@app.command()
 def report(run: RunArgument) -> None:
     """Draw report.png and write report.html from what a run has logged."""
     from shoal.report import write_report

@@ -1,0 +1,69 @@
+"""`shoal serve`: an engine process and the gateway before it, without training."""
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import EngineConfig, ModelConfig
+from shoal.engine.launch import engine_child
+from shoal.engine.remote import HttpEngine
+from shoal.errors import ChildDied, ConfigError, ModelError, SessionError
+from shoal.gateway import Gateway
+from shoal.process import Child
+from shoal.render import ChatRenderer, load_renderer, local_directory
+from shoal.run.training import START_TIMEOUT_S
+
+
+async def serve(
+    model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str], None]
+) -> None:
+    """Answers OpenAI and Anthropic clients until told to stop (SIGTERM, SIGINT). Raises a `ShoalError`.
+
+    `announce` is called with the URL and the model's name once requests are answered.
+    """
+    directory = local_directory(model.path)
+    renderer = load_renderer(directory)
+    _check_template(renderer, directory)
+    with _listening(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
+        log = Path(logs) / "engine.log"
+        child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
+        async with child, HttpEngine((await child.line(START_TIMEOUT_S)).decode().strip()) as engine:
+            longest = (await engine.info()).max_model_len
+            gateway = Gateway(engine, renderer, max_model_len=longest, model=directory.name, is_open=True)
+            bound_host, bound_port = listening.getsockname()[:2]
+            announce(f"http://{bound_host}:{bound_port}", directory.name)
+            await _until_told_to_stop(gateway, listening, child)
+
+
+async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
+    """Raises `ChildDied` when the engine's process ends first."""
+    server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", lifespan="on"))
+    died = asyncio.create_task(child.died(), name="watching the engine")
+    served = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
+    await asyncio.wait({died, served}, return_when=asyncio.FIRST_COMPLETED)
+    if not served.done():
+        server.should_exit = True
+        await served
+        raise ChildDied(str(died.result()))
+    died.cancel()
+    await served
+
+
+def _check_template(renderer: ChatRenderer, directory: Path) -> None:
+    try:
+        renderer.self_test()
+    except SessionError as error:
+        raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        listening = socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"port: expected a free one on {host}, got {port} ({error.strerror}); 0 picks one") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves Nagle on for such sockets
+    return listening

@@ -1,0 +1,35 @@
+"""`shoal serve` as a user starts it: a real engine behind the gateway, and a real client."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+
+
+def test_serve_answers_an_openai_client_and_stops_when_told_to(tiny_model_dir: Path) -> None:
+    command = [str(Path(sys.executable).with_name("shoal")), "serve", "--model", str(tiny_model_dir), "--port", "0"]
+    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True) as served:
+        try:
+            assert served.stdout is not None
+            url = served.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), url
+            assert served.stdout.readline().startswith(f"curl {url}/chat/completions")
+            with openai.OpenAI(base_url=url, api_key="-") as client:
+                (model,) = client.models.list().data
+                answer = client.chat.completions.create(
+                    model=model.id, messages=[{"role": "user", "content": "2 + 2"}], max_tokens=5
+                )
+            assert answer.usage is not None
+            assert 1 <= answer.usage.completion_tokens <= 5
+        finally:
+            served.send_signal(signal.SIGINT)
+        assert served.wait(timeout=20) == 130
+
+
+def test_serve_says_what_is_wrong_with_a_model() -> None:
+    command = [str(Path(sys.executable).with_name("shoal")), "serve", "--model", "./nothing-here"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "does not exist" in done.stderr
