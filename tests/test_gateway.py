@@ -189,6 +189,24 @@ def test_text_completions_take_texts_and_tokens() -> None:
     run(scenario, " 7")
 
 
+def test_an_agent_that_renders_by_itself_trains_on_one_row() -> None:
+    async def scenario(one: Served) -> None:
+        session = one.gateway.sessions.open()
+        prompt = [5, 6, 7]
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2):
+                asked = {"token_ids": prompt, "sampling_params": {"max_tokens": 20}}
+                url = f"{one.url}/s/{session.token}/inference/v1/generate"
+                async with http.post(url, json=asked) as answer:
+                    body = await answer.json()
+                assert body["prompt_token_ids"] == prompt
+                prompt = [*prompt, *body["choices"][0]["token_ids"], 9]
+        assert len(rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)) == 1
+        check_exact(one, session.ledger)
+
+    run(scenario, "one", "two")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

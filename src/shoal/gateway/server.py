@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, SessionError, ShoalError
-from shoal.gateway import anthropic, chat
+from shoal.gateway import anthropic, chat, tokens
 from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized, export
 from shoal.gateway.sessions import Ask, ContextOverflow, Counts, Desk, Renderer, Session, SessionOver, Sessions
 from shoal.interfaces import Engine
@@ -77,6 +77,7 @@ class Gateway:
             Route("/v1/messages", self._messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/inference/v1/generate", self._tokens, methods=["POST"]),
         ]
         self.app = Starlette(
             routes=[
@@ -93,10 +94,10 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
-        tasks = list(self.sessions.desk.tasks)
-        for task in tasks:
+        under_way = list(self.sessions.desk.tasks)
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
         self.sessions.desk.pool.shutdown(wait=True)
 
     async def _open(self, http: Request) -> Response:
@@ -140,6 +141,16 @@ class Gateway:
             return [*map(_event, chunks), b"data: [DONE]\n\n"]
 
         return await self._answered(http, session, ask, body, events if request.stream else None)
+
+    async def _tokens(self, http: Request) -> Response:
+        session = self._session(http)
+        request, digest = await self._body(http, tokens.TokensRequest)
+        ask = tokens.tokens_ask(request, digest, is_retry=_is_retry(http))
+
+        def body(generation: Generation) -> chat.Body:
+            return tokens.tokens_body(generation, session.ledger.prompt_ids(generation), request)
+
+        return await self._answered(http, session, ask, body, None)
 
     async def _messages(self, http: Request) -> Response:
         session = self._session(http)
