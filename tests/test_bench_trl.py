@@ -50,7 +50,8 @@ def test_every_position_of_the_ending_model_ends_an_answer_with_the_same_chance(
     write_ending_model(tmp_path)
     stops = load_renderer(tmp_path).stop_token_ids
     assert len(stops) == len(STOPS)
-    tokens = [random.Random(0).randrange(6, VOCABULARY) for _ in range(200)]
+    generator = random.Random(0)
+    tokens = [generator.randrange(6, VOCABULARY) for _ in range(200)]
     model = load_model(tmp_path)
     assert model.config.vocab_size == VOCABULARY
     rows = [[*tokens[:at], stop] for at in range(1, 200, 9) for stop in stops]
