@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from gateway_engine import CONTEXT, Served, served
+from shoal.gateway import Limits
 from shoal.session import HistoryPolicy, Ledger
 from shoal.train.advantage import rows
 from shoal.types import Reward, Rollout, Sampling
@@ -123,6 +124,19 @@ def test_a_retry_after_the_client_gave_up_finds_the_call_under_way() -> None:
         check_exact(one, session.ledger)
 
     run(scenario, "slow", delay_s=0.8)
+
+
+def test_a_retry_is_answered_when_the_session_s_limit_is_reached() -> None:
+    async def scenario(one: Served) -> None:
+        session = one.gateway.sessions.open(limits=Limits(generations=1))
+        url, retry = f"{one.url}/s/{session.token}/v1/chat/completions", {"x-stainless-retry-count": "1"}
+        async with aiohttp.ClientSession() as http:
+            for headers, status in (({}, 200), (retry, 200), ({}, 410)):
+                async with http.post(url, json={"messages": ASK}, headers=headers) as answer:
+                    assert answer.status == status
+        assert len(one.engine.received) == 1
+
+    run(scenario)
 
 
 def test_the_server_s_sampling_wins_and_concurrent_calls_become_siblings() -> None:

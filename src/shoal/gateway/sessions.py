@@ -162,14 +162,17 @@ class Session:
 
     async def generation(self, ask: Ask) -> Generation:
         """The answer to a request. Raises a `ShoalError`."""
-        self._check_limits()
         began_s = self._desk.clock()
         async with self._lock:
+            if self.ended:
+                raise SessionOver("session: it has ended; open a new one")
             found = self.ledger.retried(ask.digest) if ask.is_retry else None
             if found is not None:
                 self._desk.counts.counted["replays"] += 1
             if isinstance(found, Generation):
                 return found
+            if found is None:
+                self._check_limits()  # what was drawn before they were reached can still be asked for again
             task = self._draws[found.id] if found is not None else self._begun(await self._opened(ask), ask)
         generation = await asyncio.shield(task)
         self._desk.counts.latencies_s.append(self._desk.clock() - began_s)
@@ -181,12 +184,11 @@ class Session:
 
     async def end(self) -> None:
         """Refuses new requests and waits for those under way."""
-        self.ended = True
+        async with self._lock:  # whoever is being rendered begins first
+            self.ended = True
         await asyncio.gather(*self._draws.values(), return_exceptions=True)
 
     def _check_limits(self) -> None:
-        if self.ended:
-            raise SessionOver("session: it has ended; open a new one")
         drawn = self.ledger.generations
         if len(drawn) + len(self.ledger.calls) >= self._limits.generations:
             raise SessionOver(f"session: expected at most {self._limits.generations} generations, they are drawn")
