@@ -65,6 +65,7 @@ def test_every_section_says_what_it_is_about() -> None:
         ("model.zzzzzzzz=1", "unknown setting 'model.zzzzzzzz'"),
         ("train.steps=0", "train.steps: input should be greater than or equal to 1, got 0"),
         ("train.minibatches=3", "train.minibatches: expected a divisor of groups_per_step = 8, got 3"),
+        ("train.overlong_tokens=256", "train.overlong_tokens: expected less than rollout.max_tokens = 256, got 256"),
         ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
         ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
         ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),
@@ -81,6 +82,13 @@ def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complain
 def test_a_misspelled_setting_of_a_loss_is_answered_with_that_loss_s_settings() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'train.loss.double_sided.band_low'\?"):
         parse({**TASKS, "train": {"loss": {"name": "double_sided", "band_lo": 0.5}}})
+
+
+def test_misspelled_settings_of_every_loss_and_of_sections_within_sections_are_answered() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.gspo.clip_high'\?"):
+        parse({**TASKS, "train": {"loss": {"name": "gspo", "clip_hi": 0.5}}})
+    with pytest.raises(ConfigError, match=r"did you mean 'train.kl.coefficient'\?"):
+        parse(TASKS, ["train.kl.coeficient=0.1"])
 
 
 def test_two_tasks_of_one_name_and_a_jsonl_task_without_a_file_are_refused() -> None:

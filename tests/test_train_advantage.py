@@ -1,12 +1,25 @@
 """Rewards to advantages, rollouts to rows."""
 
+import math
 import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.advantage import STD_EPS, Kind, advantages, is_informative, mask_tokens, rows, samples
+from shoal.config import TrainConfig
+from shoal.train.advantage import (
+    STD_EPS,
+    Kind,
+    advantages,
+    batch_advantages,
+    is_informative,
+    mask_tokens,
+    overlong_penalty,
+    rows,
+    samples,
+    step_samples,
+)
 from shoal.types import Completion, FinishReason, Group, Reward, Rollout, RolloutStatus, Sample, Task, Turn
 
 KINDS: tuple[Kind, ...] = ("grpo", "grpo_no_std", "rloo")
@@ -43,6 +56,81 @@ def test_grpo_no_std_is_the_distance_from_the_mean(values: list[float]) -> None:
 def test_rloo_is_the_distance_from_the_mean_of_the_others(values: list[float]) -> None:
     others = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(len(values))]
     assert advantages(values, "rloo") == pytest.approx([r - o for r, o in zip(values, others, strict=True)], abs=1e-9)
+
+
+uneven = st.lists(st.lists(st.floats(-5, 5), max_size=5), min_size=1, max_size=4)
+
+
+@given(uneven)
+def test_batch_advantages_are_normalised_over_the_rollouts_of_all_groups(values: list[list[float]]) -> None:
+    got = batch_advantages(values, "batch")
+    flat = [reward for group in values for reward in group]
+    if len(flat) < 2 or min(flat) == max(flat):
+        assert got == [[0.0] * len(group) for group in values]
+        return
+    mean, std = statistics.fmean(flat), statistics.stdev(flat)
+    for group, of_group in zip(values, got, strict=True):
+        assert of_group == pytest.approx([(r - mean) / (std + STD_EPS) for r in group], rel=1e-6, abs=1e-6)
+
+
+@given(uneven)
+def test_group_batch_advantages_have_the_baseline_of_their_group_and_the_scale_of_the_batch(
+    values: list[list[float]],
+) -> None:
+    got = batch_advantages(values, "group_batch")
+    centred = [
+        [r - statistics.fmean(group) for r in group] if len(group) > 1 else [0.0] * len(group) for group in values
+    ]
+    flat = [value for group in centred for value in group]
+    if max(map(abs, flat), default=0.0) > 1e-6:
+        std = math.sqrt(sum(x * x for x in flat) / (len(flat) - 1))
+        for of_group, wanted in zip(got, centred, strict=True):
+            assert of_group == pytest.approx([x / (std + STD_EPS) for x in wanted], rel=1e-5, abs=1e-5)
+
+
+@given(uneven, st.sampled_from(KINDS))
+def test_groups_of_any_sizes_are_compared_within_themselves(values: list[list[float]], kind: Kind) -> None:
+    assert batch_advantages(values, kind) == [advantages(group, kind) for group in values]
+
+
+@given(st.integers(0, 60), st.integers(1, 29))
+def test_overlong_answers_lose_up_to_1_over_the_last_tokens_of_the_budget(tokens: int, soft: int) -> None:
+    """DAPO Eq. 13, as printed: L_max = 30, L_cache = soft."""
+    if tokens <= 30 - soft:
+        wanted = 0.0
+    elif tokens <= 30:
+        wanted = ((30 - soft) - tokens) / soft
+    else:
+        wanted = -1.0
+    assert overlong_penalty(tokens, 30, soft) == pytest.approx(wanted)
+
+
+def test_overlong_answers_are_shaped_before_the_baseline() -> None:
+    short, full = rollout(1.0, turn((1,), (2, 3))), rollout(1.0, turn((1,), (2, 3, 4, 5)))
+    config = TrainConfig(overlong_tokens=2, advantage="grpo_no_std")
+    ((first, second),) = step_samples([group(short, full)], config, max_tokens=4)
+    assert (first.advantages[-1], second.advantages[-1]) == (0.5, -0.5)
+    ((first, second),) = step_samples([group(short, full)], TrainConfig(), max_tokens=4)
+    assert (first.advantages[-1], second.advantages[-1]) == (0.0, 0.0)
+
+
+def test_a_group_with_failed_rollouts_is_filled_up_with_finished_ones_whose_baseline_counts_each_once() -> None:
+    good, bad = rollout(1.0, turn((1,), (2,))), rollout(0.0, turn((1,), (3,)))
+    fine, failed = rollout(0.5, turn((1,), (4,))), rollout(9.0, turn((1,), (5,)), failed=True)
+    config = TrainConfig(advantage="grpo_no_std")
+    (padded,) = step_samples([group(good, failed, bad, fine, failed)], config, max_tokens=4)
+    assert [(row.tokens[-1], row.advantages[-1]) for row in padded] == [
+        (2, 0.5),
+        (3, -0.5),
+        (4, 0.0),
+        (2, 0.5),
+        (3, -0.5),
+    ]
+    (kept,) = step_samples(
+        [group(good, failed, bad, fine, failed)], config.model_copy(update={"short_groups": "keep"}), 4
+    )
+    assert kept == padded[:3]
+    assert step_samples([group(failed)], config, max_tokens=4) == [()]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,7 +57,7 @@ def gradient(trainer: Trainer, rows: Sequence[Sample]) -> tuple[list[Tensor], St
     trainer.accumulate(minibatch, None, totals, fresh=True)
     result = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
     trainer.model.zero_grad()
-    return result, totals.stats([], 1, minibatch.denominator, minibatch.skipped_tokens, 0.0)
+    return result, totals.stats([], 1, minibatch.tokens, minibatch.skipped_tokens, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -42,13 +42,14 @@ def configuration() -> str:
             title = f"[[{name}]]" if get_origin(field.annotation) is list else f"[{name}]"
             parts.append(_table(section, f"`{title}`"))
             for inner, inner_field in section.model_fields.items():
-                parts += [
-                    _table(
-                        choice, f"`[{name}.{inner}]` with `name = {json.dumps(choice.model_fields['name'].default)}`"
-                    )
-                    for choice in _sections(inner_field)
-                ]
+                parts += [_table(part, _inner_title(f"{name}.{inner}", part)) for part in _sections(inner_field)]
     return "\n".join(parts)
+
+
+def _inner_title(path: str, section: type[BaseModel]) -> str:
+    """The heading of a section within a section, which may be one of several by name."""
+    name = section.model_fields.get("name")
+    return f"`[{path}]`" + (f" with `name = {json.dumps(name.default)}`" if name else "")
 
 
 def metrics() -> str:

@@ -5,10 +5,10 @@ Every field has a default that works, a sentence and a unit. What can be derived
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -98,7 +98,14 @@ class DecoupledLoss(Section):
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
+    weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
+    weight_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether it is of each token or the product over each row."
+    )
     over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
+    proximal: Literal["recomputed", "log_linear"] = Field(
+        "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
+    )
     behaviour_correction: Literal["on", "off_and_biased"] = Field(
         "on", description="Whether pi_prox / pi_behav weighs each token; turning it off biases the gradient."
     )
@@ -112,7 +119,70 @@ class DoubleSidedLoss(Section):
     band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
 
 
-LossConfig: TypeAlias = Annotated[GRPOLoss | DecoupledLoss | DoubleSidedLoss, Field(discriminator="name")]
+class GSPOLoss(Section):
+    """Clipped ratio of whole rows, the geometric mean over their tokens (GSPO)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
+
+
+class CISPOLoss(Section):
+    """REINFORCE with each token's importance weight clamped from above (MiniMax-M1); every token keeps a gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    ratio_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
+
+
+class ReinforceLoss(Section):
+    """REINFORCE with truncated or masked importance weights of tokens or whole rows."""
+
+    name: Literal["reinforce"] = "reinforce"
+    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
+    weight_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether it is of each token or the product over each row."
+    )
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
+
+
+class SoftAdaptiveLoss(Section):
+    """A smooth gate on the ratio instead of a clip (Soft Adaptive Policy Optimization)."""
+
+    name: Literal["soft_adaptive"] = "soft_adaptive"
+    tau_positive: float = Field(1.0, gt=0, description="How fast the gate closes where the advantage is positive.")
+    tau_negative: float = Field(1.05, gt=0, description="How fast it closes elsewhere.")
+
+
+class PositiveOnlyLoss(Section):
+    """Imitation of the model's own better answers: no ratio, and only advantages above 0 (RAFT)."""
+
+    name: Literal["positive_only"] = "positive_only"
+
+
+LossConfig: TypeAlias = Annotated[
+    GRPOLoss
+    | DecoupledLoss
+    | DoubleSidedLoss
+    | GSPOLoss
+    | CISPOLoss
+    | ReinforceLoss
+    | SoftAdaptiveLoss
+    | PositiveOnlyLoss,
+    Field(discriminator="name"),
+]
+
+
+LOSSES: Mapping[str, type[Section]] = {
+    kind.model_fields["name"].default: kind for kind in get_args(get_args(LossConfig)[0])
+}
+
+
+class KLConfig(Section):
+    """Distance to the model that the run began with."""
+
+    coefficient: float = Field(0.0, ge=0, description="Its weight; 0 is off and loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of KL(pi_theta, pi_ref) at one drawn token.")
+    where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
 
 
 class TrainConfig(Section):
@@ -123,7 +193,23 @@ class TrainConfig(Section):
     minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
     push_every: int = Field(1, ge=1, description="Steps between pushes of the weights to the engines (K).")
     loss: LossConfig = Field(DecoupledLoss(), description="By name; its parameters are its own.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = Field("grpo", description="Baseline and scale within a group.")
+    loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
+        None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
+    )
+    kl: KLConfig = Field(KLConfig())
+    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch"] = Field(
+        "grpo", description="Baseline and scale, within a group or over the batch."
+    )
+    short_groups: Literal["pad", "keep"] = Field(
+        "pad", description="Whether failed rollouts are made up for by repeating finished ones (GLM-5)."
+    )
+    overlong_tokens: int = Field(
+        0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
+    )
+    dynamic_sampling: bool = Field(
+        False, description="Draw other groups for those whose rewards are all equal (DAPO), up to a bound."
+    )
     optimizer: Literal["adamw", "adam"] = Field("adamw", description="Decoupled or no weight decay.")
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
@@ -190,6 +276,11 @@ class Config(Section):
             raise ValueError(
                 f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
                 f"got {self.train.minibatches}"
+            )
+        if self.train.overlong_tokens >= self.rollout.max_tokens:
+            raise ValueError(
+                f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "
+                f"got {self.train.overlong_tokens}"
             )
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:
@@ -283,9 +374,8 @@ def _siblings(path: Sequence[str]) -> list[str]:
     """The keys that would have been right where `path` ends."""
     model: type[Section] = Config
     for part in path[:-1]:
-        loss: dict[str, type[Section]] = {"grpo": GRPOLoss, "decoupled": DecoupledLoss, "double_sided": DoubleSidedLoss}
-        if part in loss:
-            model = loss[part]
+        if part in LOSSES:
+            model = LOSSES[part]
         elif part == "tasks":
             model = TaskConfig
         elif part in model.model_fields:

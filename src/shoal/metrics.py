@@ -42,6 +42,7 @@ STEP_NAMES: Mapping[str, str] = {
     "clipped_share": "Share of trained tokens whose gradient the clip removed, 0..1.",
     "masked_share": "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1.",
     "ess": "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1.",
+    "kl": "Estimated distance to the reference model over the trained tokens, in nats; 0 without one.",
     "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
     "length_mean": "Mean answer length, in tokens.",

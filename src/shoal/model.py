@@ -255,6 +255,7 @@ def packed_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    entropy_gradient: bool = False,
     at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs (nats, float32, differentiable) of tokens given those before them in their row.
@@ -262,9 +263,11 @@ def packed_logprobs(
     `tokens_T` holds rows of the given lengths end to end. `at` [N] are the token positions that are wanted, none of
     them the first of its row; without it every token is, and the first of each row gets 0. Common beginnings of rows
     are computed once, and only what predicts a wanted token passes through the language-model head. The entropies
-    (nats, of the distributions the tokens were drawn from) carry no gradient; they are None unless asked for.
+    (nats, of the distributions the tokens were drawn from) are None unless asked for; they carry a gradient only with
+    `entropy_gradient`, for which more of the size of the logits is kept.
     """
     device = tokens_T.device
+    entropy = (with_entropy, entropy_gradient)
     tokens: list[int] = tokens_T.tolist()
     ends = list(accumulate(lengths))
     tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
@@ -272,11 +275,11 @@ def packed_logprobs(
     if at is None:
         # The first of each row follows a last one, or nothing.
         wanted_N = (node_T.roll(1)[1:] >= 0).nonzero()[:, 0] + 1
-        logp_N, entropy_N = _logprobs_at(model, tree, tokens_T, node_T, wanted_N, temperature, with_entropy)
+        logp_N, entropy_N = _logprobs_at(model, tree, tokens_T, node_T, wanted_N, temperature, entropy)
         zeros_T = torch.zeros(tokens_T.shape[0], device=device)
         logp_T = zeros_T.index_put((wanted_N,), logp_N)
         return logp_T, None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N)
-    return _logprobs_at(model, tree, tokens_T, node_T, at, temperature, with_entropy)
+    return _logprobs_at(model, tree, tokens_T, node_T, at, temperature, entropy)
 
 
 def _logprobs_at(
@@ -286,13 +289,13 @@ def _logprobs_at(
     node_T: Tensor,
     at_N: Tensor,
     temperature: float,
-    with_entropy: bool,
+    entropy: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprobs and entropies at the positions `at_N` of `tokens_T`."""
+    """Logprobs and entropies at the positions `at_N` of `tokens_T`; `entropy`: wanted, and with a gradient."""
     device = tokens_T.device
     if not len(at_N):
         nothing = torch.zeros(0, device=device)
-        return nothing, nothing if with_entropy else None
+        return nothing, nothing if entropy[0] else None
     # Several tokens may be predicted from one node: the first tokens of all answers to a prompt are.
     heads_U, head_N = torch.unique(node_T[at_N - 1], return_inverse=True)
     logits_UV = model(
@@ -307,7 +310,10 @@ def _logprobs_at(
         logits_UV = logits_UV / temperature
     lse_U = logits_UV.logsumexp(-1)
     logp_N = logits_UV[head_N, tokens_T[at_N]] - lse_U[head_N]
-    return logp_N, _entropy(logits_UV.detach(), lse_U.detach())[head_N] if with_entropy else None
+    if not entropy[0]:
+        return logp_N, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy[1]):
+        return logp_N, _entropy(logits_UV, lse_U)[head_N]
 
 
 def _entropy(logits_NV: Tensor, lse_N: Tensor) -> Tensor:

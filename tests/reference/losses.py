@@ -84,3 +84,169 @@ def double_sided(
 def double_sided_literal(logp: Tensor, behav: float, advantage: float) -> Tensor:
     """One token of the same formula differentiated as it is printed, through r too."""
     return -torch.exp(logp - behav) * advantage * logp
+
+
+def _spans(rows: Sequence[int]) -> list[list[int]]:
+    """The positions of each row; a row may have none."""
+    return [[t for t in range(len(rows)) if rows[t] == row] for row in range(max(rows, default=-1) + 1)]
+
+
+def _exp(x: float) -> float:
+    """exp that gives infinity instead of an error."""
+    return math.exp(x) if x < 700 else math.inf
+
+
+def decoupled_by_row(
+    logp: Sequence[Tensor],
+    prox: Sequence[float],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    rows: Sequence[int],
+    clip: tuple[float, float],
+    bounds: tuple[float, float],
+    over_cap: str,
+) -> Tensor:
+    """`decoupled` with one weight per row, the product of its tokens' pi_prox / pi_behav; 0 below the lower bound."""
+    total = torch.zeros((), dtype=torch.float64)
+    for span in _spans(rows):
+        drawn = [t for t in span if mask[t] == 1]
+        weight = _exp(math.fsum(prox[t] - behav[t] for t in drawn))
+        if weight < bounds[0]:
+            weight = 0.0
+        if weight > bounds[1]:
+            weight = bounds[1] if over_cap == "clamp" else 0.0
+        for t in drawn:
+            u = torch.exp(logp[t] - prox[t])
+            total = total - weight * min(u * advantage[t], _clip(u, 1 - clip[0], 1 + clip[1]) * advantage[t])
+    return total
+
+
+def icepop(
+    logp: Sequence[Tensor],
+    prox: Sequence[float],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    clip: tuple[float, float],
+    beta: float,
+) -> Tensor:
+    """GLM-5, arXiv 2602.15763 §3.2: sum of -pop(rho) min(r A, clip(r) A).
+
+    pop(rho) = rho if 1/beta <= rho <= beta else 0, rho = pi_old of the trainer / pi_old of the engine, and
+    r = pi_theta / pi_old of the trainer.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] == 1:
+            rho = math.exp(prox[t] - behav[t])
+            pop = rho if 1 / beta <= rho <= beta else 0.0
+            r = torch.exp(logp[t] - prox[t])
+            total = total - pop * min(r * advantage[t], _clip(r, 1 - clip[0], 1 + clip[1]) * advantage[t])
+    return total
+
+
+def gspo(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    rows: Sequence[int],
+    clip: tuple[float, float],
+) -> Tensor:
+    """GSPO, arXiv 2507.18071 Eq. 5 and 7: s = (pi_theta(y) / pi_old(y)) ^ (1 / |y|), and sum over each row's |y| tokens
+    of -min(s A, clip(s) A), of which the paper takes the mean."""
+    total = torch.zeros((), dtype=torch.float64)
+    for span in _spans(rows):
+        drawn = [t for t in span if mask[t] == 1]
+        if not drawn:
+            continue
+        mean = torch.zeros((), dtype=torch.float64)
+        for t in drawn:
+            mean = mean + (logp[t] - behav[t]) / len(drawn)
+        s = torch.exp(mean)
+        for t in drawn:
+            total = total - min(s * advantage[t], _clip(s, 1 - clip[0], 1 + clip[1]) * advantage[t])
+    return total
+
+
+def cispo(
+    logp: Sequence[Tensor], behav: Sequence[float], advantage: Sequence[float], mask: Sequence[int], cap: float
+) -> Tensor:
+    """MiniMax-M1, arXiv 2506.13585 Eq. 4 and 5, without a lower bound: sum of -sg(min(r, cap)) A log pi_theta."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] == 1:
+            total = total - min(math.exp(logp[t].item() - behav[t]), cap) * advantage[t] * logp[t]
+    return total
+
+
+def reinforce(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    rows: Sequence[int],
+    cap: float,
+    level: str,
+    over_cap: str,
+) -> Tensor:
+    """Sum of -w A log pi_theta, w = pi_theta / pi_behav of the token or its row, truncated or masked at cap."""
+    total = torch.zeros((), dtype=torch.float64)
+    for span in _spans(rows):
+        drawn = [t for t in span if mask[t] == 1]
+        of_row = _exp(math.fsum(logp[t].item() - behav[t] for t in drawn))
+        for t in drawn:
+            weight = of_row if level == "sequence" else math.exp(logp[t].item() - behav[t])
+            if weight > cap:
+                weight = cap if over_cap == "clamp" else 0.0
+            total = total - weight * advantage[t] * logp[t]
+    return total
+
+
+def soft_adaptive(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    tau_positive: float,
+    tau_negative: float,
+) -> Tensor:
+    """Soft Adaptive Policy Optimization, arXiv 2511.20347: sum of -(4 / tau) sigmoid(tau (r - 1)) A."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] == 1:
+            tau = tau_positive if advantage[t] > 0 else tau_negative
+            r = torch.exp(logp[t] - behav[t])
+            total = total - 4 / tau / (1 + torch.exp(-tau * (r - 1))) * advantage[t]
+    return total
+
+
+def positive_only(logp: Sequence[Tensor], advantage: Sequence[float], mask: Sequence[int]) -> Tensor:
+    """RAFT, arXiv 2504.11343 Eq. 3, weighted with the advantage: sum of -A log pi_theta over the tokens with A > 0."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] == 1 and advantage[t] > 0:
+            total = total - advantage[t] * logp[t]
+    return total
+
+
+def log_linear_prox(logp: float, behav: float, version: int, behav_version: int) -> float:
+    """log pi_behav + alpha (log pi_theta - log pi_behav), alpha = (v_prox - v_behav) / (v_theta - v_behav), where
+    v_prox = version and v_theta = version + 1."""
+    alpha = (version - behav_version) / (version + 1 - behav_version)
+    return behav + alpha * (logp - behav)
+
+
+def kl(logp: Sequence[Tensor], ref: Sequence[float], mask: Sequence[int], estimator: str) -> Tensor:
+    """Sum of Schulman's estimators, with ratio = pi_ref / pi.
+
+    k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] == 1:
+            log_ratio = ref[t] - logp[t]
+            terms = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(log_ratio) - 1 - log_ratio}
+            total = total + terms[estimator]
+    return total

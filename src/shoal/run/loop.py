@@ -23,7 +23,7 @@ from shoal.interfaces import Engine, EngineInfo
 from shoal.metrics import Trackers
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
-from shoal.train.advantage import is_informative, mask_tokens, samples
+from shoal.train.advantage import is_informative, mask_tokens, step_samples
 from shoal.train.client import TrainerProcess
 from shoal.train.messages import StepStats
 from shoal.types import Group, Sample, Task
@@ -32,7 +32,7 @@ from shoal.weights import FILE, PublishedVersion, WeightStore
 POLL_S = 0.5
 STATS_FIELDS = (
     *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
-    *("clipped_share", "masked_share", "ess", "mismatch"),
+    *("clipped_share", "masked_share", "ess", "kl", "mismatch"),
 )
 
 
@@ -136,7 +136,7 @@ class TrainLoop:
         """Trains a step that the log has but the checkpoint has not, on the same groups, and publishes as it did."""
         groups = await self._parts.buffer.groups_of(step)
         rows, _ = self._rows(groups, version)
-        await self._parts.trainer.step(rows)
+        await self._parts.trainer.step(rows, version)
         if version_after > version:
             await self._publish(version_after)
 
@@ -149,7 +149,7 @@ class TrainLoop:
             recorded = both.create_task(
                 parts.buffer.consumed(step, version, [group.id for group in groups], version_after=version_after)
             )
-            trained = both.create_task(parts.trainer.step(rows))
+            trained = both.create_task(parts.trainer.step(rows, version))
         assert recorded.done()
         stats = trained.result()
         self._busy_s += stats.seconds
@@ -160,7 +160,7 @@ class TrainLoop:
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], int]:
         """Each group's rows, and how many tokens the late policy took out of the gradient."""
-        rows = [samples(group, self._config.train.advantage) for group in groups]
+        rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
         if self._config.asynchrony.late != "mask_tokens":
             return rows, 0
         masked = [mask_tokens(group_rows, version - self._config.asynchrony.eta) for group_rows in rows]

@@ -146,6 +146,7 @@ async def train(
                 config.train,
                 temperature=config.rollout.temperature,
                 threads=threads.trainer,
+                max_tokens=config.rollout.max_tokens,
             )
             store = WeightStore(run_dir / "weights")
             eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]

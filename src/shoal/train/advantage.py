@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
+from shoal.config import TrainConfig
 from shoal.types import Group, Rollout, Sample, Turn
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
+BatchKind: TypeAlias = Literal["batch", "group_batch"]
 
 STD_EPS = 1e-6
 
@@ -45,6 +47,45 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
             return [c / (std + STD_EPS) for c in centred]
 
 
+def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind) -> list[list[float]]:
+    """What each rollout of each group of a step is reinforced with.
+
+    batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
+    group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
+    others       within each group: see `advantages`
+
+    Groups may differ in size. Mean and std are over rollouts, not over tokens.
+
+    >>> batch_advantages([[0.0, 2.0], [2.0]], "grpo_no_std")
+    [[-1.0, 1.0], [0.0]]
+    """
+    match kind:
+        case "batch":
+            scaled = iter(advantages([reward for group in rewards for reward in group], "grpo"))
+            return [[next(scaled) for _ in group] for group in rewards]
+        case "group_batch":
+            centred = [advantages(group, "grpo_no_std") for group in rewards]
+            flat = [value for group in centred for value in group]
+            if not any(flat):
+                return centred
+            std = math.sqrt(math.fsum(value * value for value in flat) / (len(flat) - 1))
+            return [[value / (std + STD_EPS) for value in group] for group in centred]
+        case _:
+            return [advantages(group, kind) for group in rewards]
+
+
+def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
+    """What is added to the reward of an answer of `tokens` tokens: from 0 down to -1 over the last `soft_tokens`.
+
+    Source: soft overlong punishment of DAPO (arXiv 2503.14476 Eq. 13).
+
+    >>> [overlong_penalty(tokens, max_tokens=100, soft_tokens=20) for tokens in (80, 90, 100, 101)]
+    [0.0, -0.5, -1.0, -1.0]
+    """
+    over = tokens - (max_tokens - soft_tokens)
+    return -min(1.0, over / soft_tokens) if over > 0 else 0.0
+
+
 def is_informative(group: Group) -> bool:
     """Whether the group's finished rollouts differ in reward; if not, its gradient is zero.
 
@@ -66,6 +107,29 @@ def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
     finished = group.finished
     values = advantages([rollout.reward.value for rollout in finished], kind)
     return tuple(row for rollout, value in zip(finished, values, strict=True) for row in rows(rollout, value))
+
+
+def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) -> list[tuple[Sample, ...]]:
+    """The rows of each of a step's groups, as the config wants their advantages; `max_tokens` is of one answer.
+
+    With `short_groups` "pad" the rows of finished rollouts are repeated, in order, until the group has as many as it
+    began with, so that every group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline is over the finished
+    rollouts, each once. Groups of which no more than half finished are padded by nobody: the buffer drops them.
+    """
+
+    def reward(rollout: Rollout) -> float:
+        if not config.overlong_tokens:
+            return rollout.reward.value
+        return rollout.reward.value + overlong_penalty(rollout.drawn_tokens, max_tokens, config.overlong_tokens)
+
+    values = batch_advantages([[reward(rollout) for rollout in group.finished] for group in groups], config.advantage)
+    result = []
+    for group, group_values in zip(groups, values, strict=True):
+        finished = list(zip(group.finished, group_values, strict=True))
+        if config.short_groups == "pad" and finished:
+            finished = [finished[i % len(finished)] for i in range(len(group.rollouts))]
+        result.append(tuple(row for rollout, value in finished for row in rows(rollout, value)))
+    return result
 
 
 def rows(rollout: Rollout, advantage: float) -> list[Sample]:

@@ -26,15 +26,23 @@ class TrainerProcess:
         return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads))
 
     async def start(
-        self, model_dir: Path, model: ModelConfig, train: TrainConfig, *, temperature: float, threads: int
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        threads: int,
+        max_tokens: int | None = None,
     ) -> m.Started:
-        """Loads the model."""
-        request = m.Start(str(model_dir), model.model_dump_json(), train.model_dump_json(), temperature, threads)
+        """Loads the model. `max_tokens` of one answer is needed with `train.loss_mean = "budget"`."""
+        sections = (model.model_dump_json(), train.model_dump_json())
+        request = m.Start(str(model_dir), *sections, temperature, threads, max_tokens)
         return await self._ask(request, m.Started)
 
-    async def step(self, groups: Sequence[tuple[Sample, ...]]) -> m.StepStats:
-        """One training step."""
-        return (await self._ask(m.Step(tuple(groups)), m.Stepped)).stats
+    async def step(self, groups: Sequence[tuple[Sample, ...]], version: int | None = None) -> m.StepStats:
+        """One training step, after `version` was published."""
+        return (await self._ask(m.Step(tuple(groups), version), m.Stepped)).stats
 
     async def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
         """For each row of L tokens the L - 1 logprobs (nats, temperature 1) of tokens 1..L-1."""

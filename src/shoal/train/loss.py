@@ -1,8 +1,8 @@
 """Policy-gradient losses as pure functions over packed per-token streams.
 
 A loss is chosen by its section of the config and returns one term per token, unreduced. The caller adds the terms up
-over all micro-batches and ranks and divides by one number, the count of trained tokens of the whole update before any
-filter or mask; so no packing and no split changes loss or gradient.
+over all micro-batches and ranks with weights (`reduction.py`) that depend on the whole update before any filter or
+mask; so no packing and no split changes loss or gradient, as long as rows stay whole.
 
 Streams, all [T] and of one float type, logprobs in nats:
     logp_T       log pi_theta, the weights being trained; carries the gradient
@@ -10,15 +10,29 @@ Streams, all [T] and of one float type, logprobs in nats:
     behav_T      log pi_behav, as drawn; no gradient
     advantage_T  A
     mask_T       bool; where it is false nothing is read: NaN there reaches neither loss nor gradient
+    row_T        int64, which row the token is of, 0 .. rows - 1; what is of a sequence is of a row
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shoal.config import DecoupledLoss, DoubleSidedLoss, GRPOLoss, LossConfig
+from shoal.config import (
+    CISPOLoss,
+    DecoupledLoss,
+    DoubleSidedLoss,
+    GRPOLoss,
+    GSPOLoss,
+    LossConfig,
+    PositiveOnlyLoss,
+    ReinforceLoss,
+    SoftAdaptiveLoss,
+)
+
+Level: TypeAlias = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +44,12 @@ class Streams:
     behav_T: Tensor
     advantage_T: Tensor
     mask_T: Tensor
+    row_T: Tensor
+    rows: int
 
     def __post_init__(self) -> None:
-        shapes = {self.logp_T.shape, self.prox_T.shape, self.behav_T.shape, self.advantage_T.shape, self.mask_T.shape}
+        floats = (self.logp_T, self.prox_T, self.behav_T, self.advantage_T)
+        shapes = {stream.shape for stream in (*floats, self.mask_T, self.row_T)}
         if len(shapes) != 1 or self.logp_T.ndim != 1 or self.mask_T.dtype is not torch.bool:
             raise ValueError(
                 f"streams must be one-dimensional, of one length and with a bool mask, got shapes {shapes}"
@@ -64,6 +81,18 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
             return decoupled(streams, config)
         case DoubleSidedLoss():
             return double_sided(streams, config)
+        case GSPOLoss():
+            return gspo(streams, config)
+        case CISPOLoss():
+            return weighted_reinforce(streams, config.ratio_cap, level="token", mask_over=False)
+        case ReinforceLoss():
+            return weighted_reinforce(
+                streams, config.weight_cap, level=config.weight_level, mask_over=config.over_cap == "mask"
+            )
+        case SoftAdaptiveLoss():
+            return soft_adaptive(streams, config)
+        case PositiveOnlyLoss():
+            return positive_only(streams)
 
 
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
@@ -89,8 +118,10 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
         loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
 
     w' carries no gradient: it is min(w, weight_cap) when `over_cap` is "clamp", and w or, above the cap, 0 when it is
-    "mask". With `behaviour_correction` "off_and_biased" w' is 1. Takes and gives [T].
-    Source: AReaL (arXiv 2505.24298 Eq. 5), Hilton et al. (arXiv 2110.00641).
+    "mask"; below weight_floor it is 0. With `weight_level` "sequence" w is the product over the row. With
+    `behaviour_correction` "off_and_biased" w' is 1. Takes and gives [T].
+    Source: AReaL (arXiv 2505.24298 Eq. 5), Hilton et al. (arXiv 2110.00641). With a floor of 1 / beta, a cap of beta
+    and "mask" it is IcePop (GLM-5, arXiv 2602.15763 §3.2).
     """
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
@@ -101,14 +132,11 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     masked_T = capped_T = torch.zeros_like(m)
     w_T = torch.ones_like(A_T)
     if config.behaviour_correction == "on":
-        w_T = _ratio(prox_T, streams.behav_T.detach(), m)
-        over_T = w_T > config.weight_cap
-        if config.over_cap == "mask":
-            masked_T, w_T = over_T, torch.where(over_T, 0.0, w_T)
-        else:
-            capped_T, w_T = over_T, w_T.clamp(max=config.weight_cap)
-    ratio_T = _where(m, _ratio(streams.logp_T.detach(), streams.behav_T.detach(), m))
-    return TokenLoss(-w_T * surrogate_T, ratio_T, clipped_T & m & ~masked_T, masked_T, capped_T)
+        w_T = _weight(streams, prox_T, config.weight_level)
+        w_T, masked_T, capped_T = _bounded(
+            w_T, m, config.weight_floor, config.weight_cap, mask_over=config.over_cap == "mask"
+        )
+    return TokenLoss(-w_T * surrogate_T, _behaviour_ratio(streams), clipped_T & m & ~masked_T, masked_T, capped_T)
 
 
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
@@ -130,20 +158,135 @@ def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     return TokenLoss(loss_T, _where(m, ratio_T), none_T, ~inside_T & m, none_T)
 
 
+def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
+    """Clipped surrogate whose ratio is of a whole row: all its tokens are clipped, or none.
+
+        s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
+        loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t)
+
+    With one advantage per row the mean of loss_t over the row is the paper's term; hence its `loss_mean` is "rows".
+    Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
+    """
+    m = streams.mask_T
+    A_T = _where(m, streams.advantage_T)
+    log_ratio_T = _log_ratio(streams.logp_T, streams.behav_T, m)
+    ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(m.to(A_T.dtype), streams).clamp(min=1))
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config.clip_low, config.clip_high)
+    none_T = torch.zeros_like(m)
+    return TokenLoss(-_where(m, surrogate_T), _behaviour_ratio(streams), clipped_T & m, none_T, none_T)
+
+
+def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over: bool) -> TokenLoss:
+    """REINFORCE, each token weighted back to the weights that drew it.
+
+        w = pi_theta / pi_behav, of the token or the product over the row,   loss = -w' A log pi_theta
+
+    w' carries no gradient: it is min(w, cap) or, with `mask_over`, w and above the cap 0. Takes and gives [T].
+    Source: Williams 1992, RLOO (arXiv 2402.14740) with the advantage "rloo"; truncated importance sampling (Ionides
+    2008, IMPALA arXiv 1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4 and 5,
+    which has no lower bound).
+    """
+    m = streams.mask_T
+    A_T = _where(m, streams.advantage_T)
+    w_T, masked_T, capped_T = _bounded(
+        _weight(streams, streams.logp_T.detach(), level), m, 0.0, cap, mask_over=mask_over
+    )
+    loss_T = -w_T * A_T * _where(m, streams.logp_T)
+    return TokenLoss(loss_T, _behaviour_ratio(streams), torch.zeros_like(m), masked_T, capped_T)
+
+
+def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
+    """A sigmoid in place of the clip: the gradient fades as the ratio leaves 1, sooner where the advantage is negative.
+
+        r = pi_theta / pi_behav,   tau = tau_positive if A > 0 else tau_negative
+        loss = -(4 / tau) sigmoid(tau (r - 1)) A
+
+    At r = 1 the gradient is -A grad log pi_theta. Takes and gives [T]. Source: Soft Adaptive Policy Optimization (arXiv
+    2511.20347).
+    """
+    m = streams.mask_T
+    A_T = _where(m, streams.advantage_T)
+    ratio_T = _ratio(streams.logp_T, streams.behav_T, m)
+    tau_T = torch.where(A_T > 0, config.tau_positive, config.tau_negative).to(A_T.dtype)
+    loss_T = -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * A_T
+    none_T = torch.zeros_like(m)
+    return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
+
+
+def positive_only(streams: Streams) -> TokenLoss:
+    """Imitation of what turned out better than the baseline: loss = -max(A, 0) log pi_theta.
+
+    No ratio: stale answers are imitated as they are. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
+    2504.11343 Eq. 3), weighted with the advantage.
+    """
+    m = streams.mask_T
+    loss_T = -_where(m, streams.advantage_T).clamp(min=0) * _where(m, streams.logp_T)
+    none_T = torch.zeros_like(m)
+    return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
+
+
+def log_linear_prox(logp_T: Tensor, behav_T: Tensor, version_T: Tensor, version: int) -> Tensor:
+    """log pi_prox, interpolated between the weights that drew each token and those being trained, by their versions.
+
+        log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
+        alpha = (v_prox - v_behav) / (v_theta - v_behav)
+
+    v_prox is `version`, the newest that was published, and v_theta the one that training makes next. Spares the forward
+    of "recomputed". Takes and gives [T], without gradient. Source: AReaL's log-linear approximation.
+    """
+    lag_T = (version - version_T).clamp(min=0).to(behav_T.dtype)
+    return behav_T + lag_T / (lag_T + 1) * (logp_T.detach() - behav_T)
+
+
 def _where(mask_T: Tensor, x_T: Tensor) -> Tensor:
     """x where the mask is true, 0 elsewhere. Multiplying by the mask instead would keep NaN."""
     return torch.where(mask_T, x_T, 0.0)
 
 
-def _ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
-    """exp(logp - base) where the mask is true, 1 elsewhere.
+def _log_ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
+    """logp - base where the mask is true, 0 elsewhere."""
+    return _where(mask_T, logp_T) - _where(mask_T, base_T)
 
-    The exponent is bounded at two thirds of what the float type can express (59 nats for float32): beyond, a clipped
-    token would turn inf * 0 into a NaN gradient.
+
+def bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    """exp, with the exponent bounded at two thirds of what the float type can express (59 nats for float32).
+
+    Beyond, a clipped token would turn inf * 0 into a NaN gradient.
     """
-    bound = math.log(torch.finfo(logp_T.dtype).max) * 2 / 3
-    log_ratio_T = _where(mask_T, logp_T) - _where(mask_T, base_T)
+    bound = math.log(torch.finfo(log_ratio_T.dtype).max) * 2 / 3
     return torch.exp(log_ratio_T.clamp(-bound, bound))
+
+
+def _ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
+    """exp(logp - base) where the mask is true, 1 elsewhere."""
+    return bounded_exp(_log_ratio(logp_T, base_T, mask_T))
+
+
+def _behaviour_ratio(streams: Streams) -> Tensor:
+    """pi_theta / pi_behav where the mask is true, 0 elsewhere; without gradient."""
+    ratio_T = _ratio(streams.logp_T.detach(), streams.behav_T.detach(), streams.mask_T)
+    return _where(streams.mask_T, ratio_T)
+
+
+def _row_sum(x_T: Tensor, streams: Streams) -> Tensor:
+    """For each token the sum of x over its row."""
+    return x_T.new_zeros(streams.rows).index_add(0, streams.row_T, x_T)[streams.row_T]
+
+
+def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
+    """exp(logp) / pi_behav of each token, or its product over the token's row."""
+    log_ratio_T = _log_ratio(logp_T, streams.behav_T.detach(), streams.mask_T)
+    return bounded_exp(log_ratio_T if level == "token" else _row_sum(log_ratio_T, streams))
+
+
+def _bounded(
+    w_T: Tensor, mask_T: Tensor, floor: float, cap: float, *, mask_over: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights within their bounds, and which of them were masked and which clamped."""
+    over_T, under_T = (w_T > cap) & mask_T, (w_T < floor) & mask_T
+    masked_T = under_T | over_T if mask_over else under_T
+    capped_T = torch.zeros_like(over_T) if mask_over else over_T
+    return torch.where(masked_T, 0.0, w_T.clamp(max=cap)), masked_T, capped_T
 
 
 def _clipped_surrogate(ratio_T: Tensor, A_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,8 @@ class StepStats:
     """Effective sample size of pi_theta / pi_behav as a share of the tokens, 0..1."""
     mismatch: float
     """Mean |logp_prox - logp_behav| in nats."""
+    kl: float
+    """Mean estimate of the distance to the reference model in nats; 0 without one."""
     tokens: int
     """Trained tokens of the batch: the sum of the denominators."""
     skipped_tokens: int
@@ -66,12 +68,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Of `config.TrainConfig`."""
     temperature: float = 1.0
     threads: int = 1
+    max_tokens: int | None = None
+    """Of one answer."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     """One training step over the rows of each group."""
 
     groups: tuple[tuple[Sample, ...], ...]
+    version: int | None = None
+    """The newest that was published."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, tag=True):

@@ -16,14 +16,17 @@ class Totals:
 
     def __init__(self, device: torch.device | str) -> None:
         # float64: a squared ratio overflows float32 from 44 nats on.
-        self._sums_K = torch.zeros(10, dtype=torch.float64, device=device)
+        self._sums_K = torch.zeros(11, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
         self._computed_tokens = 0
 
-    def add(self, loss: Tensor, terms: TokenLoss, entropy_N: Tensor, gap_N: Tensor | None, tokens: int) -> None:
+    def add(
+        self, loss: Tensor, terms: TokenLoss, entropy_N: Tensor, gap_N: Tensor | None, kl_N: Tensor, tokens: int
+    ) -> None:
         """One micro-batch of `tokens` tokens, N of them trained.
 
-        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known.
+        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known;
+        `kl_N` is the distance to the reference model.
         """
         with torch.no_grad():
             ratio_N = terms.ratio_T.double()
@@ -40,6 +43,7 @@ class Totals:
                     (one * 0 if gap_N is None else gap_N.sum(dtype=torch.float64)).double(),
                     one.double() * (0 if gap_N is None else gap_N.numel()),
                     one.double() * ratio_N.numel(),
+                    kl_N.sum(dtype=torch.float64),
                 ]
             )
             self._largest = torch.maximum(self._largest, ratio_N.max())
@@ -49,7 +53,7 @@ class Totals:
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
         """The step's statistics; `tokens` were to be trained, `skipped_tokens` of them were not computed."""
-        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, n = self._sums_K.tolist()
+        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, n, kl = self._sums_K.tolist()
         taken = [update for update in updates if update.taken]
         trained = n or math.inf
         return StepStats(
@@ -65,6 +69,7 @@ class Totals:
             capped_share=capped / trained,
             ess=ratio * ratio / (squares * n) if squares else 0.0,
             mismatch=gap / (gaps or math.inf),
+            kl=kl / trained,
             tokens=tokens,
             skipped_tokens=skipped_tokens,
             computed_tokens=self._computed_tokens,

@@ -15,14 +15,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
-from shoal.errors import TrainerError
+from shoal.errors import ConfigError, TrainerError
 from shoal.model import DTYPES, load_model, packed_logprobs, resolve_device
-from shoal.train.loss import Streams, token_loss
+from shoal.train.loss import Streams, log_linear_prox, token_loss
 from shoal.train.messages import StepStats
 from shoal.train.optim import Optimizer, Update
 from shoal.train.packing import even_slices, micro_batches
+from shoal.train.reduction import Mean, Size, loss_mean, size_of, token_weight
+from shoal.train.regularisers import kl, to_go
 from shoal.train.totals import Totals
 from shoal.types import Sample
 
@@ -40,6 +43,11 @@ class MicroBatch:
     """Positions of the trained tokens in `tokens_T`."""
     behav_N: Tensor
     advantage_N: Tensor
+    version_N: Tensor
+    row_N: Tensor
+    """Which of the rows, from 0."""
+    weight_N: Tensor
+    """What each token's loss is multiplied with: see `reduction.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,8 @@ class Minibatch:
 
     batches: tuple[MicroBatch, ...]
     """Only rows that are computed."""
-    denominator: int
-    """Trained tokens of all rows, computed or not."""
+    tokens: int
+    """Trained ones of all rows, computed or not."""
     skipped_tokens: int
     """Trained tokens of the rows that are not computed."""
 
@@ -68,11 +76,13 @@ class Trainer:
         train: TrainConfig,
         *,
         temperature: float = 1.0,
+        max_tokens: int | None = None,
         skip_uninformative: bool = True,
     ) -> None:
-        """`temperature` is the rollouts'. Rows without any advantage are not computed if `skip_uninformative`.
+        """`temperature` and `max_tokens` are the rollouts'.
 
-        Raises `ModelError` and `ConfigError`.
+        Rows that give no gradient are not computed if `skip_uninformative`. The model as it is at `path` is the
+        reference of `train.kl`. Raises `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
@@ -80,7 +90,13 @@ class Trainer:
         self._dtype = DTYPES[model.dtype]
         self._config = train
         self._temperature = temperature
-        self._skip_uninformative = skip_uninformative
+        if loss_mean(train) == "budget" and max_tokens is None:
+            raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
+        self._budget_tokens = max_tokens or 0
+        # With a regulariser rows without advantage have a gradient too.
+        self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0
+        self._skip_uninformative = skip_uninformative and not self._regularised
+        self._reference = load_model(path, device=self.device) if train.kl.coefficient > 0 else None
         self._optimizer = Optimizer(self.model, train)
 
     @property
@@ -88,9 +104,10 @@ class Trainer:
         """How many numbers are trained, tied ones once."""
         return sum(p.numel() for p in self.model.parameters())
 
-    def step(self, groups: Sequence[Sequence[Sample]]) -> StepStats:
+    def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
 
+        `version` is the newest that was published; the log-linear proximal weights need it.
         Raises `TrainerError` for rows that this model cannot read.
         """
         started = time.perf_counter()
@@ -99,19 +116,20 @@ class Trainer:
         slices = even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         # The training forward of the first update is itself the proximal one.
-        wants_prox = isinstance(self._config.loss, DecoupledLoss)
+        loss = self._config.loss
+        wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
         prox = [self._proximal(m) if wants_prox and k else None for k, m in enumerate(minibatches)]
         totals = Totals(self.device)
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
-            self.accumulate(minibatch, prox[k], totals, fresh=k == 0 or wants_prox)
+            self.accumulate(minibatch, prox[k], totals, version=version, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay as they are.
-            if any(bool(batch.advantage_N.any()) for batch in minibatch.batches):
+            if any(self._regularised or bool(batch.advantage_N.any()) for batch in minibatch.batches):
                 updates.append(self._optimizer.update())
         return totals.stats(
             updates,
             minibatches=len(minibatches),
-            tokens=sum(minibatch.denominator for minibatch in minibatches),
+            tokens=sum(minibatch.tokens for minibatch in minibatches),
             skipped_tokens=sum(minibatch.skipped_tokens for minibatch in minibatches),
             seconds=time.perf_counter() - started,
         )
@@ -173,8 +191,9 @@ class Trainer:
             if longest is not None and len(row.tokens) > longest:
                 raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
 
-    def minibatch(self, rows: Sequence[Sample]) -> Minibatch:
-        """The rows of one update, packed."""
+    def minibatch(self, rows: Sequence[Sample], whole: Size | None = None) -> Minibatch:
+        """The rows of one update, packed. `whole` is the size of the update when these are a part of its rows."""
+        size, mean = whole or size_of(rows), loss_mean(self._config)
         trained = [sum(row.mask) for row in rows]
         wanted = [
             row
@@ -183,33 +202,42 @@ class Trainer:
         ]
         packed = micro_batches(wanted, self.tokens_per_microbatch)
         return Minibatch(
-            batches=tuple(self._micro_batch([wanted[i] for i in indices]) for indices in packed if indices),
-            denominator=sum(trained),
+            batches=tuple(self._micro_batch([wanted[i] for i in part], mean, size) for part in packed if part),
+            tokens=sum(trained),
             skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
         )
 
-    def _micro_batch(self, rows: Sequence[Sample]) -> MicroBatch:
-        """Rows end to end."""
+    def _micro_batch(self, rows: Sequence[Sample], mean: Mean, size: Size) -> MicroBatch:
+        """Rows end to end, each with at least one trained token."""
+        trained = [sum(row.mask) for row in rows]
+        weights = [token_weight(mean, size, n, self._budget_tokens) for n in trained]
         mask = [m for row in rows for m in row.mask]
         at = [i for i, m in enumerate(mask) if m]
         behav = [lp for row in rows for lp in row.logprobs]
         advantage = [a for row in rows for a in row.advantages]
+        version = [v for row in rows for v in row.versions]
         return MicroBatch(
             tokens_T=self._long([token for row in rows for token in row.tokens]),
             lengths=tuple(len(row.tokens) for row in rows),
             at_N=self._long(at),
-            behav_N=torch.tensor([behav[i] for i in at], dtype=torch.float32, device=self.device),
-            advantage_N=torch.tensor([advantage[i] for i in at], dtype=torch.float32, device=self.device),
+            behav_N=self._float([behav[i] for i in at]),
+            advantage_N=self._float([advantage[i] for i in at]),
+            version_N=self._long([version[i] for i in at]),
+            row_N=self._long([row for row, n in enumerate(trained) for _ in range(n)]),
+            weight_N=self._float([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
         )
 
-    def _logp(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _logp(
+        self, batch: MicroBatch, *, with_entropy: bool, model: PreTrainedModel | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         with self._precision():
             return packed_logprobs(
-                self.model,
+                model or self.model,
                 batch.tokens_T,
                 batch.lengths,
                 temperature=self._temperature,
                 with_entropy=with_entropy,
+                entropy_gradient=self._config.entropy_bonus > 0,
                 at=batch.at_N,
             )
 
@@ -218,25 +246,55 @@ class Trainer:
         with torch.no_grad():
             return [self._logp(batch, with_entropy=False)[0] for batch in minibatch.batches]
 
-    def accumulate(self, minibatch: Minibatch, prox: list[Tensor] | None, totals: Totals, *, fresh: bool) -> None:
+    def accumulate(
+        self,
+        minibatch: Minibatch,
+        prox: list[Tensor] | None,
+        totals: Totals,
+        *,
+        version: int | None = None,
+        fresh: bool,
+    ) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
+        config = self._config
         for i, batch in enumerate(minibatch.batches):
             logp_N, entropy_N = self._logp(batch, with_entropy=True)
             assert entropy_N is not None
-            prox_N = prox[i] if prox is not None else logp_N.detach()
-            streams = Streams(
-                logp_N, prox_N, batch.behav_N, batch.advantage_N, torch.ones_like(logp_N, dtype=torch.bool)
-            )
-            terms = token_loss(streams, self._config.loss)
-            loss = terms.loss_T.sum() / minibatch.denominator
+            before_N = prox[i] if prox is not None else logp_N.detach()
+            prox_N, all_N = before_N, torch.ones_like(logp_N, dtype=torch.bool)
+            if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
+                if version is None:
+                    raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
+                prox_N = log_linear_prox(logp_N, batch.behav_N, batch.version_N, version)
+            penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N, all_N)
+            streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, all_N, batch.row_N, rows=len(batch.lengths))
+            terms = token_loss(streams, config.loss)
+            loss_N = terms.loss_T + penalty_N - config.entropy_bonus * entropy_N
+            loss = (loss_N * batch.weight_N).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            gap_N = (prox_N - batch.behav_N).abs() if fresh else None
-            totals.add(loss.detach(), terms, entropy_N, gap_N, sum(batch.lengths))
+            gap_N = (before_N - batch.behav_N).abs() if fresh else None
+            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, kl_N, sum(batch.lengths))
+
+    def _against_reference(self, batch: MicroBatch, logp_N: Tensor, all_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the distance to the reference adds to the loss, the advantages less it, and the distance in nats."""
+        config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
+        if self._reference is None:
+            return zero_N, batch.advantage_N, zero_N
+        with torch.no_grad():
+            ref_N, _ = self._logp(batch, with_entropy=False, model=self._reference)
+        if config.where == "loss":
+            kl_N = kl(logp_N, ref_N, all_N, config.estimator)
+            return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
+        kl_N = kl(batch.behav_N, ref_N, all_N, config.estimator)
+        return zero_N, batch.advantage_N - config.coefficient * to_go(kl_N, batch.row_N, len(batch.lengths)), kl_N
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._dtype is torch.float32:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
+
+    def _float(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _long(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -79,6 +79,7 @@ def start(request: Start) -> tuple[Trainer, Started]:
         ModelConfig.model_validate_json(request.model_json),
         TrainConfig.model_validate_json(request.train_json),
         temperature=request.temperature,
+        max_tokens=request.max_tokens,
     )
     return trainer, Started(trainer.parameters, trainer.device, trainer.tokens_per_microbatch)
 
@@ -91,8 +92,8 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     started = time.perf_counter()
     match request:
-        case Step(groups):
-            return Stepped(trainer.step(groups))
+        case Step(groups, version):
+            return Stepped(trainer.step(groups, version))
         case Logprobs(rows):
             return Scored(tuple(tuple(row) for row in trainer.logprobs(rows)))
         case Publish(path, push):
