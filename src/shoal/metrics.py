@@ -49,6 +49,7 @@ STEP_NAMES: Mapping[str, str] = {
     "waiting": "Finished groups that no step has consumed yet.",
     "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
     "dropped_late": "Groups dropped since the step before because they were older than eta.",
+    "redrawn": "Groups dropped since the step before because their rewards were all equal (dynamic sampling).",
     "failed": "Groups that failed since the step before, for reasons that are not the policy's.",
 }
 EVAL_NAMES: Mapping[str, str] = {
@@ -59,7 +60,7 @@ EVAL_NAMES: Mapping[str, str] = {
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }
-COUNTS = frozenset({"late_tokens", "dropped_late", "failed"})
+COUNTS = frozenset({"late_tokens", "dropped_late", "redrawn", "failed"})
 """Names that count since the step before, so that their sum over the steps is of the whole run."""
 
 

@@ -21,6 +21,7 @@ from shoal.buffer.buffer import STALE
 from shoal.config import Config
 from shoal.interfaces import Engine, EngineInfo
 from shoal.metrics import Trackers
+from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.advantage import is_informative, mask_tokens, step_samples
@@ -78,8 +79,7 @@ class TrainLoop:
         self._evaluation: asyncio.Task[None] | None = None
         self._busy_s = 0.0
         self._recorded_s = time.monotonic()
-        counts = parts.buffer.counts.values()
-        self._lost = (sum(task.dropped[STALE] for task in counts), sum(task.failed.total() for task in counts))
+        self._lost = self._losses()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""
@@ -142,7 +142,8 @@ class TrainLoop:
 
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
-        groups = await parts.buffer.take(self._config.train.groups_per_step, version)
+        take = informative_groups if self._config.train.dynamic_sampling else Buffer.take
+        groups = await take(parts.buffer, self._config.train.groups_per_step, version)
         rows, late_tokens = self._rows(groups, version)
         version_after = version + 1 if push else version
         async with asyncio.TaskGroup() as both:
@@ -233,8 +234,14 @@ class TrainLoop:
         return values
 
     def _losses_since(self) -> dict[str, float]:
-        """Groups dropped as stale and groups failed since the step before."""
+        """How many groups were lost since the step before, by cause."""
+        before, self._lost = self._lost, self._losses()
+        return {name: count - before[name] for name, count in self._lost.items()}
+
+    def _losses(self) -> dict[str, int]:
         counts = self._parts.buffer.counts.values()
-        dropped, failed = sum(task.dropped[STALE] for task in counts), sum(task.failed.total() for task in counts)
-        before, self._lost = self._lost, (dropped, failed)
-        return {"dropped_late": dropped - before[0], "failed": failed - before[1]}
+        return {
+            "dropped_late": sum(task.dropped[STALE] for task in counts),
+            "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
+            "failed": sum(task.failed.total() for task in counts),
+        }
