@@ -1,8 +1,10 @@
 """What is shown of a run while it goes on."""
 
+import contextlib
 import io
 import os
 import pty
+import threading
 from pathlib import Path
 
 from shoal.metrics import Record
@@ -25,14 +27,21 @@ def plain_lines(records: list[Record], *, every_s: float = 5.0, now: list[float]
 def shown_on_a_terminal(records: list[Record]) -> str:
     """What a terminal receives."""
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as stream:
-        with LiveProgress(100, 2, stream=stream) as progress:
-            for record in records:
-                progress.update(record)
-        stream.flush()
-        received = os.read(ours, 1 << 16).decode()
+    received = bytearray()
+
+    def receive() -> None:
+        with contextlib.suppress(OSError):  # what a terminal's end says when the other one has closed
+            while part := os.read(ours, 1 << 16):
+                received.extend(part)
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    with os.fdopen(theirs, "w") as stream, LiveProgress(100, 2, stream=stream) as progress:
+        for record in records:
+            progress.update(record)
+    reader.join()
     os.close(ours)
-    return received
+    return received.decode()
 
 
 def test_plain_lines_say_everything_once_and_in_words() -> None:
