@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import packed_logprobs
-from shoal.train.reduction import size_of
+from shoal.train.reduction import Size, size_of
 from shoal.train.totals import Totals
 from shoal.train.trainer import Trainer
 from shoal.types import Sample
@@ -59,10 +59,15 @@ def trainer(path: Path, **config: object) -> Trainer:
     return ours
 
 
-def gradient(ours: Trainer, *parts: Sequence[Sample], version: int = 4) -> tuple[Tensor, float]:
-    """Of the loss of one update over all parts, each accumulated by itself; and that loss."""
+def gradient(
+    ours: Trainer, *parts: Sequence[Sample], whole: Size | None = None, version: int = 4
+) -> tuple[Tensor, float]:
+    """Of the loss of one update over all parts, each accumulated by itself; and that loss.
+
+    `whole` is the size of the update when there are more parts elsewhere.
+    """
     totals = Totals("cpu")
-    whole = size_of([row for part in parts for row in part])
+    whole = whole or size_of([row for part in parts for row in part])
     for part in parts:
         ours.accumulate(ours.minibatch(part, whole), None, totals, version=version, fresh=True)
     zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours.model.parameters()]
