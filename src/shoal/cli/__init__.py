@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from shoal.cli.output import JsonFlag, fail, show
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -22,7 +23,6 @@ app = typer.Typer(
 )
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -40,7 +40,7 @@ def demo(
     with stoppable(config.run_dir):
         figures, words = run_demo(config)
     print(words)
-    _report(figures, json_)
+    show(figures, json_)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -58,7 +58,7 @@ def train(
     if dry_run:
         from shoal.run.plan import plan
 
-        _report(plan(settings), json_)
+        show(plan(settings), json_)
         return
     from dataclasses import asdict
 
@@ -67,7 +67,7 @@ def train(
 
     with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.eta) as progress:
         outcome = run_training(settings, resume=resume, listeners=[progress.update])
-    _report(asdict(outcome), json_)
+    show(asdict(outcome), json_)
 
 
 @app.command(name="eval", context_settings=OVERRIDES)
@@ -82,7 +82,7 @@ def evaluate(
     from shoal.run.training import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
-    _report(run_evaluation(load(config, [*context.args, *extra])), json_)
+    show(run_evaluation(load(config, [*context.args, *extra])), json_)
 
 
 @app.command()
@@ -154,19 +154,19 @@ def doctor(json_: JsonFlag = False) -> None:
     """Say what this machine has, and what is missing for which part of Shoal."""
     from shoal.doctor import diagnosis
 
-    _report(diagnosis(), json_)
+    show(diagnosis(), json_)
 
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="async, trl or engine.")],
+    name: Annotated[str, typer.Argument(help="Which; a wrong one is answered with the list.")],
     quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
     json_: JsonFlag = False,
 ) -> None:
     """Measure ratios side by side on this machine."""
     from shoal.bench import run_bench
 
-    _report(run_bench(name, quick=quick), json_)
+    show(run_bench(name, quick=quick), json_)
 
 
 @contextmanager
@@ -176,22 +176,7 @@ def stoppable(run_dir: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         resolved = Path(run_dir) / "resolved.toml"
-        _fail(f"stopped; go on with: shoal train {resolved} --resume" if resolved.exists() else "stopped", 130)
-
-
-def _report(values: dict[str, object], as_json: bool) -> None:
-    """One JSON line, or a line per value."""
-    if as_json:
-        print(json.dumps(values))
-        return
-    width = max(len(name) for name in values)
-    for name, value in values.items():
-        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
-
-
-def _fail(sentence: str, code: int) -> NoReturn:
-    print(f"shoal: {sentence}", file=sys.stderr)
-    raise SystemExit(code)
+        fail(f"stopped; go on with: shoal train {resolved} --resume" if resolved.exists() else "stopped", 130)
 
 
 def main() -> None:
@@ -199,7 +184,7 @@ def main() -> None:
     try:
         app()
     except ShoalError as error:
-        _fail(str(error), 2)
+        fail(str(error), 2)
     except BaseExceptionGroup as group:
         known, unknown = group.split(ShoalError)
         if known is None or unknown is not None:
@@ -207,11 +192,7 @@ def main() -> None:
         leaf: BaseException = known
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
-        _fail(str(leaf), 2)
+        fail(str(leaf), 2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
-
-
-if __name__ == "__main__":
-    main()

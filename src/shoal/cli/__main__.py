@@ -1,0 +1,6 @@
+"""`python -m shoal.cli`, for where the console script is not on the path."""
+
+from shoal.cli import main
+
+if __name__ == "__main__":
+    main()
