@@ -53,6 +53,7 @@ def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", eta: int = 
 OTHERS = {
     **{"version": 3, "staleness_mean": 0.5, "staleness_max": 2, "tokens_per_s": 1000.0, "samples_per_s": 100.0},
     **{"engine_busy": 0.9, "trainer_busy": 0.8, "loss": 0.1, "grad_norm": 0.5, "entropy": 1.0, "ratio_mean": 1.0},
+    **{"ratio_share/0-0.5": 0.1, "ratio_share/0.5-2": 0.7, "ratio_share/2-inf": 0.2, "staleness/0": 5, "staleness/1": 3},
     **{"clipped_share": 0.0, "mismatch": 1e-5, "dropped_late": 1, "failed": 0, "late_tokens": 0},
 }
 
@@ -92,7 +93,7 @@ def test_the_report_is_a_picture_and_a_page_with_the_same_picture(tmp_path: Path
     kind, _, data = address.partition(",")
     assert kind == "data:image/png;base64"
     assert b64decode(data) == png.read_bytes()
-    assert Image.open(io.BytesIO(png.read_bytes())).size == (2080, 1184)
+    assert Image.open(io.BytesIO(png.read_bytes())).size == (2080, 1760)
     assert "demo on chain_sum" in page.text
     assert "eta = 2" in page.text
     assert 'name = "chain_sum"' in page.text  # the configuration

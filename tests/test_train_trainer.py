@@ -1,8 +1,10 @@
 """The trainer on a tiny model: any packing gives the same gradient, runs resume bit for bit, rewarded tokens rise."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from shoal.config import DecoupledLoss, DoubleSidedLoss, GRPOLoss, ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import load_model, packed_logprobs
-from shoal.train.messages import StepStats
+from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.train.totals import Totals
 from shoal.train.trainer import Trainer
 from shoal.types import Sample
@@ -138,9 +140,30 @@ def test_statistics_equal_their_definitions(tiny_model_dir: Path) -> None:
     assert stats.ratio_max == pytest.approx(ratio.max().item(), rel=1e-4)
     assert stats.ess == pytest.approx((ratio.sum() ** 2 / ratio.square().sum() / len(ratio)).item(), rel=1e-3)
     assert stats.mismatch == pytest.approx((logp - behav).abs().mean().item(), rel=1e-4)
+    bounds = [0.0, *RATIO_BOUNDS, math.inf]
+    inside = [((ratio > low) & (ratio <= high)).float().mean().item() for low, high in pairwise(bounds)]
+    assert stats.ratio_shares == pytest.approx(inside)
+    assert sum(share > 0 for share in stats.ratio_shares) > 2
     assert stats.update_norm == pytest.approx(moved.norm().item(), rel=1e-3)
     assert 0 < stats.clipped_share < 1
     assert stats.tokens == len(behav)
+
+
+def test_the_mismatch_of_fresh_tokens_is_over_those_that_the_weights_being_trained_drew(tiny_model_dir: Path) -> None:
+    (group,) = groups(5, count=1)
+    scored = trainer(tiny_model_dir).logprobs([row.tokens for row in group])
+    rows = [
+        replace(row, logprobs=(0.0, *(lp - gap if m else 0.0 for lp, m in zip(lps, row.mask[1:], strict=True))))
+        for gap, row, lps in zip((0.25, 0.5, 0.25, 0.5), group, scored, strict=True)
+    ]
+    mixed = [
+        replace(row, versions=tuple(v + 7 * m * (i % 2) for v, m in zip(row.versions, row.mask, strict=True)))
+        for i, row in enumerate(rows)
+    ]
+    for version, wanted in ((0, 0.25), (7, 0.5), (3, None), (None, None)):
+        assert trainer(tiny_model_dir).step([mixed], version).mismatch_fresh == (
+            None if wanted is None else pytest.approx(wanted, rel=1e-4)
+        )
 
 
 def test_proximal_logprobs_of_later_updates_are_those_before_the_first(tiny_model_dir: Path) -> None:

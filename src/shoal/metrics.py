@@ -28,6 +28,7 @@ STEP_NAMES: Mapping[str, str] = {
     "reward/<task>": "The same for one task.",
     "staleness_mean": "Mean staleness of the consumed groups, in versions.",
     "staleness_max": "Largest staleness among the consumed groups, in versions.",
+    "staleness/<versions>": "How many of the consumed groups were that stale.",
     "tokens_per_s": "Tokens drawn for the consumed rollouts, per second since the step before.",
     "samples_per_s": "Rollouts consumed, per second since the step before.",
     "engine_busy": "Share of the time that the engine spent computing, 0..1.",
@@ -39,16 +40,21 @@ STEP_NAMES: Mapping[str, str] = {
     "entropy": "Nats per trained token, of the distribution at the rollout temperature.",
     "ratio_mean": "Mean of pi_theta / pi_behav over the trained tokens.",
     "ratio_max": "Largest pi_theta / pi_behav.",
+    "ratio_share/<bounds>": "Share of the trained tokens with a pi_theta / pi_behav between two bounds, 0..1.",
     "clipped_share": "Share of trained tokens whose gradient the clip removed, 0..1.",
     "masked_share": "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1.",
     "ess": "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1.",
     "kl": "Estimated distance to the reference model over the trained tokens, in nats; 0 without one.",
     "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
+    "mismatch_fresh": "The same over tokens drawn by the weights being trained, where it is the engine's and the "
+    "trainer's arithmetic that differs; missing without such tokens.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
     "length_mean": "Mean answer length, in tokens.",
     "waiting": "Finished groups that no step has consumed yet.",
     "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
+    "late_tokens/<task>": "The same for one task.",
     "dropped_late": "Groups dropped since the step before because they were older than eta.",
+    "dropped_late/<task>": "The same for one task.",
     "redrawn": "Groups dropped since the step before because their rewards were all equal (dynamic sampling).",
     "failed": "Groups that failed since the step before, for reasons that are not the policy's.",
 }
@@ -62,6 +68,10 @@ EVAL_NAMES: Mapping[str, str] = {
 }
 COUNTS = frozenset({"late_tokens", "dropped_late", "redrawn", "failed"})
 """Names that count since the step before, so that their sum over the steps is of the whole run."""
+
+
+LABELS = {"ratio_share": "bounds", "staleness": "versions"}
+"""What distinguishes numbers of the same name where it is not the task."""
 
 
 def read_records(path: Path) -> list[Record]:
@@ -126,7 +136,7 @@ class PrometheusTracker:
     """Serves the newest values at http://127.0.0.1:<port>/metrics, loopback only, from a registry of its own.
 
     A name becomes `shoal_<name>`, `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`, and the names in
-    `COUNTS` become counters that end in `_total`.
+    `COUNTS` become counters that end in `_total`. What comes after the slash in `LABELS` is no task, but of that name.
     """
 
     def __init__(self, port: int) -> None:
@@ -146,7 +156,11 @@ class PrometheusTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Serves `values` from now on; those of other names stay."""
-        summed = {name: self._latest.get(name, 0.0) + values[name] for name in COUNTS & values.keys()}
+        summed = {
+            name: self._latest.get(name, 0.0) + value
+            for name, value in values.items()
+            if name.partition("/")[0] in COUNTS
+        }
         # One assignment of a new mapping: the server's thread sees all of a step or nothing of it.
         self._latest = {**self._latest, "step": step, **values, **summed}
 
@@ -160,10 +174,11 @@ class PrometheusTracker:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, value in self._latest.items():
             where, base, task = _parts(name)
-            full = f"shoal_{'task_' if task else ''}{where}{base}"
+            label = LABELS.get(base, "task")
+            full = f"shoal_{'task_' if task and label == 'task' else ''}{where}{base}"
             meaning = STEP_NAMES.get(base) or EVAL_NAMES.get(base) or base
             family = CounterMetricFamily if base in COUNTS else GaugeMetricFamily
-            found = families.setdefault(full, family(full, meaning, labels=["task"] if task else []))
+            found = families.setdefault(full, family(full, meaning, labels=[label] if task else []))
             found.add_metric([task] if task else [], value)
         yield from families.values()
 

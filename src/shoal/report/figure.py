@@ -1,4 +1,4 @@
-"""The picture of a run: six panels over the training steps, drawn with matplotlib's Agg."""
+"""The picture of a run: nine panels over the training steps, drawn with matplotlib's Agg."""
 
 import io
 import math
@@ -48,18 +48,27 @@ LOSS_SIDE = (
     ("ratio_mean", "mean ratio", BLUE),
     ("entropy", "entropy", GREEN),
     ("grad_norm", "gradient norm", PURPLE),
-    ("clipped_share", "clipped share", ORANGE),
-    ("mismatch", "mismatch", RED),
+    ("kl", "KL to the reference", TEAL),
+    ("mismatch", "|log prox - log behav|", ORANGE),
+    ("mismatch_fresh", "engine and trainer", RED),
 )
+SHARES = (
+    ("ess", "effective sample size", BLUE),
+    ("informative_share", "informative groups", GREEN),
+    ("clipped_share", "clipped", ORANGE),
+    ("masked_share", "masked", RED),
+)
+RATIO_COLOURS = ("#8c2d04", "#d9730d", "#f3c08a", "#dfe4e9", "#a9c4ee", "#5c8be0", "#2563c9", "#14325f")
+"""From far below 1 to far above; neighbours of 1 pale."""
 
 
 def figure_png(run: RunRecords) -> bytes:
-    """The picture as PNG bytes, 2080 x 1184 pixels."""
+    """The picture as PNG bytes, 2080 x 1760 pixels."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06, rect=(0, 0, 1, 0.91))
-        figure = Figure(figsize=(13, 7.4), layout=layout, facecolor="white")
-        figure.text(0.012, 0.955, plain(run.name), size=15, weight="bold")
-        figure.text(0.012, 0.92, plain(subtitle(run)), size=10, color=MUTED)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06, rect=(0, 0, 1, 0.94))
+        figure = Figure(figsize=(13, 11), layout=layout, facecolor="white")
+        figure.text(0.012, 0.97, plain(run.name), size=15, weight="bold")
+        figure.text(0.012, 0.947, plain(subtitle(run)), size=10, color=MUTED)
         panels: Sequence[Callable[[Axes, RunRecords], str]] = (
             draw_reward,
             draw_accuracy,
@@ -67,10 +76,13 @@ def figure_png(run: RunRecords) -> bytes:
             draw_throughput,
             draw_busy,
             draw_loss_side,
+            draw_ratios,
+            draw_staleness_histogram,
+            draw_shares,
         )
-        for axes, draw in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        for axes, draw in zip(figure.subplots(3, 3).flat, panels, strict=True):
             _head(axes, draw(axes, run))
-            axes.set_xlabel("training step")
+            axes.set_xlabel(axes.get_xlabel() or "training step")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=160)
@@ -186,6 +198,37 @@ def draw_loss_side(axes: Axes, run: RunRecords) -> str:
     return "Loss side, nats and shares"
 
 
+def draw_ratios(axes: Axes, run: RunRecords) -> str:
+    """How pi_theta / pi_behav was distributed over the trained tokens, shares stacked."""
+    bins = sorted(run.tasks("ratio_share"), key=lambda name: float(name.partition("-")[0]))
+    if bins:
+        shares = [moving_average(run.column(f"ratio_share/{name}"), _window(run)) for name in bins]
+        labels = [name.replace("-inf", " and more") for name in bins]
+        axes.stackplot(run.column("step"), shares, labels=labels, colors=RATIO_COLOURS)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return "Importance ratio of the trained tokens"
+
+
+def draw_staleness_histogram(axes: Axes, run: RunRecords) -> str:
+    """Groups of the whole run by staleness."""
+    versions = sorted(int(name) for name in run.tasks("staleness") if name.isdigit())
+    counts = [sum(filter(math.isfinite, run.column(f"staleness/{k}"))) for k in versions]
+    if versions:
+        axes.bar(versions, counts, color=BLUE, width=0.8, label="consumed groups")
+        axes.set_xlabel("versions")
+    return "Staleness, whole run"
+
+
+def draw_shares(axes: Axes, run: RunRecords) -> str:
+    """What part of the data the update could use."""
+    for name, label, colour in SHARES:
+        _curve(axes, run, name, label, colour)
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return "Usable data, shares"
+
+
 def _window(run: RunRecords) -> int:
     return max(1, round(len(run.steps) / WINDOWS_PER_RUN))
 
@@ -228,5 +271,5 @@ def _head(axes: Axes, title: str) -> None:
             loc="upper left", bbox_to_anchor=(-0.02, 1), bbox_transform=below_title, borderpad=0.1, ncols=columns
         )
         legend.set_in_layout(False)
-    elif not axes.lines:
+    elif not axes.lines and not axes.patches:
         axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", color=MUTED)

@@ -7,7 +7,7 @@ from html import escape
 
 from shoal.buffer import TaskCounts
 from shoal.report.figure import subtitle
-from shoal.report.records import RunRecords
+from shoal.report.records import EDGE_SHARE, RunRecords, mean
 
 MEANINGS: Mapping[str, tuple[str, str]] = {
     "steps": ("Training steps", "{:.0f}"),
@@ -21,6 +21,11 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "greedy_after": ("Held-out score, greedy, last", "{:.3f}"),
     "staleness_mean": ("Staleness, mean, versions", "{:.2f}"),
     "staleness_max": ("Staleness, maximum, versions", "{:.0f}"),
+    "ess": ("Effective sample size, mean share of the trained tokens", "{:.0%}"),
+    "clipped_share": ("Tokens whose gradient the clip removed, mean", "{:.1%}"),
+    "masked_share": ("Tokens whose gradient a bound on the weight removed, mean", "{:.1%}"),
+    "entropy": ("Entropy, mean, nats per token", "{:.3f}"),
+    "mismatch_fresh": ("Logprob difference of engine and trainer, same weights, mean, nats", "{:.1e}"),
     "tokens_per_s": ("Tokens per second, mean", "{:,.0f}"),
     "samples_per_s": ("Samples per second, mean", "{:,.1f}"),
     "engine_busy": ("Engine busy, mean", "{:.0%}"),
@@ -56,7 +61,16 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
     summary = [(label, form.format(figures[name])) for name, (label, form) in MEANINGS.items() if name in figures]
     events = [_event_row(event) for event in run.events]
     picture = base64.b64encode(png).decode()
-    tables = _section("Summary", _table(summary)) + _section("Groups in the log", _count_table(counts))
+    tables = "".join(
+        _section(title, body)
+        for title, body in (
+            ("Summary", _table(summary)),
+            ("Groups in the log", _count_table(counts)),
+            ("Cost of staleness", _late_table(run)),
+            ("Importance ratio of the trained tokens", _ratio_table(run)),
+            ("Staleness of the consumed groups", _staleness_table(run)),
+        )
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -114,6 +128,38 @@ def _count_table(counts: Mapping[str, TaskCounts]) -> str:
     ]
     heads = ("Task", "Started", "Consumed", "Waiting", "Failed", "Dropped", "In flight")
     return _table([tuple(f"{cell:,}" if isinstance(cell, int) else cell for cell in row) for row in rows], heads)
+
+
+def _late_table(run: RunRecords) -> str:
+    """What being late cost each task; empty when nothing was late."""
+    names = [
+        name
+        for name in run.tasks("dropped_late")
+        if run.total(f"dropped_late/{name}") or run.total(f"late_tokens/{name}")
+    ]
+    rows = [
+        (name, f"{run.total(f'dropped_late/{name}'):,.0f}", f"{run.total(f'late_tokens/{name}'):,.0f}")
+        for name in names
+    ]
+    return _table(rows, ("Task", "Groups dropped late", "Tokens masked"))
+
+
+def _ratio_table(run: RunRecords) -> str:
+    """The distribution of pi_theta / pi_behav in the first and the last tenth of the steps, and over all."""
+    edge = math.ceil(len(run.steps) * EDGE_SHARE)
+    rows = []
+    for name in sorted(run.tasks("ratio_share"), key=lambda name: float(name.partition("-")[0])):
+        shares = run.column(f"ratio_share/{name}")
+        rows.append(
+            (name.replace("-", " to "), *(f"{mean(part):.1%}" for part in (shares[:edge], shares[-edge:], shares)))
+        )
+    return _table(rows, ("pi_theta / pi_behav", "First tenth", "Last tenth", "All"))
+
+
+def _staleness_table(run: RunRecords) -> str:
+    """How many consumed groups were how stale."""
+    versions = sorted(int(name) for name in run.tasks("staleness") if name.isdigit())
+    return _table([(f"{k}", f"{run.total(f'staleness/{k}'):,.0f}") for k in versions], ("Versions", "Groups"))
 
 
 def _section(title: str, body: str) -> str:

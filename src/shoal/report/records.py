@@ -31,6 +31,10 @@ class RunRecords:
         """The values of one name over the steps; nan where there is none."""
         return column(self.steps, name)
 
+    def total(self, name: str) -> float:
+        """The sum of one name over the steps that have it."""
+        return sum(_known(self.column(name)))
+
     def seconds(self) -> list[float]:
         """How long each step took: what its rates and busy shares are to be weighted with. Of the first, 0."""
         times = self.column("time_s")
@@ -60,13 +64,15 @@ class RunRecords:
             "greedy_after": greedy[-1] if greedy else math.nan,
             "staleness_mean": mean(self.column("staleness_mean")),
             "staleness_max": max(_known(self.column("staleness_max")), default=math.nan),
+            **{name: mean(self.column(name)) for name in ("ess", "clipped_share", "masked_share", "entropy")},
+            "mismatch_fresh": mean(self.column("mismatch_fresh")),
             "tokens_per_s": mean(self.column("tokens_per_s"), self.seconds()),
             "samples_per_s": mean(self.column("samples_per_s"), self.seconds()),
             "engine_busy": mean(self.column("engine_busy"), self.seconds()),
             "trainer_busy": mean(self.column("trainer_busy"), self.seconds()),
             "version": self.column("version")[-1] if self.steps else math.nan,
         }
-        figures |= {name: sum(_known(self.column(name))) for name in sorted(COUNTS)}
+        figures |= {name: self.total(name) for name in sorted(COUNTS)}
         return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 

@@ -10,8 +10,11 @@ Generation goes on during every one of them.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -26,15 +29,16 @@ from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.advantage import is_informative, mask_tokens, step_samples
 from shoal.train.client import TrainerProcess
-from shoal.train.messages import StepStats
+from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.types import Group, Sample, Task
 from shoal.weights import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
 STATS_FIELDS = (
     *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
-    *("clipped_share", "masked_share", "ess", "kl", "mismatch"),
+    *("clipped_share", "masked_share", "ess", "kl", "mismatch", "mismatch_fresh"),
 )
+RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Totals:
 
     samples: int = 0
     staleness_max: int = 0
+    """Of the groups that were consumed."""
     rewards: list[float] = field(default_factory=list)  # one per step
     evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
 
@@ -159,13 +164,16 @@ class TrainLoop:
             self._serve_newest()
         parts.trackers.log(step + 1, self._step_values(version, groups, stats, late_tokens))
 
-    def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], int]:
-        """Each group's rows, and how many tokens the late policy took out of the gradient."""
+    def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
+        """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
         rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
+        late_tokens: Counter[str] = Counter()
         if self._config.asynchrony.late != "mask_tokens":
-            return rows, 0
+            return rows, late_tokens
         masked = [mask_tokens(group_rows, version - self._config.asynchrony.eta) for group_rows in rows]
-        return [kept for kept, _ in masked], sum(late for _, late in masked)
+        for group, (_, late) in zip(groups, masked, strict=True):
+            late_tokens[group.task.service] += late
+        return [kept for kept, _ in masked], late_tokens
 
     async def _publish(self, version: int, *, push: bool = True) -> None:
         """Writes the weights as `version` and records them."""
@@ -198,7 +206,7 @@ class TrainLoop:
         await parts.buffer.checkpointed(step)
 
     def _step_values(
-        self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: int
+        self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: Counter[str]
     ) -> dict[str, float]:
         """What is logged of one step. Rates and shares cover the time since the step before."""
         now = time.monotonic()
@@ -223,10 +231,13 @@ class TrainLoop:
             "samples_per_s": len(finished) / elapsed_s,
             "engine_busy": self._engine_info.busy_share if self._engine_info else 0.0,
             "trainer_busy": min(1.0, self._busy_s / elapsed_s),
-            **{name: measured[name] for name in STATS_FIELDS},
+            **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
+            **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
+            **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
             "informative_share": fmean(is_informative(group) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
-            "late_tokens": late_tokens,
+            "late_tokens": late_tokens.total(),
+            **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
             **self._losses_since(),
         }
@@ -236,11 +247,12 @@ class TrainLoop:
     def _losses_since(self) -> dict[str, float]:
         """How many groups were lost since the step before, by cause."""
         before, self._lost = self._lost, self._losses()
-        return {name: count - before[name] for name, count in self._lost.items()}
+        return {name: count - before.get(name, 0) for name, count in self._lost.items()}
 
     def _losses(self) -> dict[str, int]:
         counts = self._parts.buffer.counts.values()
         return {
+            **{f"dropped_late/{name}": task.dropped[STALE] for name, task in self._parts.buffer.counts.items()},
             "dropped_late": sum(task.dropped[STALE] for task in counts),
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
             "failed": sum(task.failed.total() for task in counts),

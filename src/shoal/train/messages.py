@@ -15,6 +15,9 @@ from shoal import wire
 from shoal.process import MAX_FRAME_BYTES
 from shoal.types import Sample
 
+RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
+"""Where the distribution of pi_theta / pi_behav is cut; symmetric around 1 in the logarithm, but for the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -33,6 +36,8 @@ class StepStats:
     ratio_mean: float
     """Of pi_theta / pi_behav."""
     ratio_max: float
+    ratio_shares: tuple[float, ...]
+    """Share of the tokens with a pi_theta / pi_behav between neighbours of 0, `RATIO_BOUNDS`, infinity."""
     clipped_share: float
     """Tokens whose gradient the clip removed."""
     masked_share: float
@@ -43,6 +48,9 @@ class StepStats:
     """Effective sample size of pi_theta / pi_behav as a share of the tokens, 0..1."""
     mismatch: float
     """Mean |logp_prox - logp_behav| in nats."""
+    mismatch_fresh: float | None
+    """The same over the tokens that the weights being trained drew: what engine and trainer compute differently, and
+    nothing else. None without such tokens, or when the version is not known."""
     kl: float
     """Mean estimate of the distance to the reference model in nats; 0 without one."""
     tokens: int

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.train.loss import TokenLoss
-from shoal.train.messages import StepStats
+from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.train.optim import Update
 
 
@@ -16,17 +16,26 @@ class Totals:
 
     def __init__(self, device: torch.device | str) -> None:
         # float64: a squared ratio overflows float32 from 44 nats on.
-        self._sums_K = torch.zeros(11, dtype=torch.float64, device=device)
+        self._sums_K = torch.zeros(13, dtype=torch.float64, device=device)
+        self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
+        self._bins = torch.zeros(len(RATIO_BOUNDS) + 1, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
         self._computed_tokens = 0
 
     def add(
-        self, loss: Tensor, terms: TokenLoss, entropy_N: Tensor, gap_N: Tensor | None, kl_N: Tensor, tokens: int
+        self,
+        loss: Tensor,
+        terms: TokenLoss,
+        entropy_N: Tensor,
+        gap_N: Tensor | None,
+        fresh_N: Tensor,
+        kl_N: Tensor,
+        tokens: int,
     ) -> None:
         """One micro-batch of `tokens` tokens, N of them trained.
 
-        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known;
-        `kl_N` is the distance to the reference model.
+        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known, and
+        `fresh_N` (bool) says which tokens the weights of logp_prox drew; `kl_N` is the distance to the reference model.
         """
         with torch.no_grad():
             ratio_N = terms.ratio_T.double()
@@ -42,10 +51,13 @@ class Totals:
                     terms.capped_T.sum().double(),
                     (one * 0 if gap_N is None else gap_N.sum(dtype=torch.float64)).double(),
                     one.double() * (0 if gap_N is None else gap_N.numel()),
+                    (one * 0 if gap_N is None else gap_N[fresh_N].sum(dtype=torch.float64)).double(),
+                    (one * 0 if gap_N is None else fresh_N.sum()).double(),
                     one.double() * ratio_N.numel(),
                     kl_N.sum(dtype=torch.float64),
                 ]
             )
+            self._bins += torch.bincount(torch.bucketize(ratio_N, self._bounds), minlength=len(self._bins))
             self._largest = torch.maximum(self._largest, ratio_N.max())
             self._computed_tokens += tokens
 
@@ -53,7 +65,8 @@ class Totals:
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
         """The step's statistics; `tokens` were to be trained, `skipped_tokens` of them were not computed."""
-        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, n, kl = self._sums_K.tolist()
+        sums = self._sums_K.tolist()
+        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, fresh, freshes, n, kl = sums
         taken = [update for update in updates if update.taken]
         trained = n or math.inf
         return StepStats(
@@ -64,11 +77,13 @@ class Totals:
             entropy=entropy / trained,
             ratio_mean=ratio / trained,
             ratio_max=float(self._largest),
+            ratio_shares=tuple(count / trained for count in self._bins.tolist()),
             clipped_share=clipped / trained,
             masked_share=masked / trained,
             capped_share=capped / trained,
             ess=ratio * ratio / (squares * n) if squares else 0.0,
             mismatch=gap / (gaps or math.inf),
+            mismatch_fresh=fresh / freshes if freshes else None,
             kl=kl / trained,
             tokens=tokens,
             skipped_tokens=skipped_tokens,

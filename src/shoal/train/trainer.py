@@ -273,7 +273,9 @@ class Trainer:
             loss = (loss_N * batch.weight_N).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
-            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, kl_N, sum(batch.lengths))
+            # No version is drawn by version -1.
+            drawn_now_N = batch.version_N == (-1 if version is None else version)
+            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, drawn_now_N, kl_N, sum(batch.lengths))
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor, all_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the distance to the reference adds to the loss, the advantages less it, and the distance in nats."""
