@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from shoal.types import Completion, Message, Reward, Sampling, Split, Task
+from shoal.types import Completion, Message, Receipt, Reward, Sampling, Split, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,68 @@ class Renderer(Protocol):
         """The conversation up to and including the header of the assistant's turn."""
         ...
 
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a text by itself."""
+        ...
+
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one node tells others of a task: the question as it is before any node's own prompt, and the truth."""
+
+    service: str
+    question: str
+    truth: str | None
+    receipt: Receipt | None = None
+
+
+class NotOurs(StrEnum):
+    """Why a peer's claim is no task of this node."""
+
+    UNKNOWN_TASK = "unknown task"
+    """This node has no such dataset, or not with these settings, or another release of it."""
+    HELD_OUT = "held out"
+    """The question is one that this node evaluates with."""
+    NOT_DRAWN = "receipt gives no question"
+    WRONG_QUESTION = "wrong question"
+    """The receipt gives another question: the claim is a lie."""
+    WRONG_TRUTH = "wrong truth"
+    """The question is right and the truth is not: the claim is a lie."""
+
+
+class Recogniser(Protocol):
+    """Says which of this node's own tasks a peer means. Whatever the peer claims, nothing of it is believed."""
+
+    async def claim(self, task: Task) -> Claim:
+        """What to tell others of a task of this node. Raises `TaskError` for one that cannot be told."""
+        ...
+
+    async def task(self, claim: Claim) -> Task | NotOurs:
+        """The training task of this node that asks the same, with this node's own prompt, truth and scorer."""
+        ...
+
+
+class Exchange(Protocol):
+    """Carries frames between the members of a swarm. It may lose, repeat and forge them, and it may be away."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether anybody can be reached now."""
+        ...
+
+    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+        """Gives a frame to everybody. Raises `ExchangeUnavailable` when it cannot be handed over now."""
+        ...
+
+    async def receive(self, most: int) -> list[bytes]:
+        """Waits for frames and gives up to `most`, oldest first; waits for ever while the exchange is away.
+
+        Who joins late gets what is still kept of the time before.
+        """
         ...
 
 

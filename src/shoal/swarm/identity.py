@@ -1,0 +1,97 @@
+"""The Ed25519 key with which a node signs what it says; made on first use, in a file that only its owner can read.
+
+A peer is known by its id, a hash of its public key: nobody gives ids away, so nobody can be asked for another's.
+"""
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from shoal.errors import ConfigError
+
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+
+
+class Identity:
+    """One private key and the id that follows from it."""
+
+    __slots__ = ("_key", "peer_id", "public_key")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key = key.public_key().public_bytes_raw()
+        self.peer_id = peer_id_of(self.public_key)
+
+    @classmethod
+    def fresh(cls) -> "Identity":
+        """A new one that is written nowhere."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> "Identity":
+        """The identity in a PEM file, made when there is none. Raises `ConfigError`."""
+        try:
+            if not path.exists():
+                _write_once(path, cls.fresh()._pem())
+            readable = stat.S_IMODE(path.stat().st_mode) & 0o077
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"identity {path}: cannot be read or made: {error.strerror}") from error
+        if readable:
+            raise ConfigError(f"identity {path}: others can read it; chmod 600 it, or remove it to get a new one")
+        try:
+            key = load_pem_private_key(data, password=None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"identity {path}: expected a private key in PEM: {error}") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"identity {path}: expected an Ed25519 key, got {type(key).__name__}")
+        return cls(key)
+
+    def sign(self, data: bytes) -> bytes:
+        """The signature of `data`: 64 bytes."""
+        return self._key.sign(data)
+
+    def _pem(self) -> bytes:
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """The id of whoever holds the private key: 32 hexadecimal digits."""
+    return hashlib.blake2b(public_key, digest_size=16, person=b"shoal-peer").hexdigest()
+
+
+def is_signed_by(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether the holder of the key signed `data`. Never raises: other bytes are simply no signature."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    """The file appears whole, and the first of two processes that make it wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)

@@ -1,0 +1,103 @@
+"""What is shared: C(q), a question with its rollouts as decoded text (SAPO, arXiv 2509.08721, algorithm 1). Pure.
+
+Only what crosses tokenizers is in it: no token ids, no rewards (the taker scores by itself), no logprobs of tokens.
+One number per rollout, its log-likelihood under its generator, lets the taker weigh texts that it would never say.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal import wire
+from shoal.interfaces import Claim
+from shoal.swarm.envelope import MAX_PAYLOAD_BYTES
+from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
+
+MAX_ROLLOUTS = 64
+MAX_NAME_CHARACTERS = 200
+
+
+class GeneratorKind(StrEnum):
+    """What drew the rollouts."""
+
+    TRAINING = "training"
+    """A model that its node trains."""
+    FROZEN = "frozen"
+    """A model that stays as it is."""
+    RULE = "rule"
+    """A program that solves the task."""
+    PERSON = "person"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedRollout:
+    """One answer. `complete` says that its generator ended it, rather than running out of room."""
+
+    text: str
+    complete: bool = True
+    logprob: float | None = None  # nats, of the whole text under its generator; None where there is none
+
+    def __post_init__(self) -> None:
+        if self.logprob is not None and not (math.isfinite(self.logprob) and self.logprob <= 0):
+            raise ValueError(f"logprob: expected a finite number <= 0, got {self.logprob}")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A question with answers to it, as one node shares it."""
+
+    claim: Claim
+    rollouts: tuple[OfferedRollout, ...]
+    generator: GeneratorKind
+    model: str
+    """Its name, for people; nothing depends on it."""
+    made_s: float  # Unix time at which the last rollout ended
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.rollouts) <= MAX_ROLLOUTS:
+            raise ValueError(f"rollouts: expected 1 to {MAX_ROLLOUTS}, got {len(self.rollouts)}")
+        if max(len(self.model), len(self.claim.service)) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"model and service: expected at most {MAX_NAME_CHARACTERS} characters")
+        if not self.claim.question:
+            raise ValueError("question: expected text, got none")
+        if not 0 <= self.made_s < 2**40:
+            raise ValueError(f"made_s: expected a Unix time, got {self.made_s}")
+
+
+def encode(offer: Offer) -> bytes:
+    """The payload of an envelope."""
+    return wire.encode(offer)
+
+
+def decode(payload: bytes) -> Offer:
+    """The offer in a payload. Raises `WireError` for anything else."""
+    return wire.decode(payload, Offer, MAX_PAYLOAD_BYTES)
+
+
+def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
+    """Whether a rollout is one answer in plain text, so that any other node can read it as it was meant."""
+    answer = rollout.messages[-1] if rollout.messages else None
+    return (
+        rollout.status is RolloutStatus.FINISHED
+        and answer is not None
+        and len(rollout.messages) == prompt_messages + 1
+        and answer.role is Role.ASSISTANT
+        and not (answer.tool_calls or answer.reasoning)
+        and len(rollout.turns) <= 1
+    )
+
+
+def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str, made_s: float) -> Offer | None:
+    """What a node shares of a group of its own; None when none of its rollouts is portable."""
+    portable = [rollout for rollout in group.rollouts if is_portable(rollout, len(group.task.messages))]
+    offered = tuple(_offered(rollout) for rollout in portable[:MAX_ROLLOUTS])
+    return Offer(claim, offered, generator, model[:MAX_NAME_CHARACTERS], made_s) if offered else None
+
+
+def _offered(rollout: Rollout) -> OfferedRollout:
+    completions = [turn.completion for turn in rollout.turns]
+    return OfferedRollout(
+        rollout.messages[-1].content,
+        complete=all(completion.finish_reason is FinishReason.STOP for completion in completions),
+        logprob=math.fsum(lp for completion in completions for lp in completion.logprobs) if completions else None,
+    )
