@@ -318,6 +318,9 @@ class LocalEngine:
 
     def _uniforms(self, batch: StepBatch) -> Tensor:
         """One number in [0, 1) per row: the completion's own stream where the request has a seed."""
+        assert batch.sampling is not None
+        if batch.sampling.all_greedy:
+            return torch.zeros(0)
         own = torch.from_numpy(self._generator.random(len(batch.drafts), dtype=np.float32))
         if batch.seeded:
             for row, draft in enumerate(batch.drafts):

@@ -1,0 +1,272 @@
+"""How near the local engine comes to what the machine can do: against a loop written by hand, against
+`model.generate`, against draining before updates, and against copying the weights' bytes.
+
+    share_of_limit          tokens/s of the engine over those of `limit.StaticLoop` at equal batch, greedy, both with
+                            the better of one and two threads; the rounds of the sides take turns
+    over_generate           tokens/s that were asked for, over those of `model.generate` in static batches (the best of
+                            some sizes), on lengths that are lognormal with sigma 1
+    interrupt_over_drain    tokens/s while weights are pushed again and again: recomputing what runs, over draining
+    push_stall_over_memcpy  how long a push stops decoding, over copying as many bytes from memory to memory
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import exp
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from shoal.bench.limit import StaticLoop
+from shoal.bench.model import SHAPE
+from shoal.engine.local import Limits, LocalEngine, OnUpdate
+from shoal.engine.request import Request
+from shoal.model import load_model
+from shoal.small_model import Shape, save, untrained
+from shoal.types import Sampling, seed_for
+
+Report = dict[str, object]
+SHAPES = {"5M": SHAPE, "50M": Shape(width=640, layers=8, heads=10, feed_forward=2560)}
+PROMPT_TOKENS = 8
+DRAWN_TOKENS = {"5M": 64, "50M": 32}
+BATCHES = {8: 10, 32: 5, 128: 3}
+MEAN_TOKENS = 32
+MOST_TOKENS = 256
+RUNNING = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int
+    batches: dict[int, int]
+    """Rounds of each: short ones need more of them."""
+    drawn_tokens: dict[str, int]
+    answers: int
+    """Of varied length."""
+    push_every_tokens: int
+    threads: Sequence[int] = (1, 2)
+    generate_batches: Sequence[int] = (32, 128)
+
+
+FULL = Effort(3, BATCHES, DRAWN_TOKENS, answers=512, push_every_tokens=128 * MEAN_TOKENS)
+"""A training step of 128 answers consumes what is drawn between two pushes."""
+QUICK = Effort(1, {8: 1}, {"5M": 8, "50M": 4}, answers=16, push_every_tokens=100, threads=(1,), generate_batches=(16,))
+
+
+def measure(quick: bool) -> Report:
+    """The figures of the module's text, and the times that they come from."""
+    effort = QUICK if quick else FULL
+    threads = torch.get_num_threads()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            directories = {name: Path(folder) / name for name in SHAPES}
+            for name, shape in SHAPES.items():
+                save(untrained(shape, seed=0), directories[name])
+            shares, rates = _shares(directories, effort)
+            torch.set_num_threads(1)
+            generate = _over_generate(directories["5M"], effort)
+            interrupt = _interrupt_over_drain(directories["5M"], effort)
+            stall = _push_stall(directories["50M"], effort)
+    finally:
+        torch.set_num_threads(threads)
+    return {"share_of_limit": shares, **generate, **interrupt, **stall, "tokens_per_s": rates}
+
+
+def _shares(directories: dict[str, Path], effort: Effort) -> tuple[dict[str, float], Report]:
+    shares: dict[str, float] = {}
+    rates: Report = {}
+    for name, directory in directories.items():
+        for batch, rounds in effort.batches.items():
+            drawn = effort.drawn_tokens[name]
+            tokens = batch * drawn
+            limit_s, engine_s = _limit_and_engine_s(directory, batch, rounds, drawn, effort.threads)
+            shares[f"{name}/{batch}"] = limit_s / engine_s
+            rates[f"{name}/{batch}"] = {"limit": tokens / limit_s, "engine": tokens / engine_s}
+    return shares, rates
+
+
+def _limit_and_engine_s(
+    directory: Path, batch: int, rounds: int, drawn: int, threads: Sequence[int]
+) -> tuple[float, float]:
+    """Seconds of the best round of each side at its better number of threads."""
+    loop = StaticLoop(_plain(directory))
+    engine = _engine(directory, max_running=batch)
+    prompts = [_prompt(i) for i in range(batch)]
+    prompt_BL = torch.tensor(prompts)
+    answers: list[list[list[int]]] = []
+
+    def limit() -> None:
+        answers[:1] = [loop.tokens(prompt_BL, drawn).tolist()]
+
+    def served() -> None:
+        requests = [Request(prompt, Sampling(drawn, temperature=0)) for prompt in prompts]
+        _finish(engine, requests)
+        answers[1:] = [[request.drafts[0].drawn for request in requests]]
+
+    sides = {"limit": limit, "engine": served}
+    best = _best_s({(side, t): (run, t) for t in threads for side, run in sides.items()}, rounds)
+    assert answers[0] == answers[1], "the two sides drew different tokens"
+    return min(best["limit", t] for t in threads), min(best["engine", t] for t in threads)
+
+
+def _best_s(sides: dict[tuple[str, int], tuple[Callable[[], None], int]], rounds: int) -> dict[tuple[str, int], float]:
+    """Seconds of the best round of each side, in turn; `sides` gives what to do with how many threads."""
+    best: dict[tuple[str, int], float] = {}
+    for turn in range(rounds + 1):  # the first is a warm-up: it counts only if nothing else does
+        for key, (run, threads) in sides.items():
+            torch.set_num_threads(threads)
+            seconds = _seconds(run)
+            best[key] = seconds if turn <= 1 else min(best[key], seconds)
+    return best
+
+
+def _over_generate(directory: Path, effort: Effort) -> Report:
+    """The same answers from the engine and from `generate`."""
+    lengths = _lengths(effort.answers)
+    asked = sum(lengths)
+    engine = _engine(directory, max_running=RUNNING)
+    model = _plain(directory)
+
+    def served() -> None:
+        _finish(engine, [Request(_prompt(i), Sampling(length, seed=i)) for i, length in enumerate(lengths)])
+
+    sides: dict[tuple[str, int], tuple[Callable[[], None], int]] = {
+        (f"generate/{batch}", threads): (_generating(model, lengths, batch), threads)
+        for batch in effort.generate_batches
+        for threads in effort.threads
+    }
+    best = _best_s({**{("engine", t): (served, t) for t in effort.threads}, **sides}, max(1, effort.rounds - 1))
+    engine_s = min(best["engine", t] for t in effort.threads)
+    (setting, threads), generate_s = min(((key, best[key]) for key in sides), key=lambda pair: pair[1])
+    return {
+        "over_generate": generate_s / engine_s,
+        "engine_tokens_per_s": asked / engine_s,
+        "generate_tokens_per_s": asked / generate_s,
+        "generate_setting": f"{setting}, {threads} threads",
+    }
+
+
+def _generating(model: Qwen2ForCausalLM, lengths: Sequence[int], batch: int) -> Callable[[], None]:
+    """`generate` in batches in order of arrival; each runs until its longest answer is drawn."""
+
+    @torch.inference_mode()
+    def run() -> None:
+        for first in range(0, len(lengths), batch):
+            longest = max(lengths[first : first + batch])
+            prompt_BL = torch.tensor([_prompt(i) for i in range(first, min(first + batch, len(lengths)))])
+            model.generate(
+                prompt_BL,
+                attention_mask=torch.ones_like(prompt_BL),
+                do_sample=True,
+                min_new_tokens=longest,
+                max_new_tokens=longest,
+            )
+
+    return run
+
+
+def _interrupt_over_drain(directory: Path, effort: Effort) -> Report:
+    """The same answers under pushes that come with every so many drawn tokens, on one thread."""
+    engines = {mode: _engine(directory, max_running=RUNNING, on_update=mode) for mode in OnUpdate}
+    lengths = _lengths(effort.answers)
+    pushes: dict[OnUpdate, int] = {}
+
+    def pushed(mode: OnUpdate) -> Callable[[], None]:
+        def run() -> None:
+            pushes[mode] = _finish_while_pushing(engines[mode], lengths, directory, effort.push_every_tokens)
+
+        return run
+
+    best = _best_s({(mode, 1): (pushed(mode), 1) for mode in OnUpdate}, max(1, effort.rounds - 1))
+    rates = {mode: sum(lengths) / best[mode, 1] for mode in OnUpdate}
+    return {
+        "interrupt_over_drain": rates[OnUpdate.RECOMPUTE] / rates[OnUpdate.DRAIN],
+        "keep_over_drain": rates[OnUpdate.KEEP] / rates[OnUpdate.DRAIN],
+        "pushes_served": {mode.value: pushes[mode] for mode in OnUpdate},
+        "pushed_tokens_per_s": {mode.value: rates[mode] for mode in OnUpdate},
+    }
+
+
+def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory: Path, every_tokens: int) -> int:
+    """Draws the answers; how many versions were served meanwhile."""
+    first = version = engine.version
+    for i, length in enumerate(lengths):
+        engine.submit(Request(_prompt(i), Sampling(length, seed=i)))
+    next_push = engine.tokens_drawn + every_tokens
+    served = {first}
+    while not engine.idle:
+        engine.step()
+        served.add(engine.version)
+        if engine.tokens_drawn >= next_push:
+            version += 1
+            next_push += every_tokens
+            engine.update(engine.slots.staged(version, directory, None))
+    return len(served) - 1
+
+
+def _push_stall(directory: Path, effort: Effort) -> Report:
+    """Time in which an engine that serves requests cannot decode because weights are loaded."""
+    engine = _engine(directory, max_running=8)
+    state = engine.model.state_dict()
+    size_bytes = sum(tensor.nbytes for tensor in state.values())
+    source, target = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    versions = count(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+
+        def stall_s() -> float:
+            engine.update(engine.slots.staged(next(versions), path, None))
+            return _seconds(engine.step)
+
+        rounds = [(stall_s(), _seconds(lambda: target.copy_(source))) for _ in range(3 * effort.rounds + 1)][1:]
+    stall, memcpy = (min(round_[i] for round_ in rounds) for i in range(2))
+    return {
+        "push_stall_over_memcpy": stall / memcpy,
+        "push_stall_s": stall,
+        "memcpy_s": memcpy,
+        "pushed_megabytes": size_bytes / 1e6,
+    }
+
+
+def _engine(directory: Path, *, max_running: int, on_update: OnUpdate = OnUpdate.RECOMPUTE) -> LocalEngine:
+    limits = Limits(max_model_len=SHAPE.context, max_running=max_running)
+    return LocalEngine(load_model(directory), limits, on_update=on_update)
+
+
+def _plain(directory: Path) -> Qwen2ForCausalLM:
+    """The model with transformers' own attention."""
+    model: Qwen2ForCausalLM = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
+    return model
+
+
+def _prompt(index: int) -> list[int]:
+    generator = random.Random(seed_for("bench", "engine", index))
+    return [generator.randrange(6, 100) for _ in range(PROMPT_TOKENS)]
+
+
+def _lengths(answers: int) -> list[int]:
+    """Lognormal with sigma 1 and a mean of `MEAN_TOKENS` before they are cut."""
+    generator = random.Random(seed_for("bench", "engine", "lengths"))
+    mean = MEAN_TOKENS / exp(0.5)
+    return [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, 1))))) for _ in range(answers)]
+
+
+def _finish(engine: LocalEngine, requests: Sequence[Request]) -> None:
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s

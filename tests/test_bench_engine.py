@@ -1,0 +1,34 @@
+"""The engine's benchmark: its limit draws the right tokens, and a shortened run gives every figure."""
+
+import torch
+
+from shoal.bench import run_bench
+from shoal.bench.engine import SHAPES
+from shoal.bench.limit import StaticLoop
+from shoal.small_model import untrained
+
+
+def test_the_loop_written_by_hand_draws_what_the_model_draws() -> None:
+    model = untrained(SHAPES["5M"], seed=1).eval()
+    prompt_BL = torch.randint(6, 100, (3, 7), generator=torch.Generator().manual_seed(0))
+    known_BL = prompt_BL
+    with torch.inference_mode():
+        for _ in range(12):
+            known_BL = torch.cat([known_BL, model(known_BL).logits[:, -1:].argmax(-1)], 1)
+    assert StaticLoop(model).tokens(prompt_BL, 12).tolist() == known_BL[:, 7:].tolist()
+
+
+def test_a_shortened_run_gives_every_figure() -> None:
+    report = run_bench("engine", quick=True)
+    shares = report["share_of_limit"]
+    assert isinstance(shares, dict)
+    assert shares.keys() == {"5M/8", "50M/8"}
+    for figure in (
+        *shares.values(),
+        *(report[name] for name in ("over_generate", "interrupt_over_drain", "push_stall_over_memcpy")),
+    ):
+        assert isinstance(figure, float)
+        assert 0 < figure < 100
+    pushes = report["pushes_served"]
+    assert isinstance(pushes, dict)
+    assert pushes["recompute"] >= pushes["drain"] >= 1
