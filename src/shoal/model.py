@@ -188,6 +188,7 @@ class PackedRows:
         lengths = [len(path.nodes) for path in tree.paths]
         if sum(lengths) == len(tree.tokens) and min(lengths) == max(lengths):
             self._buckets.append((lengths[0], None))
+            self.positions = len(tree.tokens)
             return
         inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
         base = 0
@@ -203,6 +204,8 @@ class PackedRows:
             base += len(index)
             self._buckets.append((padded, torch.tensor(index).to(device)))
         self._inverse_T = inverse_T.to(device)
+        self.positions = base
+        """How many attention computes, with pads and each path's shared beginning."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
