@@ -14,6 +14,7 @@ from shoal.swarm.envelope import MAX_PAYLOAD_BYTES
 from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
 
 MAX_ROLLOUTS = 64
+MAX_WANTED = 64
 MAX_NAME_CHARACTERS = 200
 
 
@@ -64,14 +65,34 @@ class Offer:
             raise ValueError(f"made_s: expected a Unix time, got {self.made_s}")
 
 
-def encode(offer: Offer) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a node is bad at, so that others may share what would help it."""
+
+    needs: tuple[tuple[str, float], ...]
+    """Task services, and how much of the reward is missing there: 0..1."""
+
+    def __post_init__(self) -> None:
+        if len(self.needs) > MAX_WANTED:
+            raise ValueError(f"needs: expected at most {MAX_WANTED}, got {len(self.needs)}")
+        for name, need in self.needs:
+            if len(name) > MAX_NAME_CHARACTERS or not 0 <= need <= 1:
+                raise ValueError(f"needs: expected names and numbers in 0..1, got {name[:80]!r} and {need}")
+
+
+def encode(content: Offer | Want) -> bytes:
     """The payload of an envelope."""
-    return wire.encode(offer)
+    return wire.encode(content)
 
 
 def decode(payload: bytes) -> Offer:
     """The offer in a payload. Raises `WireError` for anything else."""
     return wire.decode(payload, Offer, MAX_PAYLOAD_BYTES)
+
+
+def decode_want(payload: bytes) -> Want:
+    """The want in a payload. Raises `WireError` for anything else."""
+    return wire.decode(payload, Want, MAX_PAYLOAD_BYTES)
 
 
 def is_portable(rollout: Rollout, prompt_messages: int) -> bool:

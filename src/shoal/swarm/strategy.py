@@ -1,0 +1,262 @@
+"""What a node shares of its own groups, and what it takes of others'. Pure; randomness comes in as an argument.
+
+SAPO (arXiv 2509.08721) shares all and takes uniformly of the groups that have something to learn from; these are the
+defaults. Both sides can be chosen by name, and own code by `module:function`, with the signatures `Sharer` and `Taker`.
+
+    share   all           every group
+            informative   those whose rewards differ
+            budget:N      of these, as many as fit into N bytes per second on average
+            demand        of these, the tasks that somebody wants
+    take    informative   uniformly of those whose rewards differ
+            usable        uniformly of those whose rewards differ enough to be told from noise
+            rewarding     of the informative, the highest mean reward first
+            diverse       of the informative, one task after the other, each time of the author that gave least
+            trusted       of the informative, by trust, age, use and author
+"""
+
+import importlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any, TypeAlias
+
+from shoal.errors import ConfigError
+from shoal.swarm.trust import Bucket
+
+NEWCOMER_SHARE = 0.15
+"""Of the groups taken, at most, in the long run."""
+USABLE_SPREAD = 0.2
+"""Smallest difference between best and worst reward that says something."""
+USABLE_STD = 0.25
+"""Smallest standard deviation: the advantage divides by it and would blow smaller ones up."""
+HALF_LIFE_S = 300.0
+"""Of how much an offer is worth, for `trusted`."""
+WANTED = 0.25
+"""Smallest need that `demand` answers."""
+BUDGET_BURST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A group of this node that may be shared."""
+
+    service: str
+    rewards: tuple[float, ...]
+    size_bytes: int
+    """Of its offer, before compression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A verified offer that may be taken, with this node's own rewards."""
+
+    peer_id: str
+    service: str
+    rewards: tuple[float, ...]
+    age_s: float
+    uses: int
+    """How often it was taken before."""
+    author_uses: int
+    """How many groups of its author were taken before."""
+    trust: float  # 0..1
+    newcomer: bool
+
+
+Sharer: TypeAlias = Callable[[Own, Mapping[str, float], float], bool]
+"""(group, the largest need that somebody has of each service, time in s) -> whether to share it."""
+Taker: TypeAlias = Callable[[Sequence[Candidate], int, random.Random], Sequence[int]]
+"""(candidates, how many at most, randomness) -> indices of those taken."""
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether a group has any advantage but 0.
+
+    >>> differ([0.0, 1.0]), differ([1.0, 1.0]), differ([1.0])
+    (True, False, False)
+    """
+    return len(rewards) >= 2 and min(rewards) != max(rewards)
+
+
+def all_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+    """Shares every group, as SAPO does."""
+    return True
+
+
+def informative_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+    """Shares groups whose rewards differ."""
+    return differ(own.rewards)
+
+
+def demanded_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+    """Shares informative groups of tasks that somebody lacks reward in."""
+    return differ(own.rewards) and needs.get(own.service, 0.0) >= WANTED
+
+
+class Budget:
+    """Shares informative groups while they fit into an average of bytes per second."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bucket = Bucket(bytes_per_s, bytes_per_s * BUDGET_BURST_S)
+
+    def __call__(self, own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+        """Whether the group is informative and fits."""
+        return differ(own.rewards) and self._bucket.take(now_s, own.size_bytes)
+
+
+def informative(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """SAPO's: drops what has no advantage, then uniform."""
+    found = _where(candidates, differ)
+    return rng.sample(found, min(n, len(found)))
+
+
+def usable(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """Uniform among those whose rewards spread by `USABLE_SPREAD` with a deviation of `USABLE_STD` at least."""
+
+    def spreads(rewards: Sequence[float]) -> bool:
+        return differ(rewards) and max(rewards) - min(rewards) >= USABLE_SPREAD and pstdev(rewards) >= USABLE_STD
+
+    found = _where(candidates, spreads)
+    return rng.sample(found, min(n, len(found)))
+
+
+def rewarding(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """The highest mean reward first; equal ones in random order."""
+    found = _where(candidates, differ)
+    rng.shuffle(found)
+    return sorted(found, key=lambda i: fmean(candidates[i].rewards), reverse=True)[:n]
+
+
+def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """Round after round one of each task, of the author that gave least so far."""
+    found = _where(candidates, differ)
+    rng.shuffle(found)
+    tasks, authors = Counter[str](), Counter[str]()
+    taken: list[int] = []
+    while found and len(taken) < n:
+        best = min(
+            found,
+            key=lambda i: (
+                tasks[candidates[i].service],
+                candidates[i].author_uses + authors[candidates[i].peer_id],
+            ),
+        )
+        found.remove(best)
+        taken.append(best)
+        tasks[candidates[best].service] += 1
+        authors[candidates[best].peer_id] += 1
+    return taken
+
+
+def trusted(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """Without replacement, with a probability proportional to
+    trust * (1 - p^L - (1-p)^L) * 2^(-age / half-life) / ((1 + uses) (1 + groups taken of the author)).
+
+    p is the mean reward (clamped to 0..1) and L the size: the middle factor is the chance that a group of this size
+    would be informative.
+    """
+
+    def weight(one: Candidate) -> float:
+        size = len(one.rewards)
+        p = min(max(fmean(one.rewards), 0.0), 1.0)
+        chance = max(1 - p**size - (1 - p) ** size, 1e-3)
+        return one.trust * chance * 2 ** (-one.age_s / HALF_LIFE_S) / ((1 + one.uses) * (1 + one.author_uses))
+
+    # The largest of u^(1/w) are a sample without replacement (Efraimidis and Spirakis 2006).
+    keys = {i: math.log(1 - rng.random()) / max(weight(candidates[i]), 1e-300) for i in _where(candidates, differ)}
+    return sorted(keys, key=keys.__getitem__, reverse=True)[:n]
+
+
+class NewcomerShare:
+    """Keeps what is taken of newcomers below their share, however many there are.
+
+    Each group that is wanted adds `NEWCOMER_SHARE` to a credit that holds at most one group more than a step's share,
+    so that silence saves nothing up for a flood later.
+    """
+
+    def __init__(self, share: float = NEWCOMER_SHARE) -> None:
+        self._share = share
+        self._credit = 1.0
+
+    def within(self, candidates: Sequence[Candidate], chosen: Sequence[int], wanted: int) -> list[int]:
+        """Of the chosen, in order, all of the established and as many of newcomers as their credit allows."""
+        self._credit = min(self._credit + self._share * wanted, 1.0 + self._share * wanted)
+        kept = []
+        for i in chosen:
+            if candidates[i].newcomer:
+                if self._credit < 1:
+                    continue
+                self._credit -= 1
+            kept.append(i)
+        return kept
+
+
+SHARERS: Mapping[str, Sharer] = {
+    "all": all_groups,
+    "informative": informative_groups,
+    "demand": demanded_groups,
+}
+TAKERS: Mapping[str, Taker] = {
+    "informative": informative,
+    "usable": usable,
+    "rewarding": rewarding,
+    "diverse": diverse,
+    "trusted": trusted,
+}
+
+
+def sharer_of(name: str) -> Sharer:
+    """The sharer of a name, `budget:N` or `module:function`. Raises `ConfigError`."""
+    if name in SHARERS:
+        return SHARERS[name]
+    kind, _, amount = name.partition(":")
+    if kind == "budget":
+        if not amount.isdecimal() or int(amount) < 1:
+            raise ConfigError(f"swarm.share: expected budget:N with N bytes per second, got {name!r}")
+        return Budget(int(amount))
+    found: Sharer = _own_code("swarm.share", name, [*SHARERS, "budget:N"])
+    return found
+
+
+def taker_of(name: str) -> Taker:
+    """The taker of a name or `module:function`. Raises `ConfigError`."""
+    if name in TAKERS:
+        return TAKERS[name]
+    found: Taker = _own_code("swarm.take", name, list(TAKERS))
+    return found
+
+
+def taken(
+    taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random, newcomers: NewcomerShare
+) -> list[int]:
+    """Up to `n` different candidates as the taker chooses them; what newcomers may not have goes to the established."""
+    kept = newcomers.within(candidates, _valid(taker(candidates, n, rng), n, len(candidates)), n)
+    rest = [i for i, candidate in enumerate(candidates) if not candidate.newcomer and i not in kept]
+    if len(kept) < n and rest:
+        more = taker([candidates[i] for i in rest], n - len(kept), rng)
+        kept += [rest[j] for j in _valid(more, n - len(kept), len(rest))]
+    return kept
+
+
+def _valid(chosen: Sequence[int], n: int, size: int) -> list[int]:
+    """Each at most once and no more than `n`: own code is held to it."""
+    return list(dict.fromkeys(i for i in chosen if 0 <= i < size))[:n]
+
+
+def _own_code(field: str, name: str, known: Sequence[str]) -> Any:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ConfigError(f"{field}: expected one of {', '.join(known)} or module:function, got {name!r}")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{field}: {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{field}: expected a function, {name!r} is {type(found).__name__}")
+    return found
+
+
+def _where(candidates: Sequence[Candidate], fits: Callable[[Sequence[float]], bool]) -> list[int]:
+    return [i for i, candidate in enumerate(candidates) if fits(candidate.rewards)]

@@ -1,0 +1,143 @@
+"""What is shared and what is taken."""
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.swarm.strategy import (
+    NEWCOMER_SHARE,
+    TAKERS,
+    Candidate,
+    NewcomerShare,
+    Own,
+    differ,
+    sharer_of,
+    taken,
+    taker_of,
+)
+
+MIXED, EQUAL = (0.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 1.0)
+
+
+def candidate(**changes: object) -> Candidate:
+    fields: dict[str, object] = {
+        **{"peer_id": "a", "service": "gcd", "rewards": MIXED, "age_s": 0.0, "uses": 0, "author_uses": 0},
+        **{"trust": 0.9, "newcomer": False, **changes},
+    }
+    return Candidate(**fields)
+
+
+def own(rewards: tuple[float, ...], service: str = "gcd", size_bytes: int = 100) -> Own:
+    return Own(service, rewards, size_bytes)
+
+
+def test_sharers_share_what_their_names_say() -> None:
+    assert sharer_of("all")(own(EQUAL), {}, 0.0)
+    assert not sharer_of("informative")(own(EQUAL), {}, 0.0)
+    assert sharer_of("informative")(own(MIXED), {}, 0.0)
+    demand = sharer_of("demand")
+    assert not demand(own(MIXED), {}, 0.0)
+    assert not demand(own(MIXED), {"gcd": 0.1}, 0.0)
+    assert demand(own(MIXED), {"gcd": 0.9}, 0.0)
+    assert not demand(own(EQUAL), {"gcd": 0.9}, 0.0)
+
+
+def test_a_budget_is_kept_on_average() -> None:
+    share = sharer_of("budget:50")
+    shared = sum(share(own(MIXED), {}, float(second)) for second in range(1000))
+    assert shared * 100 <= 50 * (1000 + 60)
+    assert shared * 100 >= 50 * 950
+
+
+groups = st.lists(
+    st.builds(
+        candidate,
+        peer_id=st.sampled_from("abc"),
+        service=st.sampled_from(["gcd", "lcm"]),
+        rewards=st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=8).map(tuple),
+        age_s=st.floats(0, 1e6),
+        uses=st.integers(0, 3),
+        author_uses=st.integers(0, 100),
+        trust=st.floats(0, 1),
+        newcomer=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(st.sampled_from(sorted(TAKERS)), groups, st.integers(0, 6), st.integers(0, 5))
+def test_every_taker_takes_different_informative_groups_and_no_more_than_asked(
+    name: str, candidates: list[Candidate], n: int, seed: int
+) -> None:
+    for chosen in (
+        list(TAKERS[name](candidates, n, random.Random(seed))),
+        taken(TAKERS[name], candidates, n, random.Random(seed), NewcomerShare()),
+    ):
+        assert len(set(chosen)) == len(chosen) <= n
+        assert all(differ(candidates[i].rewards) for i in chosen)
+    assert TAKERS[name](candidates, n, random.Random(seed)) == TAKERS[name](candidates, n, random.Random(seed))
+
+
+def test_the_default_is_uniform_over_what_has_an_advantage() -> None:
+    candidates = [candidate(rewards=EQUAL), *(candidate(peer_id=peer) for peer in "abcd")]
+    counts = Counter(i for seed in range(2000) for i in TAKERS["informative"](candidates, 2, random.Random(seed)))
+    assert counts[0] == 0
+    assert all(abs(counts[i] - 1000) < 120 for i in range(1, 5))
+
+
+def test_usable_leaves_out_differences_that_are_noise() -> None:
+    candidates = [candidate(rewards=(0.5, 0.51)), candidate(rewards=(0.0, *(1.0,) * 31)), candidate()]
+    assert TAKERS["usable"](candidates, 3, random.Random(0)) == [2]
+
+
+def test_rewarding_takes_the_best_and_diverse_spreads_over_tasks_and_authors() -> None:
+    best = candidate(rewards=(0.9, 1.0))
+    assert TAKERS["rewarding"]([candidate(), best, candidate()], 1, random.Random(0)) == [1]
+    candidates = [*(candidate() for _ in range(8)), candidate(service="lcm"), candidate(peer_id="b")]
+    assert set(TAKERS["diverse"](candidates, 3, random.Random(0))) >= {8, 9}
+
+
+def test_trusted_prefers_trust_freshness_and_what_was_used_less() -> None:
+    base = candidate(trust=0.5, age_s=300.0)
+    better = [candidate(trust=1.0, age_s=300.0), candidate(trust=0.5, age_s=0.0)]
+    worse = [candidate(trust=0.5, age_s=300.0, uses=1), candidate(trust=0.5, age_s=300.0, author_uses=1)]
+    for one, expected in [*((one, 2 / 3) for one in better), *((one, 1 / 3) for one in worse)]:
+        first = sum(TAKERS["trusted"]([one, base], 1, random.Random(seed)) == [0] for seed in range(3000))
+        assert first / 3000 == pytest.approx(expected, abs=0.03)
+
+
+def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:
+    crowd = [candidate(peer_id=f"sybil{i}", newcomer=True) for i in range(1000)]
+    candidates = [*crowd, *(candidate(peer_id="known") for _ in range(20))]
+    share, rng = NewcomerShare(), random.Random(0)
+    chosen = [i for _ in range(200) for i in taken(TAKERS["informative"], candidates, 4, rng, share)]
+    assert len(chosen) == 800  # the established fill what newcomers may not have
+    of_newcomers = sum(candidates[i].newcomer for i in chosen)
+    assert 0 < of_newcomers <= NEWCOMER_SHARE * 800 + 1
+
+
+def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_strategy.py").write_text(
+        "def greedy(candidates, n, rng):\n    return [0, 0, 99, -1, *range(len(candidates))]\nnothing = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    taker = taker_of("my_strategy:greedy")
+    assert taken(taker, [candidate()] * 5, 3, random.Random(0), NewcomerShare()) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="expected a function"):
+        taker_of("my_strategy:nothing")
+    sys.modules.pop("my_strategy")
+
+
+@pytest.mark.parametrize("name", ["infromative", "no_such_module:f", "math:no_such", ":", "budget:x", "budget:0"])
+def test_a_wrong_name_is_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"swarm\.share"):
+        sharer_of(name)
+    if not name.startswith("budget"):
+        with pytest.raises(ConfigError, match=r"swarm\.take"):
+            taker_of(name)
