@@ -69,7 +69,7 @@ def gradient(
     totals = Totals("cpu")
     whole = whole or size_of([row for part in parts for row in part])
     for part in parts:
-        ours.accumulate(ours.minibatch(part, whole), None, totals, version=version, fresh=True)
+        ours.accumulate(ours.minibatch(part, whole), totals, version=version, fresh=True)
     zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours.model.parameters()]
     result = torch.cat([g.flatten() for g in zeros])
     ours.model.zero_grad()

@@ -56,7 +56,7 @@ def gradient(trainer: Trainer, rows: Sequence[Sample]) -> tuple[list[Tensor], St
     """Of the loss of one update, with its statistics; leaves the trainer as it was."""
     totals = Totals("cpu")
     minibatch = trainer.minibatch(rows)
-    trainer.accumulate(minibatch, None, totals, fresh=True)
+    trainer.accumulate(minibatch, totals, fresh=True)
     result = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
     trainer.model.zero_grad()
     return result, totals.stats([], 1, minibatch.tokens, minibatch.skipped_tokens, 0.0)
@@ -256,7 +256,7 @@ def test_tied_weights_are_trained_and_published_once(tiny_model_dir: Path, tmp_p
 def test_a_failed_step_leaves_no_gradient_behind(tiny_model_dir: Path) -> None:
     ours, untouched = trainer(tiny_model_dir), trainer(tiny_model_dir)
     minibatch = ours.minibatch(groups(5)[0])
-    ours.accumulate(minibatch, None, Totals("cpu"), fresh=True)
+    ours.accumulate(minibatch, Totals("cpu"), fresh=True)
     assert ours.step(groups(0)).grad_norm == untouched.step(groups(0)).grad_norm
 
 

@@ -185,6 +185,14 @@ class KLConfig(Section):
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
 
 
+class CriticConfig(Section):
+    """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
+
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
+    value_clip: float = Field(0.2, gt=0, description="How far a step may move a value before its gradient is cut.")
+    coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
+
+
 class TrainConfig(Section):
     """The optimizer's side."""
 
@@ -198,9 +206,10 @@ class TrainConfig(Section):
     )
     kl: KLConfig = Field(KLConfig())
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch"] = Field(
-        "grpo", description="Baseline and scale, within a group or over the batch."
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] = Field(
+        "grpo", description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic."
     )
+    critic: CriticConfig = Field(CriticConfig())
     short_groups: Literal["pad", "keep"] = Field(
         "pad", description="Whether failed rollouts are made up for by repeating finished ones (GLM-5)."
     )
@@ -281,6 +290,11 @@ class Config(Section):
             raise ValueError(
                 f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "
                 f"got {self.train.overlong_tokens}"
+            )
+        if self.train.advantage == "gae" and self.asynchrony.late == "mask_tokens":
+            raise ValueError(
+                "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "
+                "a critic learns from every token of a row"
             )
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:

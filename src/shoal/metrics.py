@@ -48,6 +48,8 @@ STEP_NAMES: Mapping[str, str] = {
     "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
     "mismatch_fresh": "The same over tokens drawn by the weights being trained, where it is the engine's and the "
     "trainer's arithmetic that differs; missing without such tokens.",
+    "value_loss": "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic.",
+    "explained_variance": "Share of the returns' variance that the critic's values explain; missing without a critic.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
     "length_mean": "Mean answer length, in tokens.",
     "waiting": "Finished groups that no step has consumed yet.",

@@ -7,14 +7,15 @@ by transformers, because none is registered for that name.
 Tokens are always laid end to end in one row of the batch: `input_ids` is [1, T].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -269,54 +270,102 @@ def packed_logprobs(
     (nats, of the distributions the tokens were drawn from) are None unless asked for; they carry a gradient only with
     `entropy_gradient`, for which more of the size of the logits is kept.
     """
+    wanted_N = at
+    if at is None:
+        # The first token of each row is predicted by nothing.
+        firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
+        wanted_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long)
+        wanted_N = wanted_N.to(tokens_T.device)
+    assert wanted_N is not None
+    outputs = packed_outputs(
+        model,
+        tokens_T,
+        lengths,
+        at=wanted_N,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_gradient=entropy_gradient,
+    )
+    if at is not None:
+        return outputs.logp_N, outputs.entropy_N
+    zeros_T = torch.zeros(tokens_T.shape[0], device=tokens_T.device)
+    entropy_N = outputs.entropy_N
+    return (
+        zeros_T.index_put((wanted_N,), outputs.logp_N),
+        None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the model says of N tokens, float32."""
+
+    logp_N: Tensor
+    """Logprobs, nats."""
+    entropy_N: Tensor | None
+    """Nats, of the distributions the tokens were drawn from; None unless asked for."""
+    value_N: Tensor | None
+    """What the value head gives for the text before each token; None without one."""
+
+
+def packed_outputs(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    *,
+    at: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    value_head: nn.Module | None = None,
+) -> TokenOutputs:
+    """`packed_logprobs` of the tokens at the positions `at` [N], and their values if there is a `value_head`.
+
+    A value head maps hidden states [U, D], as the language-model head sees them, to [U, 1].
+    """
     device = tokens_T.device
-    entropy = (with_entropy, entropy_gradient)
+    if not len(at):
+        nothing = torch.zeros(0, device=device)
+        return TokenOutputs(nothing, nothing if with_entropy else None, None if value_head is None else nothing)
     tokens: list[int] = tokens_T.tolist()
     ends = list(accumulate(lengths))
     tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
     node_T = torch.tensor(tree.node_of, device=device)
-    if at is None:
-        # The first of each row follows a last one, or nothing.
-        wanted_N = (node_T.roll(1)[1:] >= 0).nonzero()[:, 0] + 1
-        logp_N, entropy_N = _logprobs_at(model, tree, tokens_T, node_T, wanted_N, temperature, entropy)
-        zeros_T = torch.zeros(tokens_T.shape[0], device=device)
-        logp_T = zeros_T.index_put((wanted_N,), logp_N)
-        return logp_T, None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N)
-    return _logprobs_at(model, tree, tokens_T, node_T, at, temperature, entropy)
-
-
-def _logprobs_at(
-    model: PreTrainedModel,
-    tree: PrefixTree,
-    tokens_T: Tensor,
-    node_T: Tensor,
-    at_N: Tensor,
-    temperature: float,
-    entropy: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None]:
-    """Logprobs and entropies at the positions `at_N` of `tokens_T`; `entropy`: wanted, and with a gradient."""
-    device = tokens_T.device
-    if not len(at_N):
-        nothing = torch.zeros(0, device=device)
-        return nothing, nothing if entropy[0] else None
     # Several tokens may be predicted from one node: the first tokens of all answers to a prompt are.
-    heads_U, head_N = torch.unique(node_T[at_N - 1], return_inverse=True)
-    logits_UV = model(
-        input_ids=torch.tensor(tree.tokens, device=device)[None],
-        position_ids=torch.tensor(tree.positions, device=device)[None],
-        use_cache=False,
-        logits_to_keep=heads_U,
-        layout=PackedRows(tree, device),
-    ).logits[0]
+    heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
+    with _hidden_states(model) as hidden:
+        logits_UV = model(
+            input_ids=torch.tensor(tree.tokens, device=device)[None],
+            position_ids=torch.tensor(tree.positions, device=device)[None],
+            use_cache=False,
+            logits_to_keep=heads_U,
+            layout=PackedRows(tree, device),
+        ).logits[0]
     logits_UV = logits_UV.float()
     if temperature != 1.0:
         logits_UV = logits_UV / temperature
     lse_U = logits_UV.logsumexp(-1)
-    logp_N = logits_UV[head_N, tokens_T[at_N]] - lse_U[head_N]
-    if not entropy[0]:
-        return logp_N, None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy[1]):
-        return logp_N, _entropy(logits_UV, lse_U)[head_N]
+    logp_N = logits_UV[head_N, tokens_T[at]] - lse_U[head_N]
+    value_N = None if value_head is None else value_head(hidden[0].float()).float()[head_N, 0]
+    if not with_entropy:
+        return TokenOutputs(logp_N, None, value_N)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        return TokenOutputs(logp_N, _entropy(logits_UV, lse_U)[head_N], value_N)
+
+
+@contextmanager
+def _hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collects what the language-model head sees [U, D] in the forwards inside."""
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        seen.append(arguments[0][0])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def _entropy(logits_NV: Tensor, lse_N: Tensor) -> Tensor:

@@ -127,7 +127,8 @@ def useful_share(model: PreTrainedModel, batches: Sequence[Sequence[Sample]]) ->
     hook = model.get_input_embeddings().register_forward_hook(count)
     packed_gradient(model, batches)
     hook.remove()
-    return sum(len(row.tokens) - 1 for rows in batches for row in rows) / computed
+    # Prompts that begin with the same token by chance compute it once.
+    return min(1.0, sum(len(row.tokens) - 1 for rows in batches for row in rows) / computed)
 
 
 def attention_useful_share(batches: Sequence[Sequence[Sample]]) -> float:

@@ -36,7 +36,7 @@ from shoal.weights import FILE, PublishedVersion, WeightStore
 POLL_S = 0.5
 STATS_FIELDS = (
     *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
-    *("clipped_share", "masked_share", "ess", "kl", "mismatch", "mismatch_fresh"),
+    *("clipped_share", "masked_share", "ess", "kl", "mismatch", "mismatch_fresh", "value_loss", "explained_variance"),
 )
 RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 

@@ -12,7 +12,7 @@ from shoal.config import TrainConfig
 from shoal.types import Group, Rollout, Sample, Turn
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
-BatchKind: TypeAlias = Literal["batch", "group_batch"]
+BatchKind: TypeAlias = Literal["batch", "group_batch", "gae"]
 
 STD_EPS = 1e-6
 
@@ -52,6 +52,7 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind)
 
     batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
     group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
+    gae          r_i as it is: the critic makes advantages of it (`critic.py`)
     others       within each group: see `advantages`
 
     Groups may differ in size. Mean and std are over rollouts, not over tokens.
@@ -70,6 +71,8 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind)
                 return centred
             std = math.sqrt(math.fsum(value * value for value in flat) / (len(flat) - 1))
             return [[value / (std + STD_EPS) for value in group] for group in centred]
+        case "gae":
+            return [list(group) for group in rewards]
         case _:
             return [advantages(group, kind) for group in rewards]
 

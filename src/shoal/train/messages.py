@@ -53,6 +53,10 @@ class StepStats:
     nothing else. None without such tokens, or when the version is not known."""
     kl: float
     """Mean estimate of the distance to the reference model in nats; 0 without one."""
+    value_loss: float
+    """Of the critic, mean over the tokens; 0 without one."""
+    explained_variance: float | None
+    """Of the returns by the critic's values before the step; None without a critic."""
     tokens: int
     """Trained tokens of the batch: the sum of the denominators."""
     skipped_tokens: int

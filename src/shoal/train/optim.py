@@ -53,14 +53,15 @@ class Optimizer:
     the moments it determines every later update.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, also: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`also` are parameters beside those of the model, by names that it has not."""
         if config.optimizer == "adam" and config.weight_decay:
             raise ConfigError(
                 f"train.weight_decay: expected 0 with train.optimizer = 'adam', got {config.weight_decay}; use 'adamw'"
             )
         self._config = config
         # parameters() names tied weights once.
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(also or {})
         matrices = [p for p in self._named.values() if p.ndim >= 2]
         vectors = [p for p in self._named.values() if p.ndim < 2]
         # Norms and biases are not decayed: pulling a norm's scale to zero is no regularisation.

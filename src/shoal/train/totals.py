@@ -21,6 +21,8 @@ class Totals:
         self._bins = torch.zeros(len(RATIO_BOUNDS) + 1, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
         self._computed_tokens = 0
+        self._value_loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.explained_variance: float | None = None
 
     def add(
         self,
@@ -61,6 +63,10 @@ class Totals:
             self._largest = torch.maximum(self._largest, ratio_N.max())
             self._computed_tokens += tokens
 
+    def add_value_loss(self, value_loss_N: Tensor) -> None:
+        """The critic's part of a micro-batch."""
+        self._value_loss += value_loss_N.sum(dtype=torch.float64)
+
     def stats(
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
@@ -85,6 +91,8 @@ class Totals:
             mismatch=gap / (gaps or math.inf),
             mismatch_fresh=fresh / freshes if freshes else None,
             kl=kl / trained,
+            value_loss=float(self._value_loss) / trained,
+            explained_variance=self.explained_variance,
             tokens=tokens,
             skipped_tokens=skipped_tokens,
             computed_tokens=self._computed_tokens,

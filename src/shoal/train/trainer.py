@@ -8,18 +8,19 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
-from shoal.model import DTYPES, load_model, packed_logprobs, resolve_device
+from shoal.model import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
+from shoal.train import critic
 from shoal.train.loss import Streams, log_linear_prox, token_loss
 from shoal.train.messages import StepStats
 from shoal.train.optim import Optimizer, Update
@@ -31,6 +32,7 @@ from shoal.types import Sample
 
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+VALUE_HEAD = "value_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ class MicroBatch:
     """Which of the rows, from 0."""
     weight_N: Tensor
     """What each token's loss is multiplied with: see `reduction.py`."""
+    prox_N: Tensor | None = None
+    """Logprobs before the first update of the step, where they were computed; the others are for the critic."""
+    value_N: Tensor | None = None
+    """Values before the first update of the step."""
+    return_N: Tensor | None = None
+    """What the values should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +101,18 @@ class Trainer:
         if loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
         self._budget_tokens = max_tokens or 0
-        # With a regulariser rows without advantage have a gradient too.
-        self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0
+        # With a regulariser or a critic rows without advantage have a gradient too.
+        self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0 or train.advantage == "gae"
         self._skip_uninformative = skip_uninformative and not self._regularised
+        self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = load_model(path, device=self.device) if train.kl.coefficient > 0 else None
-        self._optimizer = Optimizer(self.model, train)
+        self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
 
     @property
     def parameters(self) -> int:
         """How many numbers are trained, tied ones once."""
-        return sum(p.numel() for p in self.model.parameters())
+        critic_parameters = self._value_head_parameters().values()
+        return sum(p.numel() for p in (*self.model.parameters(), *critic_parameters))
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
@@ -115,14 +125,17 @@ class Trainer:
         self.model.zero_grad()  # a step that failed half-way may have left a part of its gradient
         slices = even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
-        # The training forward of the first update is itself the proximal one.
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
-        prox = [self._proximal(m) if wants_prox and k else None for k, m in enumerate(minibatches)]
         totals = Totals(self.device)
+        if self._value_head is not None:
+            minibatches = self._judged(minibatches, totals)
+        elif wants_prox:
+            # The training forward of the first update is itself the proximal one.
+            minibatches = [self._with_prox(m) if k else m for k, m in enumerate(minibatches)]
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
-            self.accumulate(minibatch, prox[k], totals, version=version, fresh=k == 0 or wants_prox)
+            self.accumulate(minibatch, totals, version=version, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay as they are.
             if any(self._regularised or bool(batch.advantage_N.any()) for batch in minibatch.batches):
                 updates.append(self._optimizer.update())
@@ -166,19 +179,35 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Writes float32 weights, moments and counters into an existing directory."""
-        _write(directory / WEIGHTS_FILE, self.tensors())
+        _write(directory / WEIGHTS_FILE, self._trained())
         _write(directory / OPTIMIZER_FILE, self._optimizer.state())
 
     def load(self, directory: Path) -> None:
         """Goes on from what `save` wrote. Raises `TrainerError` when it is missing or of another model."""
         weights, state = _read(directory / WEIGHTS_FILE), _read(directory / OPTIMIZER_FILE)
-        own = self.tensors()
+        own = self._trained()
         if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
             raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
         self._optimizer.load_state(state)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The weights and the value head."""
+        return {**self.tensors(), **{name: p.detach() for name, p in self._value_head_parameters().items()}}
+
+    def _new_value_head(self) -> nn.Linear:
+        """Gives 0 for everything, so that the first advantages are the rewards."""
+        head = nn.Linear(self.model.get_output_embeddings().weight.shape[1], 1).to(self.device)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def _value_head_parameters(self) -> dict[str, nn.Parameter]:
+        if self._value_head is None:
+            return {}
+        return {f"{VALUE_HEAD}.{name}": p for name, p in self._value_head.named_parameters()}
 
     def _check(self, groups: Sequence[Sequence[Sample]]) -> None:
         """Refuses what the model would answer with an index error or with nonsense."""
@@ -227,29 +256,64 @@ class Trainer:
             weight_N=self._float([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
         )
 
-    def _logp(
-        self, batch: MicroBatch, *, with_entropy: bool, model: PreTrainedModel | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _outputs(
+        self, batch: MicroBatch, *, with_entropy: bool = False, model: PreTrainedModel | None = None
+    ) -> TokenOutputs:
         with self._precision():
-            return packed_logprobs(
+            return packed_outputs(
                 model or self.model,
                 batch.tokens_T,
                 batch.lengths,
+                at=batch.at_N,
                 temperature=self._temperature,
                 with_entropy=with_entropy,
                 entropy_gradient=self._config.entropy_bonus > 0,
-                at=batch.at_N,
+                value_head=self._value_head if model is None else None,
             )
 
-    def _proximal(self, minibatch: Minibatch) -> list[Tensor]:
-        """Logprobs under the present weights, one stream per micro-batch."""
+    def _with_prox(self, minibatch: Minibatch) -> Minibatch:
+        """With the logprobs under the present weights."""
         with torch.no_grad():
-            return [self._logp(batch, with_entropy=False)[0] for batch in minibatch.batches]
+            batches = tuple(replace(batch, prox_N=self._outputs(batch).logp_N) for batch in minibatch.batches)
+        return replace(minibatch, batches=batches)
+
+    def _judged(self, minibatches: Sequence[Minibatch], totals: Totals) -> list[Minibatch]:
+        """With logprobs and values under the present weights, and advantages by GAE instead of the rewards.
+
+        The advantages of the whole step are whitened together.
+        """
+        judged = [
+            replace(minibatch, batches=tuple(self._judged_batch(batch) for batch in minibatch.batches))
+            for minibatch in minibatches
+        ]
+        batches = [batch for minibatch in judged for batch in minibatch.batches]
+        values = [batch.value_N for batch in batches if batch.value_N is not None]
+        returns = [batch.return_N for batch in batches if batch.return_N is not None]
+        totals.explained_variance = critic.explained_variance(values, returns)
+        white = iter(critic.whitened([batch.advantage_N for batch in batches]))
+        return [
+            replace(minibatch, batches=tuple(replace(batch, advantage_N=next(white)) for batch in minibatch.batches))
+            for minibatch in judged
+        ]
+
+    @torch.no_grad()
+    def _judged_batch(self, batch: MicroBatch) -> MicroBatch:
+        """One micro-batch of rows whose `advantage_N` is their reward."""
+        outputs = self._outputs(batch)
+        assert outputs.value_N is not None
+        reward_N = critic.at_row_ends(batch.advantage_N, batch.row_N)
+        if self._reference is not None and self._config.kl.where == "reward":
+            reward_N = reward_N - self._config.kl.coefficient * self._kl(batch, batch.behav_N)
+        advantage_N, return_N = critic.gae(
+            reward_N, outputs.value_N, batch.row_N, len(batch.lengths), self._config.critic.gae_lambda
+        )
+        return replace(
+            batch, prox_N=outputs.logp_N, value_N=outputs.value_N, advantage_N=advantage_N, return_N=return_N
+        )
 
     def accumulate(
         self,
         minibatch: Minibatch,
-        prox: list[Tensor] | None,
         totals: Totals,
         *,
         version: int | None = None,
@@ -257,19 +321,28 @@ class Trainer:
     ) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
         config = self._config
-        for i, batch in enumerate(minibatch.batches):
-            logp_N, entropy_N = self._logp(batch, with_entropy=True)
+        for batch in minibatch.batches:
+            outputs = self._outputs(batch, with_entropy=True)
+            logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
             assert entropy_N is not None
-            before_N = prox[i] if prox is not None else logp_N.detach()
+            before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
             prox_N, all_N = before_N, torch.ones_like(logp_N, dtype=torch.bool)
             if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
                 if version is None:
                     raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
                 prox_N = log_linear_prox(logp_N, batch.behav_N, batch.version_N, version)
-            penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N, all_N)
+            penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
             streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, all_N, batch.row_N, rows=len(batch.lengths))
             terms = token_loss(streams, config.loss)
             loss_N = terms.loss_T + penalty_N - config.entropy_bonus * entropy_N
+            if outputs.value_N is not None:
+                assert batch.value_N is not None
+                assert batch.return_N is not None
+                value_loss_N = critic.value_loss(
+                    outputs.value_N, batch.value_N, batch.return_N, config.critic.value_clip
+                )
+                loss_N = loss_N + config.critic.coefficient * value_loss_N
+                totals.add_value_loss(value_loss_N.detach())
             loss = (loss_N * batch.weight_N).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
@@ -277,18 +350,24 @@ class Trainer:
             drawn_now_N = batch.version_N == (-1 if version is None else version)
             totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, drawn_now_N, kl_N, sum(batch.lengths))
 
-    def _against_reference(self, batch: MicroBatch, logp_N: Tensor, all_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the distance to the reference adds to the loss, the advantages less it, and the distance in nats."""
         config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
         if self._reference is None:
             return zero_N, batch.advantage_N, zero_N
-        with torch.no_grad():
-            ref_N, _ = self._logp(batch, with_entropy=False, model=self._reference)
         if config.where == "loss":
-            kl_N = kl(logp_N, ref_N, all_N, config.estimator)
+            kl_N = self._kl(batch, logp_N)
             return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
-        kl_N = kl(batch.behav_N, ref_N, all_N, config.estimator)
+        kl_N = self._kl(batch, batch.behav_N)
+        if self._value_head is not None:  # it came off the rewards that the advantages were made of
+            return zero_N, batch.advantage_N, kl_N
         return zero_N, batch.advantage_N - config.coefficient * to_go(kl_N, batch.row_N, len(batch.lengths)), kl_N
+
+    def _kl(self, batch: MicroBatch, logp_N: Tensor) -> Tensor:
+        """The estimated distance to the reference, in nats."""
+        with torch.no_grad():
+            ref_N = self._outputs(batch, model=self._reference).logp_N
+        return kl(logp_N, ref_N, torch.ones_like(ref_N, dtype=torch.bool), self._config.kl.estimator)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._dtype is torch.float32:

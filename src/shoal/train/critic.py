@@ -1,0 +1,91 @@
+"""A critic: what the answer so far is worth, and advantages by generalised advantage estimation. Pure.
+
+Streams are [T] of one float type over the trained tokens, in order; `row_T` (int64, not decreasing) says which row a
+token is of. The value of a token is that of the text before it, as the critic sees it before the token is drawn.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WHITEN_EPS = 1e-8
+
+
+def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Advantages, and the returns that the values should have been; neither carries a gradient.
+
+        delta_t = r_t + V_{t+1} - V_t   (V = 0 after a row's last token)
+        A_t = delta_t + lambda A_{t+1},   R_t = A_t + V_t
+
+    Nothing is discounted: an answer is worth the same whatever its length. With lambda = 1 R_t is the sum of the
+    rewards to come. Takes and gives [T]. Source: arXiv 1506.02438 Eq. 16 with gamma = 1; PPO (arXiv 1707.06347 Eq. 11).
+
+    >>> reward, value = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.5, 0.25, 4.0])
+    >>> [stream.tolist() for stream in gae(reward, value, torch.tensor([0, 0, 1]), 2, 0.5)]
+    [[0.125, 0.75, 1.0], [0.625, 1.0, 5.0]]
+    """
+    counts_R = torch.bincount(row_T, minlength=rows)
+    first_R = counts_R.cumsum(0) - counts_R
+    column_T = torch.arange(len(row_T), device=row_T.device) - first_R[row_T]
+    longest = int(counts_R.max()) if len(row_T) else 0
+    # One column more: after a row's end reward, value and advantage are 0.
+    reward_RL, value_RL, advantage_RL = reward_T.new_zeros(3, rows, longest + 1)
+    reward_RL[row_T, column_T] = reward_T.detach()
+    value_RL[row_T, column_T] = value_T.detach()
+    for t in range(longest - 1, -1, -1):
+        delta_R = reward_RL[:, t] + value_RL[:, t + 1] - value_RL[:, t]
+        advantage_RL[:, t] = delta_R + gae_lambda * advantage_RL[:, t + 1]
+    advantage_T = advantage_RL[row_T, column_T]
+    return advantage_T, advantage_T + value_T.detach()
+
+
+def at_row_ends(x_T: Tensor, row_T: Tensor) -> Tensor:
+    """x at the last token of each row, 0 elsewhere: a reward is given when the row ends.
+
+    >>> at_row_ends(torch.tensor([1.0, 1.0, 3.0]), torch.tensor([0, 0, 1])).tolist()
+    [0.0, 1.0, 3.0]
+    """
+    last_T = torch.ones_like(row_T, dtype=torch.bool)
+    last_T[:-1] = row_T[:-1] != row_T[1:]
+    return torch.where(last_T, x_T, 0.0)
+
+
+def value_loss(value_T: Tensor, before_T: Tensor, return_T: Tensor, clip: float) -> Tensor:
+    """max((V - R)^2, (V_clipped - R)^2) / 2, with V_clipped at most `clip` away from the value before the step.
+
+    Takes and gives [T]. Source: the value clipping of PPO's reference implementation (arXiv 2005.12729 §3).
+
+    >>> value_loss(torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.25).tolist()
+    [0.28125]
+    """
+    clipped_T = before_T + (value_T - before_T).clamp(-clip, clip)
+    return torch.maximum((value_T - return_T).square(), (clipped_T - return_T).square()) / 2
+
+
+def whitened(streams: Sequence[Tensor]) -> list[Tensor]:
+    """(x - mean) / (std + 1e-8) over all tokens of all streams.
+
+    >>> [stream.tolist() for stream in whitened([torch.tensor([1.0]), torch.tensor([3.0])])]
+    [[-1.0], [1.0]]
+    """
+    whole = torch.cat([stream.double() for stream in streams]) if streams else torch.zeros(0)
+    if not len(whole):
+        return list(streams)
+    mean, deviation = whole.mean(), whole.std(correction=0)
+    return [((stream.double() - mean) / (deviation + WHITEN_EPS)).to(stream.dtype) for stream in streams]
+
+
+def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:
+    """1 - Var(R - V) / Var(R): 1 for a critic that knows the returns, 0 for one that knows their mean.
+
+    None when all returns are equal.
+
+    >>> explained_variance([torch.tensor([0.0, 1.0])], [torch.tensor([0.0, 2.0])])
+    0.75
+    """
+    if not returns:
+        return None
+    value_T, return_T = torch.cat(list(values)).double(), torch.cat(list(returns)).double()
+    spread = float(return_T.var(correction=0)) if len(return_T) else 0.0
+    return 1 - float((return_T - value_T).var(correction=0)) / spread if spread else None
