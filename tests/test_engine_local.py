@@ -199,7 +199,7 @@ def test_token_i_of_completion_j_is_decided_by_number_i_of_the_stream_of_seed_an
         for i in range(15):
             with torch.inference_mode():
                 logits_1V = model(torch.tensor([known])).logits[0, -1:]
-            token_1, _ = drawn(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
+            token_1, *_ = drawn(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
             known.append(int(token_1))
         assert tokens[index] == known[6:]
 

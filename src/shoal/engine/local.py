@@ -298,7 +298,7 @@ class LocalEngine:
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
-        self._token_B, logp_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        self._token_B, logp_B, _ = drawn(logits_BV, batch.sampling, self._uniforms(batch))
         self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
 
     def _next_batch(self) -> StepBatch:

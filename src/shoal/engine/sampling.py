@@ -63,24 +63,48 @@ class SamplingRows:
         self.min_p = torch.tensor([s.min_p for s in cut], device=device)[:, None]
 
 
-def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row, and the logprob (nats, float32) it was drawn with. `uniform_B` in [0, 1) decides."""
+def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token per row, the logprob (nats, float32) it was drawn with, and the log of the mass that was kept.
+
+    `uniform_B` in [0, 1) decides. The kept mass is what top-k, top-p and min-p left of the distribution at the row's
+    temperature, so that logprob + log of the kept mass is the logprob without truncation; None when no row truncates.
+    """
     logits_BV = logits_BV.float()
     if rows.all_greedy:
-        return _greedy(logits_BV)
+        return *_greedy(logits_BV), None
     scaled_BV = logits_BV if rows.temperature is None else logits_BV / rows.temperature
     if rows.all_truncate:
         return _truncated(scaled_BV, rows.top_p, rows.top_k, rows.min_p, uniform_B)
     token_B, logp_B = _whole(scaled_BV, uniform_B)
+    log_kept_B = None
     if rows.truncating_N is not None:
         n = rows.truncating_N
-        token_N, logp_N = _truncated(scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n])
-        token_B[n], logp_B[n] = token_N, logp_N
+        log_kept_B = torch.zeros_like(logp_B)
+        token_B[n], logp_B[n], log_kept_B[n] = _truncated(
+            scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n]
+        )
     if rows.greedy_B is not None:
         best_token_B, best_B = _greedy(logits_BV)
         token_B = torch.where(rows.greedy_B, best_token_B, token_B)
         logp_B = torch.where(rows.greedy_B, best_B, logp_B)
-    return token_B, logp_B
+    return token_B, logp_B, log_kept_B
+
+
+def alternatives(logits_V: Tensor, sampling: Sampling, count: int) -> list[tuple[int, float]]:
+    """The most likely tokens of the distribution that a token was drawn from, most likely first, with their logprobs.
+
+    Fewer than `count` when fewer may be drawn. A greedy draw has those at temperature 1, without truncation.
+    """
+    logp_1V = (logits_V[None].float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    rows = SamplingRows([sampling])
+    if rows.truncating_N is None:
+        logp_1C, id_1C = logp_1V.topk(min(count, logp_1V.shape[-1]))
+    else:
+        logp_1C, id_1C = logp_1V.sort(descending=True)
+        columns = (column.to(logp_1C.device) for column in (rows.top_p, rows.top_k, rows.min_p))
+        logp_1C = logp_1C.masked_fill(~_kept(logp_1C.exp(), *columns), -torch.inf).log_softmax(-1)
+    pairs = zip(id_1C[0, :count].tolist(), logp_1C[0, :count].tolist(), strict=True)
+    return [(token, logp) for token, logp in pairs if logp > -torch.inf]
 
 
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +128,7 @@ def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 def _truncated(
     scaled_BV: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform_B: Tensor, candidates: int = CANDIDATES
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draws from each row's kept tokens, most likely first, looked for among so many `candidates`.
 
     Rows that may keep more than the candidates are drawn again from the whole vocabulary; that depends on nothing but
@@ -114,7 +138,9 @@ def _truncated(
     total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
     top_BC, id_BC = scaled_BV.topk(candidates, dim=-1)
     kept_BC = _kept((top_BC - total_B1).exp(), top_p, top_k, min_p)
-    logp_BC = top_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(-1)
+    masked_BC = top_BC.masked_fill(~kept_BC, -torch.inf)
+    log_kept_B = (masked_BC.logsumexp(-1, keepdim=True) - total_B1)[:, 0].clamp_(max=0.0)
+    logp_BC = masked_BC.log_softmax(-1)
     choice_B1 = _inverse_transform(logp_BC.exp(), uniform_B)
     token_B, logp_B = id_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
     if candidates < scaled_BV.shape[-1]:
@@ -122,8 +148,8 @@ def _truncated(
         if bool(short_B.any()):
             p, k, m = (column.expand(len(token_B), 1)[short_B] for column in (top_p, top_k, min_p))
             again = _truncated(scaled_BV[short_B], p, k, m, uniform_B[short_B], candidates=scaled_BV.shape[-1])
-            token_B[short_B], logp_B[short_B] = again
-    return token_B, logp_B
+            token_B[short_B], logp_B[short_B], log_kept_B[short_B] = again
+    return token_B, logp_B, log_kept_B
 
 
 def _kept(p_BC: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ oldest running sequence always finishes.
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """What the scheduler knows of one sequence. Siblings are the sequences of one request; they share its prompt.
+    """What the scheduler knows of one sequence. Siblings are sequences with the same prompt; its KV is computed once.
 
     Invariant: while `decoding`, KV is stored for all tokens but the last.
     """
@@ -32,6 +32,15 @@ class SequenceState:
     decoding: bool = False
     stale: bool = False
     """Whether some of the KV was computed under older weights."""
+    prompt_key: Hashable = None
+    """Equal for equal prompts; None has only those of the same request be siblings."""
+    whole: bool = False
+    """Whether it computes its tokens itself instead of taking a copy of their KV."""
+
+    @property
+    def family(self) -> Hashable:
+        """What siblings have in common."""
+        return self.request_id if self.prompt_key is None else self.prompt_key
 
     @property
     def total(self) -> int:
@@ -91,7 +100,11 @@ class Plan(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Admission, chunked prefill, pre-emption. `capacity(tokens)` is what storing that many tokens occupies."""
+    """Admission, chunked prefill, pre-emption.
+
+    `capacity(tokens)` is what storing that many tokens occupies. `reuse(sequence)` says of how many of its first tokens
+    KV is at hand and will be in place when the plan is computed; never of all.
+    """
 
     def __init__(
         self,
@@ -101,6 +114,7 @@ class Scheduler(Generic[S]):
         chunk_tokens: int,
         max_model_len: int,
         capacity: Callable[[int], int] = lambda tokens: tokens,
+        reuse: Callable[[S], int] = lambda _: 0,
         fair_every: int = 8,
     ) -> None:
         assert kv_budget_tokens >= capacity(max_model_len), "one sequence of full length must fit"
@@ -110,6 +124,7 @@ class Scheduler(Generic[S]):
         self._budget = kv_budget_tokens
         self._chunk_tokens = chunk_tokens
         self._capacity = capacity
+        self._reuse = reuse
         self._fair_every = fair_every
         self._scarce = max_running * capacity(max_model_len) > kv_budget_tokens
         self._waiting: dict[int, S] = {}  # by arrival
@@ -117,7 +132,7 @@ class Scheduler(Generic[S]):
         self._by_arrival: list[int] = []
         self._arrivals = 0
         self._admissions = 0
-        self._siblings: dict[int, list[S]] = {}  # running ones, by request
+        self._siblings: dict[Hashable, list[S]] = {}  # running ones, by family
         self._plan: Plan[S] | None = None
 
     @property
@@ -173,10 +188,10 @@ class Scheduler(Generic[S]):
 
     def _leave(self, sequence: S) -> None:
         self.running.remove(sequence)
-        siblings = self._siblings[sequence.request_id]
+        siblings = self._siblings[sequence.family]
         siblings.remove(sequence)
         if not siblings:
-            del self._siblings[sequence.request_id]
+            del self._siblings[sequence.family]
         self._plan = None
 
     def _held(self, sequences: Iterable[S]) -> int:
@@ -202,7 +217,7 @@ class Scheduler(Generic[S]):
             del self._waiting[sequence.arrival]
             self._admissions += 1
             self.running.append(sequence)
-            self._siblings.setdefault(sequence.request_id, []).append(sequence)
+            self._siblings.setdefault(sequence.family, []).append(sequence)
             admitted = True
         return admitted
 
@@ -221,12 +236,12 @@ class Scheduler(Generic[S]):
         budget = self._chunk_tokens
         copies: list[Copy[S]] = []
         chunks: list[Chunk[S]] = []
-        busy: set[int] = set()  # requests of which a sibling prefills in this step
+        busy: set[Hashable] = set()  # families of which one prefills in this step
         for sequence in self.running:
             if sequence.decoding:
                 continue
-            if sequence.cached == 0 and len(self._siblings[sequence.request_id]) > 1:
-                if sequence.request_id in busy:
+            if sequence.cached == 0 and not sequence.whole:
+                if sequence.family in busy:
                     continue
                 source = self._source(sequence)
                 if source is not None and not source.decoding and source.cached < source.prompt_len:
@@ -234,18 +249,23 @@ class Scheduler(Generic[S]):
                 if source is not None and sequence.total > 1:
                     sequence.cached = min(sequence.prompt_len, sequence.total - 1, source.kv_len)
                     copies.append(Copy(source, sequence, sequence.cached))
+                elif budget > 0:
+                    sequence.cached = self._reuse(sequence)
             if sequence.total - sequence.cached == 1:
                 sequence.decoding = True
             elif budget > 0:
                 chunk = self._chunk(sequence, budget)
                 budget -= chunk.length
                 chunks.append(chunk)
-                busy.add(sequence.request_id)
+                busy.add(sequence.family)
         return copies, chunks
 
     def _source(self, sequence: S) -> S | None:
         """A sibling whose KV of the prompt is stored or being computed under the current weights."""
-        others = [s for s in self._siblings[sequence.request_id] if s is not sequence and s.kv_len and not s.stale]
+        siblings = self._siblings[sequence.family]
+        if len(siblings) == 1:
+            return None
+        others = [s for s in siblings if s is not sequence and s.kv_len and not s.stale]
         return max(others, key=lambda s: s.kv_len, default=None)
 
     def _chunk(self, sequence: S, budget: int) -> Chunk[S]:
@@ -259,8 +279,8 @@ class Scheduler(Generic[S]):
             if not sequence.drawn and not sequence.stale:
                 followers = tuple(
                     s
-                    for s in self._siblings[sequence.request_id]
-                    if s is not sequence and not s.decoding and s.cached == 0 and not s.drawn
+                    for s in self._siblings[sequence.family]
+                    if s is not sequence and not (s.decoding or s.cached or s.drawn or s.whole)
                 )
             for follower in followers:
                 follower.decoding = True
