@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -77,14 +78,12 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    *script: str | None, style: str = "qwen3", is_open: bool = False, delay_s: float = 0.0, keep_alive_s: float = 10.0
+    *script: str | None, style: str = "qwen3", delay_s: float = 0.0, **options: Any
 ) -> AsyncIterator[Served]:
-    """A gateway on a free port, before a scripted engine."""
+    """A gateway on a free port, before a scripted engine; `options` are the gateway's."""
     made = renderer(style)
     engine = ScriptedEngine(made, list(script), delay_s=delay_s)
-    gateway = Gateway(
-        engine, made, max_model_len=CONTEXT, is_open=is_open, keep_alive_s=keep_alive_s, max_body_bytes=1 << 20
-    )
+    gateway = Gateway(engine, made, **{"max_model_len": CONTEXT, "max_body_bytes": 1 << 20, **options})
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(gateway.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)

@@ -227,10 +227,14 @@ class Ledger:
 
     def messages(self) -> tuple[Message, ...]:
         """The conversation that ends in the newest answer; empty when nothing was drawn."""
-        kept = [generation.id for generation in self.exported()]
-        at = max(kept, default=None)
+        newest = max((generation.id for generation in self.exported()), default=None)
+        return () if newest is None else self.conversation(newest)
+
+    def conversation(self, generation_id: int) -> tuple[Message, ...]:
+        """The messages that end in a generation's answer. Raises `KeyError` for one that was not drawn."""
         parts: list[tuple[Message, ...]] = []
         answered = False
+        at: int | None = generation_id
         while at is not None:
             generation = self._generations[at]
             parts.append((*generation.tail, *(() if answered else (generation.message,))))

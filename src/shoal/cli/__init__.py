@@ -89,7 +89,9 @@ def evaluate(
 def serve(
     model: Annotated[str, typer.Option(help="A Hugging Face directory or hub name.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Loopback unless told otherwise: there is no password.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Beyond loopback an API key is wanted: SHOAL_ADMIN_KEY, or a new one.")
+    ] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Answer OpenAI and Anthropic clients with a model, without training."""
@@ -100,9 +102,11 @@ def serve(
 
     settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model
 
-    def announce(url: str, name: str) -> None:
+    def announce(url: str, name: str, key: str) -> None:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-        print(f"{url}/v1", f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", sep="\n")
+        known = f" -H 'Authorization: Bearer {key}'" if key else ""
+        curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{known} -d '{body}'"
+        print(f"{url}/v1", curl, sep="\n")
         sys.stdout.flush()
 
     threads = len(os.sched_getaffinity(0))

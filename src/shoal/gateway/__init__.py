@@ -1,6 +1,7 @@
 """A server for OpenAI and Anthropic clients on sessions: agents speak text, training gets the drawn tokens."""
 
+from shoal.gateway.registry import Bounds, Sessions
 from shoal.gateway.server import Gateway
-from shoal.gateway.sessions import Limits, Session, Sessions
+from shoal.gateway.sessions import Limits, Session
 
-__all__ = ["Gateway", "Limits", "Session", "Sessions"]
+__all__ = ["Bounds", "Gateway", "Limits", "Session", "Sessions"]

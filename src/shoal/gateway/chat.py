@@ -271,6 +271,11 @@ def text_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
         yield {**body, "choices": []}
 
 
+def wants_usage(request: Drawing) -> bool:
+    """Whether a stream ends with token counts."""
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
 def finish_reason(generation: Generation) -> str:
     """In OpenAI's words."""
     if generation.completion.finish_reason is FinishReason.STOP and generation.message.tool_calls:
@@ -327,7 +332,7 @@ def _message(i: int, message: ChatMessage) -> Message:
         raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", message.role)
     role = ROLES[message.role]
     calls = tuple(_call(where, call) for call in message.tool_calls or ()) if role is Role.ASSISTANT else ()
-    return Message(role, _text(where, message.content), calls, tool_call_id=message.tool_call_id or "")
+    return Message(role, text_of(f"{where}.content", message.content), calls, tool_call_id=message.tool_call_id or "")
 
 
 def _call(where: str, call: QuotedCall) -> ToolCall:
@@ -336,12 +341,13 @@ def _call(where: str, call: QuotedCall) -> ToolCall:
     return ToolCall(call.id, call.function.name, call.function.arguments)
 
 
-def _text(where: str, content: str | list[TextPart] | None) -> str:
+def text_of(where: str, content: str | list[TextPart] | None) -> str:
+    """What the parts say, one after the other. Raises `Refusal` for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.text is None:
-            raise Refusal(f"{where}.content", "parts of text", part.type)
+            raise Refusal(where, "parts of text", part.type)
     return "".join(part.text or "" for part in content)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import hmac
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -16,34 +18,23 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, SessionError, ShoalError
-from shoal.gateway import anthropic, chat, tokens
-from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized, export
-from shoal.gateway.sessions import Ask, ContextOverflow, Counts, Desk, Renderer, Session, SessionOver, Sessions
+from shoal.errors import SessionError, ShoalError
+from shoal.gateway import anthropic, chat, responses, tokens
+from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized
+from shoal.gateway.registry import Bounds, Sessions
+from shoal.gateway.reply import Reply, TooLarge, error_body, status_of, streamed
+from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
 from shoal.interfaces import Engine
 from shoal.session import Generation
-from shoal.types import Json
+from shoal.types import Message
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 KEEP_ALIVE_S = 10.0
+EVICTION_PERIOD_S = 5.0
+UNKNOWN = "session: expected the URL or API key of an open session; POST /v1/sessions opens one"
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
-
-
-class TooLarge(SessionError):
-    """A body over the limit (HTTP 413)."""
-
-
-STATUS: tuple[tuple[type[ShoalError], int], ...] = (
-    (Unauthorized, 401),
-    (HistoryDiverged, 409),
-    (SessionOver, 410),
-    (TooLarge, 413),
-    (EngineUnavailable, 503),
-    (SessionError, 400),
-    (RequestRefused, 400),
-)
 
 
 class Gateway:
@@ -60,13 +51,22 @@ class Gateway:
         max_model_len: int,
         model: str = "shoal",
         is_open: bool = False,
+        admin_key: str = "",
+        bounds: Bounds | None = None,
+        closed_folder: Path | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         keep_alive_s: float = KEEP_ALIVE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_model_len` is the most tokens, prompt and answer together, that the engine takes."""
+        """`max_model_len` is the most tokens, prompt and answer together, that the engine takes.
+
+        With an `admin_key`, only who sends it may open sessions, read metrics, or ask without a session. What evicted
+        sessions drew is kept in `closed_folder`, or, without one, until the gateway ends.
+        """
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        self.sessions = Sessions(Desk(engine, renderer, max_model_len, pool, Counts(), clock, set()))
+        desk = Desk(engine, renderer, max_model_len, pool, Counts(), clock, set())
+        self.sessions = Sessions(desk, bounds, closed_folder)
+        self._admin_key = admin_key
         self._model = model
         self._is_open = is_open
         self._max_body_bytes = max_body_bytes
@@ -74,6 +74,7 @@ class Gateway:
         model_routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._text, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/messages", self._messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -93,39 +94,46 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        evicting = asyncio.create_task(self._evicting(), name="eviction of sessions")
         yield
-        under_way = list(self.sessions.desk.tasks)
+        under_way = [evicting, *self.sessions.desk.tasks]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         self.sessions.desk.pool.shutdown(wait=True)
+        self.sessions.closed.discard()
+
+    async def _evicting(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.sessions.bounds.idle_s / 4, EVICTION_PERIOD_S))
+            await self.sessions.evict()
 
     async def _open(self, http: Request) -> Response:
+        self._admit(http)
         body, _ = await self._body(http, OpenRequest)
         session = self.sessions.open(sampling=body.sampling, limits=body.limits, policy=body.history_policy)
         url = f"{http.base_url}s/{session.token}"
         return _json(OpenResponse(session.token[:8], session.token, f"{url}/v1", url))
 
     async def _end(self, http: Request) -> Response:
-        session = self._session(http)
-        await self.sessions.end(session)
-        return _json(export(session))
+        exported = await self.sessions.end_and_export(http.path_params["token"])
+        if exported is None:
+            raise Unauthorized(UNKNOWN)
+        return Response(exported, media_type="application/json")
 
     async def _chat(self, http: Request) -> Response:
         session = self._session(http)
         request, digest = await self._body(http, chat.ChatRequest)
-        takes_tools = self.sessions.desk.renderer.takes_tools
-        ask = chat.chat_ask(request, digest, is_retry=_is_retry(http), takes_tools=takes_tools)
+        ask = chat.chat_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
         created = int(time.time())
 
         def body(generation: Generation) -> chat.Body:
             return chat.chat_body(generation, session.ledger.prompt_ids(generation), request, created)
 
-        def events(generation: Generation) -> Iterable[bytes]:
-            chunks = chat.chat_chunks(body(generation), with_usage=_wants_usage(request))
-            return [*map(_event, chunks), b"data: [DONE]\n\n"]
+        def chunks(generation: Generation) -> Iterable[chat.Body]:
+            return chat.chat_chunks(body(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, body, events if request.stream else None)
+        return await self._answered(http, session, ask, Reply(body, chunks if request.stream else None))
 
     async def _text(self, http: Request) -> Response:
         session = self._session(http)
@@ -136,11 +144,10 @@ class Gateway:
         def body(generation: Generation) -> chat.Body:
             return chat.text_body(generation, session.ledger.prompt_ids(generation), request, created)
 
-        def events(generation: Generation) -> Iterable[bytes]:
-            chunks = chat.text_chunks(body(generation), with_usage=_wants_usage(request))
-            return [*map(_event, chunks), b"data: [DONE]\n\n"]
+        def chunks(generation: Generation) -> Iterable[chat.Body]:
+            return chat.text_chunks(body(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, body, events if request.stream else None)
+        return await self._answered(http, session, ask, Reply(body, chunks if request.stream else None))
 
     async def _tokens(self, http: Request) -> Response:
         session = self._session(http)
@@ -150,48 +157,58 @@ class Gateway:
         def body(generation: Generation) -> chat.Body:
             return tokens.tokens_body(generation, session.ledger.prompt_ids(generation), request)
 
-        return await self._answered(http, session, ask, body, None)
+        return await self._answered(http, session, ask, Reply(body, None))
+
+    async def _responses(self, http: Request) -> Response:
+        session = self._session(http)
+        request, digest = await self._body(http, responses.ResponsesRequest)
+        before: tuple[Message, ...] = ()
+        if request.previous_response_id is not None:
+            named = responses.generation_id(request.previous_response_id)
+            try:
+                before = session.ledger.conversation(named)
+            except KeyError:
+                raise chat.Refusal("previous_response_id", "a response of this session", named) from None
+        is_retry, created = _is_retry(http), int(time.time())
+        ask = responses.responses_ask(request, before, digest, is_retry=is_retry, takes_tools=self._takes_tools)
+
+        def body(generation: Generation) -> chat.Body:
+            prompt_ids = session.ledger.prompt_ids(generation)
+            return responses.responses_body(generation, prompt_ids, request, created)
+
+        def events(generation: Generation) -> Iterable[chat.Body]:
+            return responses.response_events(body(generation))
+
+        return await self._answered(http, session, ask, Reply(body, events if request.stream else None, named=True))
 
     async def _messages(self, http: Request) -> Response:
         session = self._session(http)
         request, digest = await self._body(http, anthropic.MessagesRequest)
         if request.max_tokens is None:
             raise chat.Refusal("max_tokens", "a number", None)
-        takes_tools = self.sessions.desk.renderer.takes_tools
-        ask = anthropic.messages_ask(request, digest, is_retry=_is_retry(http), takes_tools=takes_tools)
+        ask = anthropic.messages_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
 
         def body(generation: Generation) -> chat.Body:
             return anthropic.messages_body(generation, session.ledger.prompt_ids(generation), request.model)
 
-        def events(generation: Generation) -> Iterable[bytes]:
-            return [
-                b"event: %s\n" % str(e["type"]).encode() + _event(e) for e in anthropic.message_events(body(generation))
-            ]
+        def events(generation: Generation) -> Iterable[chat.Body]:
+            return anthropic.message_events(body(generation))
 
-        return await self._answered(http, session, ask, body, events if request.stream else None)
+        return await self._answered(http, session, ask, Reply(body, events if request.stream else None, named=True))
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
         request, digest = await self._body(http, anthropic.MessagesRequest)
-        desk = self.sessions.desk
-        asked = anthropic.messages_ask(request, digest, is_retry=False, takes_tools=desk.renderer.takes_tools)
-        rendered = await desk.in_thread(
-            desk.renderer.prompt_ids, asked.conversation.messages, asked.conversation.tools, ""
-        )
+        asked = anthropic.messages_ask(request, digest, is_retry=False, takes_tools=self._takes_tools)
+        desk, conversation = self.sessions.desk, asked.conversation
+        rendered = await desk.in_thread(desk.renderer.prompt_ids, conversation.messages, conversation.tools, "")
         return _json({"input_tokens": len(rendered)})
 
-    async def _answered(
-        self,
-        http: Request,
-        session: Session,
-        ask: Ask,
-        body: Callable[[Generation], chat.Body],
-        events: Callable[[Generation], Iterable[bytes]] | None,
-    ) -> Response:
+    async def _answered(self, http: Request, session: Session, ask: Ask, reply: Reply) -> Response:
         """The answer as one body, or as the events of a stream, which begin when all is drawn."""
-        if events is None:
+        if reply.events is None:
             generation = await session.generation(ask)
-            answer = _json(body(generation))
+            answer = _json(reply.body(generation))
             if not await http.is_disconnected():
                 session.deliver(generation)
             return answer
@@ -200,25 +217,8 @@ class Gateway:
         await asyncio.wait({task}, timeout=self._keep_alive_s)
         if task.done():
             task.result()  # what fails early has a status of its own
-        return StreamingResponse(self._stream(session, task, events), media_type="text/event-stream")
-
-    async def _stream(
-        self,
-        session: Session,
-        task: "asyncio.Future[Generation]",
-        events: Callable[[Generation], Iterable[bytes]],
-    ) -> AsyncIterator[bytes]:
-        while not task.done():
-            yield b": keep-alive\n\n"
-            await asyncio.wait({task}, timeout=self._keep_alive_s)
-        try:
-            generation = task.result()
-        except ShoalError as error:
-            yield _event({"error": _openai_error(error, _status(error))})
-            return
-        for event in events(generation):
-            yield event
-        session.deliver(generation)
+        stream = streamed(http, session, task, reply, self._keep_alive_s)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
@@ -229,7 +229,8 @@ class Gateway:
     async def _health(self, _: Request) -> Response:
         return _json({"status": "ok"})
 
-    async def _metrics(self, _: Request) -> Response:
+    async def _metrics(self, http: Request) -> Response:
+        self._admit(http)
         return Response(_exposition(self.sessions), media_type="text/plain; version=0.0.4")
 
     async def _prompt_ids(self, request: chat.TextRequest) -> tuple[int, ...]:
@@ -246,16 +247,29 @@ class Gateway:
             raise chat.Refusal("prompt", "one text, or a list of token ids", f"{len(prompt)} entries")
         return ids
 
+    @property
+    def _takes_tools(self) -> bool:
+        return self.sessions.desk.renderer.takes_tools
+
     def _session(self, http: Request) -> Session:
-        """The session that the URL or the API key names. Raises `Unauthorized`."""
+        """The session that the URL or the API key names. Raises `Unauthorized` and `SessionOver`."""
         named = http.path_params.get("token")
-        token = named or http.headers.get("x-api-key") or http.headers.get("authorization", "")[len("bearer ") :]
+        token = named or _api_key(http)
         session = self.sessions.get(token)
         if session is not None:
             return session
+        closed = self.sessions.closed.reason(token)
+        if closed is not None:
+            raise SessionOver(closed)
         if named is None and self._is_open:
+            self._admit(http)
             return self.sessions.passing()
-        raise Unauthorized("session: expected the URL or API key of an open session; POST /v1/sessions opens one")
+        raise Unauthorized(UNKNOWN)
+
+    def _admit(self, http: Request) -> None:
+        """Raises `Unauthorized` for who does not send the admin key, where there is one."""
+        if self._admin_key and not hmac.compare_digest(_api_key(http).encode(), self._admin_key.encode()):
+            raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
     async def _body(self, http: Request, kind: type[T]) -> tuple[T, str]:
         """The body as `kind`, and its digest. Raises `SessionError` naming the field."""
@@ -272,13 +286,13 @@ class Gateway:
 
     async def _refused(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
-        status = _status(error)
+        status = status_of(error)
         self.sessions.desk.counts.counted[f"refused_{status}"] += 1
-        return _error(http, error, status)
+        return _json(error_body(error, status, http.url.path), status)
 
     async def _http_error(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _error(http, SessionError(error.detail), error.status_code)
+        return _json(error_body(SessionError(error.detail), error.status_code, http.url.path), error.status_code)
 
 
 def _noticed(task: "asyncio.Future[Generation]") -> None:
@@ -292,28 +306,9 @@ def _is_retry(http: Request) -> bool:
     return count.isdigit() and count != "0"
 
 
-def _wants_usage(request: chat.Drawing) -> bool:
-    return bool(request.stream_options and request.stream_options.include_usage)
-
-
-def _status(error: ShoalError) -> int:
-    return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-
-
-def _openai_error(error: ShoalError, status: int) -> dict[str, Json]:
-    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    param = error.field if isinstance(error, chat.Refusal) else None
-    return {"message": str(error), "type": kind, "param": param, "code": code}
-
-
-def _error(http: Request, error: ShoalError, status: int) -> Response:
-    """In the words of whoever asks."""
-    if "/v1/messages" in http.url.path:
-        kinds = {401: "authentication_error", 413: "request_too_large", 503: "overloaded_error"}
-        kind = kinds.get(status, "invalid_request_error")
-        return _json({"type": "error", "error": {"type": kind, "message": str(error)}}, status)
-    return _json({"error": _openai_error(error, status)}, status)
+def _api_key(http: Request) -> str:
+    """As OpenAI's clients send it, or Anthropic's."""
+    return http.headers.get("x-api-key") or http.headers.get("authorization", "")[len("bearer ") :]
 
 
 def _exposition(sessions: Sessions) -> str:
@@ -328,10 +323,6 @@ def _exposition(sessions: Sessions) -> str:
             at = latencies[int(share * (len(latencies) - 1))]
             lines.append(f'shoal_gateway_latency_seconds{{quantile="{share}"}} {at:.6f}')
     return "\n".join(lines) + "\n"
-
-
-def _event(body: chat.Body) -> bytes:
-    return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -1,7 +1,6 @@
 """Sessions that answer: the ledger is asked, texts are rendered in threads, and the engine draws outside the lock."""
 
 import asyncio
-import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,10 @@ from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolC
 ATTEMPTS = 5
 RETRY_DELAY_S = 0.1
 LATENCIES_KEPT = 4096
+INLINE_CHARACTERS = 2048
+"""Up to here tokenising takes less than handing it to a thread that competes for the interpreter."""
+
+ENDED = "session: it has ended; open a new one"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,8 +116,14 @@ class Desk:
     clock: Callable[[], float]
     tasks: set[asyncio.Task[Generation]]
 
+    async def computed(self, size: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """What a function gives for a text of about `size` characters: long ones must not stop the event loop."""
+        if size <= INLINE_CHARACTERS:
+            return function(*args, **options)
+        return await self.in_thread(function, *args, **options)
+
     async def in_thread(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Rendering and parsing of long texts must not stop the event loop."""
+        """What a function gives that takes long, or waits for a disk."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **options))
 
     async def completion(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
@@ -152,7 +161,11 @@ class Session:
         """`sampling` wins over what clients ask for, save that they may ask for fewer tokens."""
         self.token = token
         self.ledger = Ledger(policy)
-        self.ended = False
+        self.ended = ""
+        """Why it answers no more; empty while it does."""
+        self.tokens_held = 0
+        self.used_s = desk.clock()
+        """When it was last asked, or answered."""
         self._desk = desk
         self._sampling = sampling
         self._limits = limits
@@ -165,7 +178,7 @@ class Session:
         began_s = self._desk.clock()
         async with self._lock:
             if self.ended:
-                raise SessionOver("session: it has ended; open a new one")
+                raise SessionOver(self.ended)
             found = self.ledger.retried(ask.digest) if ask.is_retry else None
             if found is not None:
                 self._desk.counts.counted["replays"] += 1
@@ -175,17 +188,23 @@ class Session:
                 self._check_limits()  # what was drawn before they were reached can still be asked for again
             task = self._draws[found.id] if found is not None else self._begun(await self._opened(ask), ask)
         generation = await asyncio.shield(task)
-        self._desk.counts.latencies_s.append(self._desk.clock() - began_s)
+        self.used_s = self._desk.clock()
+        self._desk.counts.latencies_s.append(self.used_s - began_s)
         return generation
 
     def deliver(self, generation: Generation) -> None:
         """Marks that the client was given the answer."""
         self.ledger.deliver(generation.id)
 
-    async def end(self) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being rendered or drawn."""
+        return bool(self._draws) or self._lock.locked()
+
+    async def end(self, reason: str = ENDED) -> None:
         """Refuses new requests and waits for those under way."""
         async with self._lock:  # whoever is being rendered begins first
-            self.ended = True
+            self.ended = self.ended or reason
         await asyncio.gather(*self._draws.values(), return_exceptions=True)
 
     def _check_limits(self) -> None:
@@ -208,8 +227,12 @@ class Session:
             if attachment.cause is None:
                 attachment = self.ledger.detached(attachment, Cause.NO_BRIDGE)
             conversation = ask.conversation
-            rendered = await self._desk.in_thread(
-                self._desk.renderer.prompt_ids, conversation.messages, conversation.tools, conversation.template
+            rendered = await self._desk.computed(
+                _size(conversation.messages, conversation.tools),
+                self._desk.renderer.prompt_ids,
+                conversation.messages,
+                conversation.tools,
+                conversation.template,
             )
         counted["bridges" if attachment.cause is None else f"forced_{attachment.cause}"] += 1
         return self._fitting(self.ledger.open(attachment, rendered, ask.digest))
@@ -220,8 +243,12 @@ class Session:
         if attachment.continues:
             return []
         conversation = attachment.conversation
-        return await self._desk.in_thread(
-            self._desk.renderer.bridge_ids, attachment.tail, conversation.tools, conversation.template
+        return await self._desk.computed(
+            _size(attachment.tail, conversation.tools),
+            self._desk.renderer.bridge_ids,
+            attachment.tail,
+            conversation.tools,
+            conversation.template,
         )
 
     def _fitting(self, call: Call) -> Call:
@@ -252,7 +279,8 @@ class Session:
         try:
             completion = await self._desk.completion(call.prompt_ids, self._sampled(call, ask))
             tools = bool(ask.conversation.tools)
-            answer = await self._desk.in_thread(self._desk.renderer.answer, completion.token_ids, tools=tools)
+            ids = completion.token_ids
+            answer = await self._desk.computed(4 * len(ids), self._desk.renderer.answer, ids, tools=tools)
         except BaseException:
             self.ledger.cancel(call)
             raise
@@ -261,7 +289,8 @@ class Session:
             for index, drawn in enumerate(answer.calls)
         )
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
-        self._desk.counts.counted["drawn_tokens"] += len(completion.token_ids)
+        self._desk.counts.counted["drawn_tokens"] += len(ids)
+        self.tokens_held += len(call.rendered_ids) + len(ids)
         return self.ledger.commit(call, completion, message, ill_formed=answer.ill_formed)
 
     def _sampled(self, call: Call, ask: Ask) -> Sampling:
@@ -285,51 +314,8 @@ class Session:
         )
 
 
-class Sessions:
-    """The open sessions, by the token that their URLs carry."""
-
-    def __init__(self, desk: Desk, *, at_most: int = 100_000) -> None:
-        self.desk = desk
-        self._at_most = at_most
-        self._open: dict[str, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        limits: Limits | None = None,
-        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
-    ) -> Session:
-        """A new session. Raises `EngineUnavailable` when there are too many."""
-        if len(self._open) >= self._at_most:
-            raise EngineUnavailable(f"sessions: expected at most {self._at_most} open ones; end some")
-        session = self.passing(sampling=sampling, limits=limits, policy=policy)
-        self._open[session.token] = session
-        self.desk.counts.counted["sessions"] += 1
-        return session
-
-    def passing(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        limits: Limits | None = None,
-        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
-    ) -> Session:
-        """A session that nobody can come back to."""
-        token = secrets.token_urlsafe(18)
-        return Session(token, self.desk, sampling=sampling, limits=limits or Limits(), policy=policy)
-
-    def get(self, token: str) -> Session | None:
-        """The session of a token."""
-        return self._open.get(token)
-
-    async def end(self, session: Session) -> None:
-        """Closes a session; its ledger stays as it is."""
-        await session.end()
-        self._open.pop(session.token, None)
+def _size(messages: tuple[Message, ...], tools: str) -> int:
+    return len(tools) + sum(len(message.content) for message in messages)
 
 
 def _continued(drawn: Completion, part: Completion) -> Completion:

@@ -1,6 +1,9 @@
 """`shoal serve`: an engine process and the gateway before it, without training."""
 
 import asyncio
+import ipaddress
+import os
+import secrets
 import socket
 import tempfile
 from collections.abc import Callable
@@ -17,14 +20,18 @@ from shoal.process import Child
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.run.training import START_TIMEOUT_S
 
+ADMIN_KEY = "SHOAL_ADMIN_KEY"
+
 
 async def serve(
-    model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str], None]
+    model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str, str], None]
 ) -> None:
     """Answers OpenAI and Anthropic clients until told to stop (SIGTERM, SIGINT). Raises a `ShoalError`.
 
-    `announce` is called with the URL and the model's name once requests are answered.
+    `announce` is called with the URL, the model's name and the API key once requests are answered. The key is empty on
+    loopback; elsewhere it is that of the environment, or a new one.
     """
+    admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     directory = local_directory(model.path)
     renderer = load_renderer(directory)
     _check_template(renderer, directory)
@@ -33,9 +40,11 @@ async def serve(
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
         async with child, HttpEngine((await child.line(START_TIMEOUT_S)).decode().strip()) as engine:
             longest = (await engine.info()).max_model_len
-            gateway = Gateway(engine, renderer, max_model_len=longest, model=directory.name, is_open=True)
+            gateway = Gateway(
+                engine, renderer, max_model_len=longest, model=directory.name, is_open=True, admin_key=admin_key
+            )
             bound_host, bound_port = listening.getsockname()[:2]
-            announce(f"http://{bound_host}:{bound_port}", directory.name)
+            announce(f"http://{bound_host}:{bound_port}", directory.name, admin_key)
             await _until_told_to_stop(gateway, listening, child)
 
 
@@ -58,6 +67,18 @@ def _check_template(renderer: ChatRenderer, directory: Path) -> None:
         renderer.self_test()
     except SessionError as error:
         raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host name or address.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "", "example.org")]
+    [True, True, True, False, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -1,0 +1,59 @@
+"""Sessions that are closed: why, and what they drew, on the disk until it is handed out."""
+
+import tempfile
+from collections import deque
+from hashlib import blake2b
+from pathlib import Path
+
+HANDED_OUT_KEPT = 1000
+
+
+class ClosedSessions:
+    """One file per closed session: a line that says why, then its export.
+
+    What nobody has asked for stays. What was handed out stays for a while, since the client may not have got it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Without a folder a temporary one is used, which goes with this object."""
+        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-sessions-") if folder is None else None
+        self._folder = Path(self._temporary.name) if self._temporary else Path(folder or "")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._handed_out: deque[Path] = deque()
+
+    def keep(self, token: str, reason: str, export: bytes) -> None:
+        """Writes what a session drew; a file that is there is whole."""
+        path = self._path(token)
+        part = path.with_suffix(".part")
+        part.write_bytes(reason.encode() + b"\n" + export)
+        part.replace(path)
+
+    def reason(self, token: str) -> str | None:
+        """Why a session is closed; None for one that is not known to be."""
+        try:
+            with self._path(token).open("rb") as file:
+                return file.readline().decode().rstrip("\n")
+        except FileNotFoundError:
+            return None
+
+    def hand_out(self, token: str) -> bytes | None:
+        """What a session drew; the same again when it is asked for again soon."""
+        path = self._path(token)
+        try:
+            export = path.read_bytes().partition(b"\n")[2]
+        except FileNotFoundError:
+            return None
+        if path not in self._handed_out:
+            self._handed_out.append(path)
+        while len(self._handed_out) > HANDED_OUT_KEPT:
+            self._handed_out.popleft().unlink(missing_ok=True)
+        return export
+
+    def discard(self) -> None:
+        """Removes a temporary folder."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _path(self, token: str) -> Path:
+        # Tokens come from anybody, and open sessions: they are no file names.
+        return self._folder / f"{blake2b(token.encode(errors='replace'), digest_size=16).hexdigest()}.json"
