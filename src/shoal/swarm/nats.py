@@ -1,0 +1,261 @@
+"""An exchange through NATS JetStream, which keeps frames for those who join late.
+
+One stream per swarm; one subject per kind and author, of which the server keeps the last frames only, so that an author
+who floods pushes out its own and nobody else's. Frames are pulled, so that a reader is never handed more than it asks
+for. Any member makes the stream when it is missing.
+
+There is one connection and one way of repairing it: whatever fails, it is closed, and `receive` makes a new one to
+whichever server answers, for as long as it takes. Reading goes on after the last frame that was read, by the server's
+clock, also when another server has begun a new stream.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StorageType, StreamConfig
+from nats.js.client import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from shoal.errors import ConfigError, ExchangeUnavailable
+from shoal.swarm.envelope import MAX_FRAME_BYTES
+from shoal.swarm.exchange import KEPT_PER_AUTHOR
+
+CONNECT_TIMEOUT_S = 2
+PUBLISH_TIMEOUT_S = 5.0
+FETCH_TIMEOUT_S = 1.0
+PING_INTERVAL_S = 5
+"""Of two pings that are not answered the connection is given up: a cut cable says nothing by itself."""
+RETRY_S = (0.25, 4.0)
+"""First and longest pause between two attempts to connect."""
+CONSUMER_IDLE_S = 60.0
+STREAM_BYTES = 256 * 1024 * 1024
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError)
+# ValueError: nats-py raises it for what a server says that it cannot read.
+
+
+@dataclass(frozen=True, slots=True)
+class NatsOptions:
+    """Where a swarm meets."""
+
+    servers: tuple[str, ...]
+    """URLs: nats://, tls:// or ws://, with user and password or a token in them if the server wants these."""
+    swarm: str
+    history_s: float = 3600.0
+    """How long the stream keeps frames, and how far back a late joiner reads."""
+    credentials: Path | None = None
+    """A NATS .creds file, or an nkey seed."""
+    tls_ca: Path | None = None
+    """Whom to trust besides the system's authorities."""
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("swarm.servers: expected at least one URL, got none")
+        for url in self.servers:
+            if url.partition("://")[0] not in ("nats", "tls", "ws", "wss"):
+                raise ConfigError(f"swarm.servers: expected nats://HOST:PORT or tls://HOST:PORT, got {url!r}")
+        if not _NAME.fullmatch(self.swarm):
+            raise ConfigError(f"swarm.name: expected letters, digits, - and _, got {self.swarm!r}")
+        for field, path in (("credentials", self.credentials), ("tls_ca", self.tls_ca)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"swarm.{field}: {path} does not exist")
+
+
+class NatsExchange:
+    """One member's connection; implements `interfaces.Exchange`. Use as an async context manager.
+
+    Entering connects to nothing: `receive`, which somebody has to await all the time, does.
+    """
+
+    def __init__(self, options: NatsOptions) -> None:
+        self._options = options
+        self._stream = f"shoal-{options.swarm}"
+        self._subjects = f"shoal.{options.swarm}"
+        self._client: Client | None = None
+        self._consumer: JetStreamContext.PullSubscription | None = None
+        self._last_time = datetime.now(UTC) - timedelta(seconds=options.history_s)
+        self._last_number = 0
+        self.connections = 0
+        """Made so far; one more than were lost while there is one."""
+
+    async def __aenter__(self) -> "NatsExchange":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._disconnect()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a server and its stream can be reached now."""
+        return self._client is not None and self._client.is_connected and self._consumer is not None
+
+    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+        """Hands a frame to the stream; it is kept there when this returns. Raises `ExchangeUnavailable`."""
+        client = self._client
+        if client is None or not self.connected:
+            raise ExchangeUnavailable("no server of the swarm is connected")
+        once = {"Nats-Msg-Id": hashlib.blake2b(frame, digest_size=16).hexdigest()}
+        try:
+            await client.jetstream().publish(
+                f"{self._subjects}.{kind}.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
+            )
+        except _FAILURES as error:
+            raise ExchangeUnavailable(f"the swarm's server did not take a frame: {error or type(error)}") from error
+
+    async def receive(self, most: int) -> list[bytes]:
+        """Waits for frames and gives up to `most`, oldest first; connects again for as long as it takes."""
+        pause_s = RETRY_S[0]
+        while True:
+            try:
+                frames = await self._fetched(most)
+                pause_s = RETRY_S[0]
+            except _FAILURES:
+                frames = []
+                await self._disconnect()
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all members at once
+                pause_s = min(2 * pause_s, RETRY_S[1])
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError  # nats-py swallows it in some of its waits
+            if frames:
+                return frames
+
+    async def _fetched(self, most: int) -> list[bytes]:
+        """The next frames that are there within a moment."""
+        if self._client is None or not self._client.is_connected or self._consumer is None:
+            await self._disconnect()
+            self._client = await self._connect()
+            self._consumer = await self._follow(self._client.jetstream())
+            self.connections += 1
+        try:
+            messages = await self._consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
+        except TimeoutError:
+            await self._consumer.consumer_info()  # a server that lost its state has no such consumer, and says nothing
+            return []
+        return [message.data for message in messages if self._is_next(message)]
+
+    def _is_next(self, message: Msg) -> bool:
+        """Whether a message is one to read, and not the last one once more."""
+        metadata = message.metadata
+        assert metadata.timestamp is not None
+        at, number = metadata.timestamp, metadata.sequence.stream
+        if number <= self._last_number and at <= self._last_time:
+            return False
+        self._last_time, self._last_number = at, number
+        return len(message.data) <= MAX_FRAME_BYTES
+
+    async def _connect(self) -> Client:
+        """A connection to any server. Raises what the last one failed with."""
+        options = self._options
+        failure: Exception = OSError("no server")
+        for url in random.sample(options.servers, len(options.servers)):
+            client = Client()
+            try:
+                async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):
+                    await client.connect(
+                        url,
+                        error_cb=_silence,
+                        allow_reconnect=False,
+                        max_reconnect_attempts=1,  # else nats-py tries a server that is away for two minutes
+                        reconnect_time_wait=0,
+                        connect_timeout=CONNECT_TIMEOUT_S,
+                        ping_interval=PING_INTERVAL_S,
+                        max_outstanding_pings=2,
+                        tls=_tls(url, options.tls_ca),
+                        user_credentials=_where(options.credentials, jwt=True),
+                        nkeys_seed=_where(options.credentials, jwt=False),
+                    )
+            except _FAILURES as error:
+                failure = error
+                with contextlib.suppress(*_FAILURES):
+                    await client.close()
+            else:
+                return client
+        raise failure
+
+    async def _follow(self, stream: JetStreamContext) -> JetStreamContext.PullSubscription:
+        """A consumer of everything after the last frame that was read."""
+        await self._ensure_stream(stream)
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.BY_START_TIME,
+            opt_start_time=self._last_time,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=CONSUMER_IDLE_S,
+            mem_storage=True,
+            num_replicas=1,
+        )
+        return await stream.pull_subscribe(f"{self._subjects}.>", stream=self._stream, config=config)
+
+    async def _ensure_stream(self, stream: JetStreamContext) -> None:
+        """Makes the stream unless it is there, on up to three servers; an operator may have made another one."""
+        with contextlib.suppress(NotFoundError):
+            await stream.stream_info(self._stream)
+            return
+        config = StreamConfig(
+            name=self._stream,
+            subjects=[f"{self._subjects}.*.*"],
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.OLD,
+            max_age=self._options.history_s,
+            max_msgs_per_subject=KEPT_PER_AUTHOR,
+            max_bytes=STREAM_BYTES,
+            max_msg_size=MAX_FRAME_BYTES + 1024,  # with the headers
+            duplicate_window=min(120.0, self._options.history_s),
+        )
+        copies = 3 if len(self._options.servers) >= 3 else 1
+        try:
+            await stream.add_stream(config, num_replicas=copies)
+        except nats.js.errors.APIError:
+            if copies == 1:
+                raise
+            await stream.add_stream(config, num_replicas=1)  # servers that form no cluster
+
+    async def _disconnect(self) -> None:
+        client, self._client, self._consumer = self._client, None, None
+        if client is not None:
+            with contextlib.suppress(*_FAILURES):
+                await client.close()
+
+
+async def _silence(error: Exception) -> None:
+    """Errors are raised where they are decided; nats-py would log each of them too."""
+
+
+def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
+    if ca is None and not url.startswith(("tls://", "wss://")):
+        return None
+    context = ssl.create_default_context()
+    if ca is not None:
+        context.load_verify_locations(ca)
+    return context
+
+
+def _where(credentials: Path | None, *, jwt: bool) -> str | None:
+    """The path of credentials of one kind: a .creds file with a JWT, or a bare nkey seed."""
+    if credentials is None or ("BEGIN NATS USER JWT" in credentials.read_text()) != jwt:
+        return None
+    return str(credentials)
+
+
+def options_of(servers: Sequence[str], swarm: str, *, credentials: str | None, tls_ca: str | None) -> NatsOptions:
+    """Options from plain settings. Raises `ConfigError`."""
+    return NatsOptions(
+        tuple(servers),
+        swarm,
+        credentials=Path(credentials).expanduser() if credentials else None,
+        tls_ca=Path(tls_ca).expanduser() if tls_ca else None,
+    )

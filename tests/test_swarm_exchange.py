@@ -1,0 +1,250 @@
+"""Frames between members: in memory, and through real nats-server processes that are killed and restarted."""
+
+import asyncio
+import datetime
+import ipaddress
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from shoal.clock import run_virtual
+from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
+from shoal.interfaces import Exchange
+from shoal.swarm.exchange import KEPT_PER_AUTHOR, MemoryHub
+from shoal.swarm.nats import NatsExchange, NatsOptions
+from shoal.swarm.server import NatsServer, ServerOptions, server_config
+
+
+async def collected(exchange: Exchange, count: int, timeout_s: float = 20.0) -> list[bytes]:
+    """The next `count` frames."""
+    frames: list[bytes] = []
+    async with asyncio.timeout(timeout_s):
+        while len(frames) < count:
+            frames += await exchange.receive(count - len(frames))
+    return frames
+
+
+async def published(exchange: Exchange, *frames: bytes, author: str = "a", timeout_s: float = 20.0) -> None:
+    """Publishes, trying again while nobody can be reached."""
+    async with asyncio.timeout(timeout_s):
+        for frame in frames:
+            while True:
+                try:
+                    await exchange.publish("offer", author, frame)
+                    break
+                except ExchangeUnavailable:
+                    await asyncio.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def with_server(
+    folder: Path, body: Callable[[NatsServer, Callable[[str], NatsExchange]], Awaitable[None]], **options: object
+) -> None:
+    """Runs a test against one server; exchanges that it makes are read from all the time, as a node does."""
+
+    async def main() -> None:
+        open_: list[NatsExchange] = []
+
+        def joined(url: str) -> NatsExchange:
+            open_.append(NatsExchange(NatsOptions((url,), "reef")))
+            return open_[-1]
+
+        async with NatsServer(ServerOptions(folder, **options)) as server:
+            try:
+                await body(server, joined)
+            finally:
+                for exchange in open_:
+                    await exchange.__aexit__(None, None, None)
+
+    asyncio.run(main())
+
+
+async def memory_members() -> None:
+    hub = MemoryHub(kept_per_author=3)
+    first = hub.join()
+    for i in range(5):
+        await first.publish("offer", "flood", b"%d" % i)
+    await first.publish("offer", "quiet", b"q")
+    late = hub.join()
+    assert await late.receive(2) == [b"2", b"3"]
+    assert await late.receive(9) == [b"4", b"q"]
+    waiting = asyncio.ensure_future(late.receive(9))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    late.away = True
+    await first.publish("want", "flood", b"w")
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    with pytest.raises(ExchangeUnavailable):
+        await late.publish("offer", "b", b"x")
+    late.away = False
+    assert await waiting == [b"w"]
+
+
+def test_in_memory_a_late_joiner_reads_what_is_kept_and_a_member_that_was_away_reads_on() -> None:
+    run_virtual(memory_members())
+
+
+def test_a_late_joiner_reads_the_history_in_order_and_a_flood_pushes_out_only_its_own(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        first = joined(server.url)
+        reading = asyncio.ensure_future(collected(first, KEPT_PER_AUTHOR + 51))
+        await published(first, b"quiet", author="quiet")
+        await published(first, *(b"%d" % i for i in range(KEPT_PER_AUTHOR + 50)), author="flood")
+        await reading
+        began_s = time.monotonic()
+        late = await collected(joined(server.url), KEPT_PER_AUTHOR + 1)
+        assert time.monotonic() - began_s < 5
+        assert late == [b"quiet", *(b"%d" % i for i in range(50, KEPT_PER_AUTHOR + 50))]
+
+    with_server(tmp_path, body)
+
+
+@pytest.mark.parametrize("keeps_its_streams", [True, False])
+def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
+    tmp_path: Path, keeps_its_streams: bool
+) -> None:
+    port = free_port()
+
+    async def main() -> None:
+        folders = [tmp_path / "a", tmp_path / ("a" if keeps_its_streams else "b")]
+        url = f"nats://127.0.0.1:{port}"
+        async with NatsExchange(NatsOptions((url,), "reef")) as one, NatsExchange(NatsOptions((url,), "reef")) as two:
+            frames: list[bytes] = []
+
+            async def read() -> None:
+                while True:
+                    frames.extend(await two.receive(10))
+
+            async def heard(*expected: bytes) -> None:
+                async with asyncio.timeout(20):
+                    while frames != list(expected):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+
+            reading = [asyncio.ensure_future(read()), asyncio.ensure_future(collected(one, 99, 1000))]
+            async with NatsServer(ServerOptions(folders[0], port=port)) as server:
+                await published(one, b"1", b"2")
+                await heard(b"1", b"2")
+                os.kill(server.pid, signal.SIGKILL)
+                assert "signal 9" in await server.died()
+                async with asyncio.timeout(10):
+                    while one.connected or two.connected:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                with pytest.raises(ExchangeUnavailable):
+                    await one.publish("offer", "a", b"lost")
+            async with NatsServer(ServerOptions(folders[1], port=port)):
+                await published(one, b"3")
+                await heard(b"1", b"2", b"3")
+                assert two.connections == 2
+            for task in reading:
+                task.cancel()
+
+    asyncio.run(main())
+
+
+def test_any_of_several_servers_will_do(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        dead = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
+        options = NatsOptions((*dead, server.url), "reef")
+        async with NatsExchange(options) as one:
+            reading = asyncio.ensure_future(collected(one, 1))
+            await published(one, b"1")
+            assert await reading == [b"1"]
+
+    with_server(tmp_path, body)
+
+
+def test_a_server_with_a_token_lets_in_only_who_knows_it(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        knowing = joined(server.url.replace("nats://", "nats://secret@"))
+        reading = asyncio.ensure_future(collected(knowing, 1))
+        await published(knowing, b"1")
+        assert await reading == [b"1"]
+        stranger = joined(server.url)
+        with pytest.raises(TimeoutError):
+            await collected(stranger, 1, timeout_s=1)
+        assert not stranger.connected
+
+    with_server(tmp_path, body, token="secret")
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "reef")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(made.public_bytes(Encoding.PEM))
+    key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return cert_path, key_path
+
+
+def test_tls_is_used_when_asked_for_and_an_unknown_certificate_is_not_believed(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        url = server.url.replace("nats://", "tls://")
+        async with NatsExchange(NatsOptions((url,), "reef", tls_ca=cert)) as trusting:
+            reading = asyncio.ensure_future(collected(trusting, 1))
+            await published(trusting, b"1")
+            assert await reading == [b"1"]
+        with pytest.raises(TimeoutError):
+            await collected(joined(url), 1, timeout_s=1)
+
+    with_server(tmp_path / "server", body, tls_cert=cert, tls_key=key)
+
+
+@pytest.mark.parametrize(
+    ("servers", "swarm", "sentence"),
+    [
+        ((), "reef", "expected at least one URL"),
+        (("localhost:4222",), "reef", "expected nats://HOST:PORT"),
+        (("nats://h",), "a.b", "expected letters"),
+        (("nats://h",), "*", "expected letters"),
+    ],
+)
+def test_wrong_options_are_a_sentence(servers: tuple[str, ...], swarm: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        NatsOptions(servers, swarm)
+
+
+def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="both a TLS certificate and its key"):
+        server_config(ServerOptions(tmp_path, tls_cert=tmp_path))
+
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            async with NatsServer(ServerOptions(tmp_path, port=taken.getsockname()[1])):
+                pass
+
+    with pytest.raises(ChildDied, match=r"see .*server\.log"):
+        asyncio.run(main())
