@@ -39,8 +39,10 @@ class TaskConfig(Section):
     weight: float = Field(1.0, gt=0, description="Share of the drawn groups, relative to the other tasks.")
     params: dict[str, JsonValue] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
     curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
-    path: str | None = Field(None, description="JSONL with prompt, answer, info per line (service = jsonl).")
-    scorer: Literal["exact", "number", "contains"] = Field("exact", description="How a JSONL answer is scored.")
+    path: str | None = Field(None, description="JSONL or Parquet with prompt, answer, info per row (service = jsonl).")
+    scorer: str | dict[str, JsonValue] | None = Field(
+        None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
+    )
     reward: Literal["score", "correct"] = Field(
         "score", description="The scorer's value, or 1 for a full score and 0 for anything less."
     )
@@ -231,10 +233,13 @@ class TrainConfig(Section):
 
 
 class RewardConfig(Section):
-    """The scorer's worker processes."""
+    """Where answers are scored."""
 
-    workers: int = Field(1, ge=1, description="Processes that score.")
+    workers: int = Field(1, ge=1, description="Processes that score, and sandboxes at once.")
     timeout_s: float = Field(5.0, gt=0, description="Deadline of one score, queueing not counted.")
+    urls: list[str] = Field(
+        [], description="Running `shoal rewards serve`s that score instead; `SHOAL_REWARDS_TOKEN` is their token."
+    )
 
 
 class EvalConfig(Section):

@@ -1,7 +1,8 @@
 """Checkers that need nothing but the answer and the truth. Pure; 1.0 is right and 0.0 is wrong."""
 
 import re
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+"
@@ -59,4 +60,58 @@ def last_number(text: str) -> Fraction | None:
         return None
 
 
-CHECKERS: Mapping[str, Callable[[str, str], float]] = {"exact": exact, "number": number, "contains": contains}
+def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
+    """Whether the answer is these tags, each once, in this order, not empty, with nothing but space around them.
+
+    >>> formatted("<think>2+2</think>\\n<answer>4</answer>", ["think", "answer"])
+    (1.0, '')
+    >>> formatted("<answer>4</answer> so there", ["answer"])
+    (0.0, 'text outside of the tags')
+    """
+    rest = answer
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if answer.count(opening) != 1 or answer.count(closing) != 1:
+            return 0.0, f"expected {opening} and {closing} once each"
+        before, _, rest = rest.partition(opening)
+        inside, closed, rest = rest.partition(closing)
+        if before.strip() or not closed:
+            return 0.0, "text outside of the tags"
+        if not inside.strip():
+            return 0.0, f"{opening} is empty"
+    return (0.0, "text outside of the tags") if rest.strip() else (1.0, "")
+
+
+def length_share(count: int, at_most: int, over: int, at_least: int) -> float:
+    """1 up to `at_most`, then falling to 0 over the next `over`; 0 below `at_least`.
+
+    >>> [length_share(count, at_most=10, over=4, at_least=2) for count in (1, 2, 10, 11, 14, 99)]
+    [0.0, 1.0, 1.0, 0.75, 0.0, 0.0]
+    """
+    if count < at_least:
+        return 0.0
+    if count <= at_most:
+        return 1.0
+    return max(0.0, 1.0 - (count - at_most) / over) if over else 0.0
+
+
+SCRIPTS: Mapping[str, tuple[str, ...]] = {
+    **{
+        name: (name.upper(),)
+        for name in ("latin", "cyrillic", "greek", "hangul", "arabic", "hebrew", "devanagari", "thai")
+    },
+    "han": ("CJK",),
+    "kana": ("HIRAGANA", "KATAKANA"),
+}
+"""How the Unicode names of a script's letters begin."""
+
+
+def script_share(answer: str, script: str) -> float:
+    """The share of the letters that belong to a script; 1 where there is no letter.
+
+    >>> script_share("It is \u6c34.", "latin"), script_share("42", "han")
+    (0.8, 1.0)
+    """
+    letters = [character for character in answer if character.isalpha()]
+    own = sum(unicodedata.name(letter, "").startswith(SCRIPTS[script]) for letter in letters)
+    return own / len(letters) if letters else 1.0

@@ -2,12 +2,14 @@
 
 import msgspec
 
+from shoal.checker import Spec
 from shoal.types import Receipt
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Answers to one task. What is needed to score them comes from the receipt, else from truth and info."""
+    """Answers to one task, and what is needed to score them."""
 
+    spec: Spec
     receipt: Receipt | None
     truth: str | None
     info: str

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import TypeVar
 
 from shoal import wire
+from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
-from shoal.errors import ChildDied
+from shoal.errors import ChildDied, TaskError
 from shoal.process import FRAME_HEADER, Child
 from shoal.rewards.messages import Batch, Ready, Verdict
 from shoal.types import Reward, RewardStatus, Task
@@ -28,6 +29,8 @@ RETRIES = 1
 """How often an answer whose worker died is given to another one."""
 BUFFERED_GRACE_S = 0.2
 """A verdict that came while this process was busy elsewhere is not late: after the deadline, what has come is read."""
+RECYCLE_AFTER = 20_000
+"""Answers that a worker scores before it is replaced."""
 WINDOW = 4096
 """Answers and groups that the percentiles are taken over."""
 
@@ -54,12 +57,15 @@ class _Slot:
 
     worker: "_Worker | None" = None
     started: int = 0
+    scored: int = 0
+    """Answers that its worker has scored."""
 
 
 @dataclass(slots=True)
 class _Work:
     """One group being scored."""
 
+    spec: Spec
     task: Task
     answers: Sequence[str]
     rewards: dict[int, Reward] = field(default_factory=dict)
@@ -90,8 +96,11 @@ class WorkerScorer:
     Invariant: a slot is in `_idle` exactly when no group uses it, and its worker, if any, then has nothing to do.
     """
 
-    def __init__(self, config: RewardConfig, log: Path = Path(os.devnull)) -> None:
+    def __init__(
+        self, config: RewardConfig, log: Path = Path(os.devnull), *, recycle_after: int = RECYCLE_AFTER
+    ) -> None:
         """`log` takes what workers write before they are ready, such as why one cannot start."""
+        self._recycle_after = recycle_after
         self._timeout_s = config.timeout_s
         self._log = log
         self._slots = [_Slot() for _ in range(config.workers)]
@@ -148,6 +157,14 @@ class WorkerScorer:
         )
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order, by the task's own checker."""
+        try:
+            return await self.score_by(task_spec(task), task, answers)
+        except TaskError as error:
+            self._counts[RewardStatus.FAILED] += len(answers)
+            return [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. The deadline of an answer starts when its worker turns to it.
 
         Raises `ChildDied` when no worker can be started any more.
@@ -156,10 +173,11 @@ class WorkerScorer:
         asked = now()
         slot = await self._idle.get()
         self._queue_s.append(now() - asked)
-        work = _Work(task, answers)
+        work = _Work(spec, task, answers)
         try:
             while work.pending:
                 await self._progress(slot, work)
+            self._recycle(slot, len(answers))
         finally:
             self._idle.put_nowait(slot)
         rewards = [work.rewards[index] for index in range(len(answers))]
@@ -190,7 +208,7 @@ class WorkerScorer:
     async def _exchange(self, worker: "_Worker", work: _Work) -> None:
         """Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
         pending, task = work.pending, work.task
-        batch = Batch(task.receipt, task.answer, task.info, [work.answers[index] for index in pending])
+        batch = Batch(work.spec, task.receipt, task.answer, task.info, [work.answers[index] for index in pending])
         worker.send(wire.encode(batch))
         ready = await worker.receive(Ready, PREPARE_TIMEOUT_S)
         if ready.error:
@@ -221,7 +239,14 @@ class WorkerScorer:
                 raise
             slot.worker = worker
             slot.started += 1
+            slot.scored = 0
         return slot.worker
+
+    def _recycle(self, slot: _Slot, answers: int) -> None:
+        """Ends a worker that has scored many answers: what their libraries keep of each adds up."""
+        slot.scored += answers
+        if slot.scored >= self._recycle_after:
+            self._discard(slot)
 
     def _discard(self, slot: _Slot) -> None:
         """Kills the slot's worker."""

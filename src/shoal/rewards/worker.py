@@ -6,7 +6,6 @@ left of the ways out that Python code has. This lessens harm; it is no sandbox.
 """
 
 import argparse
-import json
 import math
 import os
 import resource
@@ -16,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from shoal import wire
+from shoal import checker, wire
 from shoal.errors import TaskError
 from shoal.process import die_with_parent, receive_frame, send_frame
-from shoal.rewards.checkers import CHECKERS
+from shoal.rewards.judging import judge_of
 from shoal.rewards.messages import Batch, Ready, Verdict
 from shoal.rewards.reasoning import scorer_of
 
@@ -33,19 +32,13 @@ _REFUSED = (
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def judge_of(batch: Batch) -> Callable[[str], tuple[float, str]]:
+def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
     """What gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
-    if batch.receipt is not None:
-        return scorer_of(batch.receipt, batch.truth)
-    name = json.loads(batch.info).get("scorer")
-    if name not in CHECKERS or batch.truth is None:
-        raise TaskError(f"expected a task with an answer and info.scorer in {', '.join(CHECKERS)}, got {name!r}")
-    checker, truth = CHECKERS[name], batch.truth
-    try:
-        checker(truth, truth)
-    except ValueError as error:
-        raise TaskError(str(error)) from None
-    return lambda answer: (checker(answer, truth), "")
+    if not isinstance(batch.spec, checker.ReasoningGym):
+        return judge_of(batch.spec, batch.truth)
+    if batch.receipt is None:
+        raise TaskError("expected a task with a receipt: reasoning_gym scores its own questions only")
+    return scorer_of(batch.receipt, batch.truth)
 
 
 def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str) -> Verdict:
@@ -65,7 +58,7 @@ def serve(connection: socket.socket) -> None:
     while (frame := receive_frame(connection)) is not None:
         batch = wire.decode(frame, Batch)
         try:
-            judge = judge_of(batch)
+            judge = prepared(batch)
         except TaskError as error:
             send_frame(connection, wire.encode(Ready(str(error))))
             continue

@@ -1,25 +1,26 @@
-"""A file of questions as a task service: one JSON object per line with `prompt`, `answer` and, if wanted, `info`."""
+"""A file of questions as a task service: JSONL or Parquet, with `prompt`, `answer` and, if wanted, `info` per row.
+
+Rows of GSM8K, MATH, MBPP and APPS are taken as they are (`shapes`).
+"""
 
 import json
 import random
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
+from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
+from shoal.tasks.shapes import canonical
 from shoal.tasks.split import check_rewrite, prompt, rewritten, split_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
-
-SCORERS = ("exact", "number", "contains")
-ScorerName = Literal["exact", "number", "contains"]
 
 
 class JsonlService:
     """Questions of a file, each epoch in an order of its own; a share of them, chosen by their text, is held out.
 
-    A line's `info.scorer` takes the place of the configured scorer for that line. The file is read once, when the
+    A row's `info.scorer` takes the place of the configured checker for that row. The file is read once, when the
     service is made, and held in memory.
     """
 
@@ -67,7 +68,23 @@ def _split(task: Task, eval_share: float) -> Split:
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and object of each line that is not blank."""
+    """Number (from 1) and object of each row."""
+    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+
+
+def _parquet_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows: list[dict[str, Json]] = parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise TaskError(f"{path}: expected a Parquet file: {error}") from None
+    return list(enumerate(rows, 1))
+
+
+def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
+    """Blank lines are left out."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,27 +104,32 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
 
 
 def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> Task:
-    """The task of one line."""
+    """The task of one row."""
+    try:
+        row, usual = canonical(row)
+    except ValueError as error:
+        raise TaskError(f"{where}: {error}") from None
     unknown = sorted(set(row) - {"prompt", "answer", "info"})
     if unknown:
         raise TaskError(f"{where}: {unknown[0]}: expected prompt, answer and info only; put what else there is in info")
-    answer = row.get("answer")
-    if not isinstance(answer, str) or not answer.strip():
-        raise TaskError(f"{where}: answer: expected text, got {_shown(answer)}")
-    info = row.get("info", {})
+    info = row.get("info") or {}
     if not isinstance(info, dict):
         raise TaskError(f"{where}: info: expected an object, got {_shown(info)}")
-    scorer = info.get("scorer", config.scorer)
-    if scorer not in SCORERS:
-        raise TaskError(f"{where}: info.scorer: expected one of {', '.join(SCORERS)}, got {_shown(scorer)}")
-    messages = _messages(config, where, row.get("prompt"))
-    return Task(
-        f"{config.name}/{number}",
-        config.name,
-        messages,
-        answer.strip(),
-        json.dumps({**info, "scorer": scorer}, sort_keys=True),
+    own = "scorer" in info
+    spec = checker.spec_of(
+        info["scorer"] if own else config.scorer or usual,
+        f"{where}: info.scorer" if own else f"tasks.{config.name}.scorer",
     )
+    answer = row.get("answer")
+    if answer is not None or checker.needs_truth(spec):
+        if not isinstance(answer, str) or not answer.strip():
+            raise TaskError(f"{where}: answer: expected text, got {_shown(answer)}")
+        answer = answer.strip()
+    if checker.needs_tests(spec):
+        checker.unit_tests(info.get("tests", []), f"{where}: info.tests")
+    messages = _messages(config, where, row.get("prompt"))
+    kept = json.dumps({**info, "scorer": checker.to_json(spec)}, sort_keys=True)
+    return Task(f"{config.name}/{number}", config.name, messages, answer, kept)
 
 
 def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...]:
@@ -141,5 +163,5 @@ def _message(where: str, value: Json) -> Message:
 
 def _shown(value: Json) -> str:
     """What came, short enough for a sentence."""
-    text = "nothing" if value is None else json.dumps(value)
+    text = "nothing" if value is None else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 
+from shoal import checker
 from shoal.config import Config, TaskConfig
 from shoal.interfaces import TaskService
 from shoal.tasks.drawer import Drawer, Spec
@@ -24,6 +26,10 @@ class ReasoningGymService:
         self._spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite))
         self._seed = seed
         self._drawer = drawer
+        self._info: str | None = None
+        if config.scorer is not None:
+            spec = checker.spec_of(config.scorer, f"tasks.{config.name}.scorer")
+            self._info = json.dumps({"scorer": checker.to_json(spec)})
 
     @property
     def name(self) -> str:
@@ -32,7 +38,8 @@ class ReasoningGymService:
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; mostly 0.3 ms, for some puzzles 0.1 s. Raises `TaskError`."""
-        return self._drawer.draw(self._spec, split, self._seed, index)
+        task = self._drawer.draw(self._spec, split, self._seed, index)
+        return task if self._info is None else replace(task, info=self._info)
 
 
 class Library(Mixture):

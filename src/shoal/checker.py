@@ -1,0 +1,298 @@
+"""How a task says what a right answer is: a checker by name, with parameters of its own.
+
+In a configuration (`tasks.scorer`) or a row's `info.scorer` it is a name, `"math"`, or a table with the name and the
+parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.rewards`.
+"""
+
+import json
+import re
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from shoal.errors import TaskError
+from shoal.types import Json, Task
+
+
+class _Checker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", omit_defaults=True):
+    """What all have in common: closed to unknown parameters, and named by their tag."""
+
+
+class Exact(_Checker, frozen=True, tag="exact"):
+    """The answer is the truth, but for space around it."""
+
+    ignore_case: bool = False
+
+
+class Contains(_Checker, frozen=True, tag="contains"):
+    """The truth occurs in the answer."""
+
+
+class Number(_Checker, frozen=True, tag="number"):
+    """The answer's last number equals the truth's, exactly."""
+
+
+class Math(_Checker, frozen=True, tag="math"):
+    """The answer's final expression equals the truth's, as mathematics."""
+
+    tolerance: float = 0.0
+    """Relative; for numbers only."""
+
+
+class Regex(_Checker, frozen=True, tag="regex"):
+    """A regular expression is found in the answer, or matches all of it. Without a pattern the truth is one."""
+
+    pattern: str = ""
+    match: Literal["search", "full"] = "search"
+
+
+class JsonSchema(_Checker, frozen=True, tag="json_schema"):
+    """The answer is JSON that a schema accepts; with a truth, it must equal that as well."""
+
+    schema: dict[str, object]
+
+
+class Format(_Checker, frozen=True, tag="format"):
+    """The answer is these XML-like tags, each once, in this order, not empty, and nothing besides."""
+
+    tags: tuple[str, ...] = ("think", "answer")
+
+
+class Length(_Checker, frozen=True, tag="length"):
+    """1 up to `at_most`, then falling to 0 over the next `over`; 0 below `at_least`."""
+
+    at_most: int
+    over: int = 0
+    at_least: int = 0
+    unit: Literal["characters", "words"] = "characters"
+
+
+class Language(_Checker, frozen=True, tag="language"):
+    """The share of the answer's letters that belong to a script."""
+
+    script: Literal["latin", "cyrillic", "greek", "han", "kana", "hangul", "arabic", "hebrew", "devanagari", "thai"]
+
+
+class ReasoningGym(_Checker, frozen=True, tag="reasoning_gym"):
+    """The dataset's own scorer, for tasks with a receipt."""
+
+
+class Code(_Checker, frozen=True, tag="code"):
+    """The program in the answer passes the task's `info.tests`, in the sandbox."""
+
+    timeout_s: float = 4.0
+    """Of one test."""
+    memory_mb: int = 256
+    partial: bool = False
+    """Whether the value is the share of tests passed, or 1 for all and 0 for anything less."""
+    template: str = "{answer}"
+    """The program; `{answer}` is where the answer's code goes."""
+    tolerance: float = 1e-9
+    """Relative; for floating-point numbers that a function returns."""
+
+
+class Judge(_Checker, frozen=True, tag="judge"):
+    """A language model behind an OpenAI-compatible URL gives the answer a score by a rubric."""
+
+    url: str
+    """Up to and including `/v1`."""
+    model: str
+    rubric: str
+    best: int = 10
+    """The rubric's highest score; the lowest is 0. The value is the score's share of it."""
+    key_env: str = ""
+    """The environment variable that holds the API key."""
+    timeout_s: float = 60.0
+    max_tokens: int = 512
+
+
+class Function(_Checker, frozen=True, tag="function"):
+    """A user's function with TRL's signature: `reward(prompts, completions, **columns) -> list[float | None]`."""
+
+    path: str
+    """As `module:function`; imported from the current folder too."""
+    timeout_s: float = 30.0
+    """For the answers of one group together."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One checker of a weighted sum."""
+
+    scorer: "Spec"
+    weight: float = 1.0
+    label: str = ""
+    """In `Reward.parts`; the checker's name when empty."""
+
+
+class Weighted(_Checker, frozen=True, tag="weighted"):
+    """The weighted sum of several checkers' values."""
+
+    parts: tuple[Part, ...]
+
+
+Spec: TypeAlias = (
+    Exact
+    | Contains
+    | Number
+    | Math
+    | Regex
+    | JsonSchema
+    | Format
+    | Length
+    | Language
+    | ReasoningGym
+    | Code
+    | Judge
+    | Function
+    | Weighted
+)
+SPECS: tuple[type[_Checker], ...] = (
+    *(Exact, Contains, Number, Math, Regex, JsonSchema, Format, Length, Language, ReasoningGym),
+    *(Code, Judge, Function, Weighted),
+)
+NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in SPECS)
+TRUTH_NEEDED = (Exact, Contains, Number, Math)
+
+
+class UnitTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One unit test of a program. Exactly one of four kinds:
+
+    - `stdin` and `stdout`: what the program prints when it reads that;
+    - `call` with `args`, `kwargs`, `returns`: what a function (or `Class.method`) of it returns;
+    - `code`: Python statements whose assertions must hold; the program's names are there;
+    - `pytest`: a pytest file that imports the program as `solution`.
+    """
+
+    stdin: str | None = None
+    stdout: str | None = None
+    call: str | None = None
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    returns: object = None
+    code: str | None = None
+    pytest: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = [name for name in ("stdout", "call", "code", "pytest") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"expected one of stdout, call, code and pytest, got {' and '.join(kinds) or 'none'}")
+
+
+def spec_of(value: Json, where: str) -> Spec:
+    """The checker that a name or a table means. Raises `TaskError` that begins with `where`.
+
+    >>> spec_of("math", "here"), spec_of({"name": "length", "at_most": 80}, "here")
+    (Math(tolerance=0.0), Length(at_most=80, over=0, at_least=0, unit='characters'))
+    """
+    tree = _spelled_out(value)
+    name = tree.get("name") if isinstance(tree, dict) else None
+    if not isinstance(name, str) or name not in NAMES:
+        raise TaskError(f"{where}: expected one of {', '.join(NAMES)}, got {msgspec.json.encode(value).decode()[:60]}")
+    try:
+        spec: Spec = msgspec.convert(tree, Spec)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise TaskError(f"{where}: {_sentence(str(error))}") from None
+    _check(spec, where)
+    return spec
+
+
+def task_spec(task: Task) -> Spec:
+    """The checker of a task: `info.scorer`, else its dataset's own. Raises `TaskError`."""
+    return _task_spec(task.info, task.receipt is not None)
+
+
+@lru_cache(maxsize=1024)
+def _task_spec(info: str, has_receipt: bool) -> Spec:
+    try:
+        value = json.loads(info).get("scorer")
+    except (ValueError, AttributeError, RecursionError):
+        raise TaskError(f"info: expected a JSON object, got {info[:60]!r}") from None
+    return ReasoningGym() if value is None and has_receipt else spec_of(value, "info.scorer")
+
+
+def unit_tests(value: Json, where: str) -> list[UnitTest]:
+    """The unit tests of a row. Raises `TaskError` that begins with `where`."""
+    try:
+        tests = msgspec.convert(value, list[UnitTest])
+    except (msgspec.ValidationError, ValueError) as error:
+        raise TaskError(f"{where}: {_sentence(str(error))}") from None
+    if not tests:
+        raise TaskError(f"{where}: expected at least one test")
+    return tests
+
+
+def needs_truth(spec: Spec) -> bool:
+    """Whether a task must have an answer for this checker.
+
+    >>> needs_truth(Number()), needs_truth(Weighted((Part(Format()), Part(Code()))))
+    (True, False)
+    """
+    if isinstance(spec, Weighted):
+        return any(needs_truth(part.scorer) for part in spec.parts)
+    return isinstance(spec, TRUTH_NEEDED) or (isinstance(spec, Regex) and not spec.pattern)
+
+
+def needs_tests(spec: Spec) -> bool:
+    """Whether a task must have unit tests for this checker."""
+    if isinstance(spec, Weighted):
+        return any(needs_tests(part.scorer) for part in spec.parts)
+    return isinstance(spec, Code)
+
+
+def to_json(spec: Spec) -> Json:
+    """What `spec_of` reads: the name where nothing else is set.
+
+    >>> to_json(Number()), to_json(Regex("a+"))
+    ('number', {'name': 'regex', 'pattern': 'a+'})
+    """
+    tree: dict[str, Json] = msgspec.to_builtins(spec)
+    return tree["name"] if len(tree) == 1 else tree
+
+
+def _spelled_out(value: Json) -> Json:
+    """The table that a name, or a table with names in it, stands for."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, dict) and isinstance(value.get("parts"), list):
+        parts = value["parts"]
+        assert isinstance(parts, list)
+        inner: list[Json] = [
+            {**part, "scorer": _spelled_out(part["scorer"])} if isinstance(part, dict) and "scorer" in part else part
+            for part in parts
+        ]
+        return {**value, "parts": inner}
+    return value
+
+
+def _check(spec: Spec, where: str) -> None:
+    """What types alone cannot say."""
+    match spec:
+        case Weighted():
+            if not spec.parts:
+                raise TaskError(f"{where}.parts: expected at least one part")
+            for position, part in enumerate(spec.parts):
+                _check(part.scorer, f"{where}.parts.{position}.scorer")
+        case Regex():
+            try:
+                re.compile(spec.pattern)
+            except re.error as error:
+                raise TaskError(f"{where}.pattern: expected a regular expression: {error}") from None
+        case Code():
+            if spec.timeout_s <= 0 or spec.memory_mb <= 0:
+                raise TaskError(f"{where}: expected timeout_s and memory_mb above 0")
+            if "{answer}" not in spec.template:
+                raise TaskError(f"{where}.template: expected a text with {{answer}} in it, got {spec.template!r}")
+        case Function():
+            if not re.fullmatch(r"[\w.]+:\w+", spec.path):
+                raise TaskError(f"{where}.path: expected module:function, got {spec.path!r}")
+        case Judge():
+            if not spec.url.startswith(("http://", "https://")):
+                raise TaskError(f"{where}.url: expected http:// or https://, got {spec.url!r}")
+            if spec.best < 1:
+                raise TaskError(f"{where}.best: expected at least 1, got {spec.best}")
+
+
+def _sentence(error: str) -> str:
+    """msgspec's complaint with its path in the words of TOML."""
+    return error.replace("$.", "").replace("`$`", "the table")

@@ -1,0 +1,165 @@
+"""Rows of published data sets as rows with `prompt`, `answer` and `info`: GSM8K, MATH, MBPP and APPS. Pure.
+
+A row is known by its columns, so that files written for other tools can be used as they are.
+"""
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+
+from shoal.types import Json
+
+Row = dict[str, Json]
+STOP_GSM8K = "####"
+
+
+def canonical(row: Row) -> tuple[Row, str]:
+    """The row with `prompt`, `answer` and `info`, and the checker it goes by when none is named.
+
+    Raises `ValueError` that begins with the column that is wrong.
+    """
+    if "input_output" in row and "question" in row:
+        return _apps(row), "code"
+    if "test_list" in row:
+        return _mbpp(row), "code"
+    if "problem" in row and ("solution" in row or "answer" in row):
+        return _math(row), "math"
+    if "question" in row and "answer" in row:
+        return _gsm8k(row), "math"
+    info = row.get("info")
+    return row, "code" if isinstance(info, dict) and "tests" in info else "exact"
+
+
+def _gsm8k(row: Row) -> Row:
+    """`question`, and an `answer` that ends with #### and the number."""
+    answer = _text(row, "answer")
+    return {"prompt": _text(row, "question"), "answer": answer.rpartition(STOP_GSM8K)[2].strip(), "info": _rest(row)}
+
+
+def _math(row: Row) -> Row:
+    """`problem`, and an `answer`, or a `solution` with it in its last \\\\boxed{}; `level` and `type` are kept."""
+    answer = row.get("answer") if isinstance(row.get("answer"), str) else _text(row, "solution")
+    return {"prompt": _text(row, "problem"), "answer": answer, "info": _rest(row, "level", "type", "subject")}
+
+
+def _mbpp(row: Row) -> Row:
+    """`text` or `prompt`, a `test_list` of assertions, and what they need to be imported before."""
+    question = _text(row, "text" if "text" in row else "prompt")
+    assertions = [str(line) for line in _list(row, "test_list")]
+    imports = row.get("test_imports") or [row.get("test_setup_code") or ""]
+    before = "\n".join(str(line) for line in imports if line) if isinstance(imports, list) else str(imports)
+    shown = "\n".join(assertions)
+    return {
+        "prompt": f"{question}\nYour code should pass these tests:\n{shown}",
+        "answer": row.get("code"),
+        "info": {**_rest(row, "task_id"), "tests": [assertion_test(line, before) for line in assertions]},
+    }
+
+
+def assertion_test(assertion: str, before: str = "") -> Json:
+    """The test that an assertion is: of a call's value where it says just that, else of the statement.
+
+    >>> assertion_test("assert add(1, [2]) == (3, 4)")
+    {'call': 'add', 'args': [1, [2]], 'returns': [3, 4]}
+    >>> assertion_test("assert add(1) > 0")
+    {'code': 'assert add(1) > 0'}
+    """
+    try:
+        (statement,) = ast.parse(assertion.strip()).body
+    except (SyntaxError, ValueError):
+        raise ValueError(f"test_list: expected assertions, got {assertion[:60]!r}") from None
+    match statement:
+        case ast.Assert(
+            test=ast.Compare(
+                left=ast.Call(func=ast.Name(id=name), args=args, keywords=[]), ops=[ast.Eq()], comparators=[right]
+            )
+        ):
+            try:
+                values = [ast.literal_eval(arg) for arg in args]
+                expected = ast.literal_eval(right)
+            except (ValueError, TypeError):
+                pass
+            else:
+                if all(map(_is_json, values)) and _is_json(expected, tuples=True):
+                    return {"call": name, "args": values, "returns": json.loads(json.dumps(expected))}
+    return {"code": f"{before}\n{assertion}".strip()}
+
+
+def _is_json(value: object, *, tuples: bool = False) -> bool:
+    """Whether JSON carries a value unchanged, but for tuples becoming lists where that is allowed."""
+    if isinstance(value, list) or (tuples and isinstance(value, tuple)):
+        return all(_is_json(item, tuples=tuples) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item, tuples=tuples) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _apps(row: Row) -> Row:
+    """`question`, and `input_output`: JSON with `inputs`, `outputs` and, where a function is asked for, `fn_name`."""
+    cases = _parsed(row, "input_output")
+    if not isinstance(cases, Mapping):
+        raise ValueError("input_output: expected an object with inputs and outputs")
+    inputs, outputs = _list(cases, "inputs"), _list(cases, "outputs")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"input_output: expected as many outputs as inputs, got {len(outputs)} for {len(inputs)}")
+    starter = str(row.get("starter_code") or "")
+    name = cases.get("fn_name")
+    tests: list[Json]
+    if isinstance(name, str):
+        call = f"Solution.{name}" if "class Solution" in starter else name
+        tests = [
+            {"call": call, "args": given, "returns": value}
+            for given, value in zip(inputs, _unwrapped(outputs), strict=True)
+        ]
+    else:
+        tests = [{"stdin": _lines(given), "stdout": _lines(out)} for given, out in zip(inputs, outputs, strict=True)]
+    solutions = _parsed(row, "solutions") if row.get("solutions") else []
+    return {
+        "prompt": _text(row, "question") + (f"\n{starter}" if starter else ""),
+        "answer": solutions[0] if isinstance(solutions, list) and solutions else None,
+        "info": {**_rest(row, "difficulty"), "tests": tests},
+    }
+
+
+def _unwrapped(outputs: Sequence[Json]) -> list[Json]:
+    """APPS wraps what a function returns into a list of one."""
+    if all(isinstance(out, list) and len(out) == 1 for out in outputs):
+        return [out[0] for out in outputs if isinstance(out, list)]
+    return list(outputs)
+
+
+def _lines(value: Json) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _parsed(row: Row, column: str) -> Json:
+    """A column that holds JSON, as text or already read."""
+    value = row[column]
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: Json = json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{column}: expected JSON: {error}") from None
+    return parsed
+
+
+def _rest(row: Row, *columns: str) -> dict[str, Json]:
+    """The row's `info` and these columns, where they are there."""
+    info = row.get("info")
+    kept = {column: row[column] for column in columns if row.get(column) is not None}
+    return {**kept, **(info if isinstance(info, dict) else {})}
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{column}: expected text, got {json.dumps(value)[:60]}")
+    return value
+
+
+def _list(row: Mapping[str, Json], column: str) -> list[Json]:
+    value = row.get(column)
+    if not isinstance(value, list):
+        raise ValueError(f"{column}: expected a list, got {json.dumps(value)[:60]}")
+    return value
