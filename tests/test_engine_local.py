@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.load import checksum_of
-from shoal.engine.local import Limits, LocalEngine, OnUpdate, PauseMode
-from shoal.engine.request import Draft, Request
+from shoal.engine.local import LocalEngine
+from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.sampling import SamplingRows, Uniforms, drawn
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model import load_model
@@ -139,8 +140,10 @@ def test_logprobs_of_sampled_tokens_and_scores_agree_with_a_full_forward(
     for draft in drafts(requests):
         expected = forced(model, draft.prompt_ids, draft.drawn)
         assert draft.logprobs == pytest.approx(expected, abs=1e-4)
-        scores = served.score([*draft.prompt_ids, *draft.drawn])
-        assert scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
+        asked = scoring([*draft.prompt_ids, *draft.drawn])
+        served.submit(asked)
+        finish(served)
+        assert asked.drafts[0].scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
     assert len({tuple(draft.drawn) for draft in drafts(requests)}) == 9
 
 
@@ -295,10 +298,11 @@ def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
     served.step()
     superseded: Future[int] = served.update(served.slots.staged(1, directories["Qwen2"], None))
     newest: Future[int] = served.update(served.slots.staged(2, other_weights, None))
-    with pytest.raises(RequestRefused, match="2 is served or queued"):
-        served.update(served.slots.staged(1, other_weights, None))
+    late: Future[int] = served.update(served.slots.staged(1, directories["Qwen2"], None))
     finish(served)
-    assert superseded.result(0) == newest.result(0) == 2
+    assert superseded.result(0) == newest.result(0) == late.result(0) == 2
+    assert served.update(served.slots.staged(1, directories["Qwen2"], None)).result(0) == served.version == 2
+    assert "2 is served, expected no older one, got 1" in str(served.update_refusal(1))
     assert requests[0].drafts[0].completion().versions == (0,) * 10
     assert requests[1].drafts[0].completion().versions == (2,) * 10
     assert requests[1].drafts[0].drawn == greedy(plain(other_weights), requests[1].prompt_ids, 10)
@@ -429,3 +433,146 @@ def test_running_out_of_memory_preempts_and_loses_nothing(directories: dict[str,
     model = plain(directories["Qwen2"])
     for draft in drafts(requests):
         assert draft.drawn == greedy(model, draft.prompt_ids, 50)
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(directories: dict[str, Path]) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    conversation = prompt_of(30)
+    for turn in range(4):
+        before = (served.tokens_prefilled, served.prefix_tokens_reused)
+        request = Request(list(conversation), Sampling(7, temperature=0))
+        served.submit(request)
+        finish(served)
+        (draft,) = request.drafts
+        assert draft.drawn == greedy(model, conversation, 7)
+        assert draft.logprobs == pytest.approx(forced(model, conversation, draft.drawn), abs=1e-4)
+        reused = served.prefix_tokens_reused - before[1]
+        assert reused == (0 if turn == 0 else len(conversation) - 6)  # the last drawn token was never computed
+        assert served.tokens_prefilled - before[0] == len(conversation) - reused
+        conversation += [*draft.drawn, *prompt_of(5, turn)]
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.RECOMPUTE, OnUpdate.KEEP])
+def test_kv_of_ended_sequences_is_not_used_under_other_weights(
+    on_update: OnUpdate, directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=on_update)
+    for path, version in ((directories["Qwen2"], 1), (other_weights, 2)):
+        served.update(served.slots.staged(version, path, None))
+        first = Request(prompt_of(30), Sampling(20, temperature=0))
+        served.submit(first)
+        finish(served)
+        assert first.drafts[0].drawn == greedy(plain(path), prompt_of(30), 20)
+        assert served.prefix_tokens_reused == 0
+    running = Request(prompt_of(30), Sampling(20, temperature=0))
+    served.submit(running)
+    for _ in range(3):
+        served.step()
+    reused = served.prefix_tokens_reused
+    served.update(served.slots.staged(3, directories["Qwen2"], None))
+    served.step()  # loads; `running` now is of both weights under `keep`
+    finish(served)
+    after = Request(prompt_of(30), Sampling(20, temperature=0))
+    served.submit(after)
+    finish(served)
+    assert after.drafts[0].drawn == greedy(plain(directories["Qwen2"]), prompt_of(30), 20)
+    assert served.prefix_tokens_reused - reused == (29 if on_update is OnUpdate.RECOMPUTE else 0)
+
+
+def test_what_is_kept_of_ended_sequences_is_bounded_or_nothing(directories: dict[str, Path]) -> None:
+    for most_bytes in (0, 20_000):
+        served = engine(directories["Qwen2"], prefix_cache_bytes=most_bytes)
+        for i in range(20):
+            served.submit(Request(prompt_of(30, i), Sampling(10)))
+        finish(served)
+        size_bytes = served.counts().prefix_cache_bytes
+        assert size_bytes <= most_bytes
+        assert (size_bytes > 0) == (most_bytes > 0)
+
+
+def test_requests_with_one_prompt_prefill_it_once(directories: dict[str, Path]) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    requests = [Request(prompt_of(20), Sampling(count, temperature=0)) for count in (4, 9, 30)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    assert served.tokens_prefilled == 20
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, prompt_of(20), draft.sampling.max_tokens)
+
+
+@torch.inference_mode()
+def test_the_most_likely_tokens_are_those_of_the_distribution_that_was_drawn_from(
+    directories: dict[str, Path],
+) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    samplings = [Sampling(6, temperature=0), Sampling(6, temperature=0.7), Sampling(6, top_k=3), Sampling(6, top_p=0.5)]
+    requests = [Request(prompt_of(8), sampling, alternatives=5) for sampling in samplings]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    for draft in drafts(requests):
+        assert len(draft.others) == 6
+        logits_LV = model(torch.tensor([[*draft.prompt_ids, *draft.drawn]])).logits[0]
+        for i, others in enumerate(draft.others):
+            whole_V = (logits_LV[draft.prompt_len - 1 + i] / (draft.sampling.temperature or 1)).log_softmax(-1)
+            assert [token for token, _ in others] == whole_V.topk(len(others)).indices.tolist()
+            log_kept = draft.log_kept[i] if draft.log_kept else 0.0
+            for token, logp in others:
+                assert logp + log_kept == pytest.approx(float(whole_V[token]), abs=1e-4)
+            assert dict(others).get(draft.drawn[i], draft.logprobs[i]) == pytest.approx(draft.logprobs[i], abs=1e-4)
+            assert draft.logprobs[i] + log_kept == pytest.approx(float(whole_V[draft.drawn[i]]), abs=1e-4)
+    assert [bool(draft.log_kept) for draft in drafts(requests)] == [False, False, True, True]
+    assert max(len(others) for others in requests[2].drafts[0].others) == 3
+
+
+def test_prompts_are_scored_in_chunks_through_interruptions_and_next_to_decoding(
+    directories: dict[str, Path],
+) -> None:
+    path = directories["Qwen2"]
+    served, model = engine(path), plain(path)  # chunks of 24
+    running = Request(prompt_of(9), Sampling(40, temperature=0))
+    served.submit(running)
+    served.step()
+    asked = Request(prompt_of(100), Sampling(5, temperature=0), n=3, score_alternatives=2)
+    alone = scoring(prompt_of(160))
+    for request in (asked, alone):
+        served.submit(request)
+    for _ in range(2):
+        served.step()
+    served.update(served.slots.staged(1, path, None))
+    finish(served)
+    tokens = prompt_of(100)
+    expected = forced(model, tokens[:1], tokens[1:])
+    assert asked.drafts[0].scores == pytest.approx(expected, abs=1e-4)
+    assert [len(tops) for tops in asked.drafts[0].score_others] == [2] * 99
+    assert all(top[0][1] >= score for top, score in zip(asked.drafts[0].score_others, expected, strict=True))
+    assert [draft.drawn for draft in asked.drafts] == [greedy(model, tokens, 5)] * 3
+    assert alone.drafts[0].scores == pytest.approx(forced(model, prompt_of(160)[:1], prompt_of(160)[1:]), abs=1e-4)
+    assert alone.drafts[0].drawn == []
+    assert running.drafts[0].drawn == greedy(model, prompt_of(9), 40)
+    assert served.tokens_drawn == 40 + 15
+
+
+@pytest.mark.parametrize("interruptions", [1, 20])
+def test_an_answer_interrupted_up_to_20_times_equals_the_uninterrupted_one(
+    interruptions: int, directories: dict[str, Path]
+) -> None:
+    path = directories["Qwen2"]
+    for sampling in (Sampling(60, temperature=0), Sampling(60, seed=3)):
+        whole = Request(prompt_of(12), sampling)
+        undisturbed = engine(path)
+        undisturbed.submit(whole)
+        finish(undisturbed)
+        cut = Request(prompt_of(12), sampling)
+        served = engine(path)
+        served.submit(cut)
+        for version in range(1, interruptions + 1):
+            served.step()
+            served.step()
+            served.update(served.slots.staged(version, path, None))
+        finish(served)
+        assert served.interruptions == interruptions
+        assert cut.drafts[0].drawn == whole.drafts[0].drawn
+        assert cut.drafts[0].logprobs == pytest.approx(whole.drafts[0].logprobs, abs=1e-4)
+        assert set(cut.drafts[0].completion().versions) == set(range(interruptions + 1))

@@ -149,7 +149,7 @@ def test_the_client_gets_what_the_routes_give(server: Server) -> None:
         ({"token_ids": "abc"}, "Expected `array`, got `str` - at `$.token_ids`"),
         ({"token_ids": None}, "Expected `array`, got `null` - at `$.token_ids`"),
         ({"tokens": [1]}, "unknown field `tokens`"),
-        ({"stream": True}, "$.stream"),
+        ({"stream": 1}, "$.stream"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens: expected at least 1, got 0"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),

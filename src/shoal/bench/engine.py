@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from shoal.bench.limit import StaticLoop
 from shoal.bench.model import SHAPE
-from shoal.engine.local import Limits, LocalEngine, OnUpdate
+from shoal.engine.limits import Limits, OnUpdate
+from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
 from shoal.model import load_model
 from shoal.small_model import Shape, save, untrained

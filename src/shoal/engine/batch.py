@@ -1,6 +1,7 @@
 """The tensors of one step, assembled from a plan: what is fed, how it attends, and from which rows tokens are drawn."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -10,6 +11,16 @@ from shoal.engine.cache import CachedRows, ChunkRows, DecodeRows, KVCache
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows
 from shoal.engine.scheduler import Chunk, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Kept rows `row : row + count` score the tokens of `draft` that follow its positions from `start` on."""
+
+    draft: Draft
+    row: int
+    start: int
+    count: int
 
 
 class StepBatch:
@@ -28,28 +39,38 @@ class StepBatch:
         self._decode, decoding = _decode_rows(plan.decode, cache, device)
         chunks = sorted(plan.chunks, key=lambda chunk: (chunk.start, chunk.length))
         self.drafts: list[Draft] = decoding
+        self.scored: list[Scored] = []
         token_T = [draft.token_at(draft.total - 1) for draft in decoding]
         position_T = [draft.total - 1 for draft in decoding]
         keep, expand = list(range(len(decoding))), list(range(len(decoding)))
         for chunk in chunks:
             token_T += chunk.sequence.tokens(chunk.start, chunk.start + chunk.length)
             position_T += range(chunk.start, chunk.start + chunk.length)
+            first = len(token_T) - chunk.length
+            wanted = max(0, min(chunk.length, len(chunk.sequence.targets) - chunk.start))
+            if wanted:
+                self.scored.append(Scored(chunk.sequence, len(keep), chunk.start, wanted))
+                keep += range(first, first + wanted)
             if chunk.completes:
                 self.drafts = [*self.drafts, chunk.sequence, *chunk.followers]
-                expand += [len(keep)] * (1 + len(chunk.followers))
-                keep.append(len(token_T) - 1)
+                if wanted < chunk.length:
+                    keep.append(len(token_T) - 1)
+                expand += [len(keep) - 1] * (1 + len(chunk.followers))
         self.input_ids_1T = torch.tensor([token_T], device=device)
         self.position_ids_1T = torch.tensor([position_T], device=device)
         self.layout = CachedRows([*self._decode, *_chunk_rows(chunks, cache)])
         self.keep: int | Tensor = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else 0
-        self.expand = torch.tensor(expand, device=device) if len(expand) > len(keep) else None
+        own_rows = len(expand) == len(keep) and not self.scored
+        self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
+        self.detailed = any(draft.alternatives or draft.truncates for draft in self.drafts)
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
 
     def advanced(self, token_B: Tensor) -> bool:
         """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
         for rows in self._decode:
             rows.advance()
+        assert not self.scored, "only prefilling scores"
         self.input_ids_1T = token_B[None]
         self.position_ids_1T += 1
         return all(rows.fits for rows in self._decode)

@@ -9,10 +9,9 @@ Version of the weights that computed its logits.
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import StrEnum
 from itertools import count
 
 import numpy as np
@@ -20,69 +19,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.batch import StepBatch
-from shoal.engine.cache import KVCache
+from shoal.engine.batch import Scored, StepBatch
+from shoal.engine.cache import KVCache, StoredKV
+from shoal.engine.limits import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.load import StagedWeights, WeightSlots
+from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import Uniforms, drawn
+from shoal.engine.sampling import Uniforms, alternatives, drawn
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
-from shoal.model import packed_logprobs
-from shoal.types import FinishReason
+from shoal.types import FinishReason, Sampling
 
-
-class OnUpdate(StrEnum):
-    """What running sequences do when new weights come."""
-
-    RECOMPUTE = "recompute"
-    """Their KV is dropped and computed again under the new weights."""
-    KEEP = "keep"
-    """They go on with the KV of the old weights; counted as stale."""
-    DRAIN = "drain"
-    """They finish under the old weights first; nothing is admitted meanwhile."""
-
-
-class PauseMode(StrEnum):
-    """What happens to requests while the engine is paused."""
-
-    ABORT = "abort"
-    """Those it has end now with what was drawn; new ones are refused."""
-    WAIT = "wait"
-    """Those it has finish; new ones are refused."""
-    KEEP = "keep"
-    """Those it has stand still; new ones are queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much the engine takes on."""
-
-    max_model_len: int
-    """Tokens of one sequence, prompt and answer together."""
-    max_running: int = 128
-    """Sequences decoded at once."""
-    max_waiting: int = 8192
-    """Sequences queued."""
-    chunk_tokens: int = 1024
-    """Known tokens prefilled per step, beside one token of each decoding sequence."""
-    kv_tokens: int | None = None
-    """Tokens of KV storage; room for `max_running` sequences of full length when None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Numbers of an engine: since it started, but for version, running and waiting, which are now."""
-
-    version: int
-    tokens_drawn: int
-    tokens_prefilled: int
-    interruptions: int
-    preemptions: int
-    stale_sequences: int
-    busy_s: float
-    running: int
-    waiting: int
+SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
+MOST_ALTERNATIVES = 20
 
 
 class LocalEngine:
@@ -102,6 +52,7 @@ class LocalEngine:
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
+        self.prefix_tokens_reused = 0
         self.model = model.requires_grad_(False)
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
@@ -114,7 +65,10 @@ class LocalEngine:
             chunk_tokens=limits.chunk_tokens,
             max_model_len=limits.max_model_len,
             capacity=self._cache.capacity,
+            reuse=self._reusable,
         )
+        self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
+        self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
         self._requests: dict[int, Request] = {}
         self._ids = count()
         self._finished: list[Request] = []
@@ -129,9 +83,15 @@ class LocalEngine:
         self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
 
     def refusal(self, request: Request) -> RequestRefused | None:
-        """Why a request can never be answered; None when it can. Reads only what never changes."""
+        """Why a request can never be answered; None when it can. Safe in any thread: reads only what never changes."""
         if not 1 <= request.n <= self.limits.max_waiting:
             return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
+        if not 0 <= request.alternatives <= MOST_ALTERNATIVES:
+            return RequestRefused(f"logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.alternatives}")
+        if request.score_alternatives is not None and not 0 <= request.score_alternatives <= MOST_ALTERNATIVES:
+            return RequestRefused(
+                f"prompt_logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.score_alternatives}"
+            )
         return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
 
     def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
@@ -156,15 +116,21 @@ class LocalEngine:
         sampling = request.sampling
         room = self.limits.max_model_len - len(request.prompt_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
+        prompt_key = array("q", request.prompt_ids).tobytes()  # whose hash is computed once
         for index in range(request.n):
             draft = Draft(
                 request_id=request_id,
                 prompt_len=len(request.prompt_ids),
                 priority=request.priority,
+                prompt_key=prompt_key,
+                whole=index == 0 and bool(request.targets),
+                targets=request.targets if index == 0 else (),
+                score_alternatives=request.score_alternatives or 0,
+                alternatives=request.alternatives,
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,
                 index=index,
-                max_drawn=min(sampling.max_tokens, room),
+                max_drawn=0 if request.scores_only else min(sampling.max_tokens, room),
                 stop_ids=stop_ids,
                 uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
             )
@@ -180,6 +146,11 @@ class LocalEngine:
                 if draft.finish_reason is None:
                     self._finish(draft, FinishReason.ABORT)
         return len(chosen)
+
+    def end(self, draft: Draft) -> None:
+        """Ends one completion as if its last token had been a stop token."""
+        if draft.finish_reason is None:
+            self._finish(draft, FinishReason.STOP)
 
     def named(self, names: Sequence[str]) -> list[Request]:
         """The unfinished requests with one of these names."""
@@ -210,16 +181,23 @@ class LocalEngine:
     def update(self, weights: StagedWeights) -> "Future[int]":
         """Serves staged weights from the next step on. The result is the version served then: this one or a newer.
 
-        Of several that wait (only draining makes one wait) the newest is loaded and the others never are. Raises
-        `RequestRefused` for a version older than the one served.
+        Of several that wait the newest is loaded and the others never are, in whatever order they come.
         """
-        newest = self._update.version if self._update is not None else self.version
-        if weights.version < newest:
-            raise RequestRefused(f"version: {newest} is served or queued, expected no older one, got {weights.version}")
-        self._update = weights
         future: Future[int] = Future()
+        newest = self._update.version if self._update is not None else self.version
+        if weights.version < newest and self._update is None:
+            future.set_result(newest)
+            return future
+        if weights.version >= newest:
+            self._update = weights
         self._update_waiters.append(future)
         return future
+
+    def update_refusal(self, version: int) -> RequestRefused | None:
+        """Why a version cannot be served any more; None when it can."""
+        if version < self.version:
+            return RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
+        return None
 
     @property
     def idle(self) -> bool:
@@ -236,18 +214,6 @@ class LocalEngine:
         self._busy_s += time.perf_counter() - began_s
         finished, self._finished = self._finished, []
         return finished
-
-    @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs (nats) at temperature 1 of tokens 1..L-1 given those before them."""
-        if len(token_ids) == 1:
-            return []
-        began_s = time.perf_counter()
-        token_T = torch.tensor(token_ids, device=self._device)
-        logp_T, _ = packed_logprobs(self.model, token_T, [len(token_ids)])
-        self._busy_s += time.perf_counter() - began_s
-        scores: list[float] = logp_T[1:].tolist()
-        return scores
 
     def info(self) -> EngineInfo:
         """What the engine is doing; `busy_share` is since the last call."""
@@ -275,6 +241,8 @@ class LocalEngine:
             interruptions=self.interruptions,
             preemptions=self.preemptions,
             stale_sequences=self.stale_sequences,
+            prefix_tokens_reused=self.prefix_tokens_reused,
+            prefix_cache_bytes=self._prefixes.size_bytes,
             busy_s=self._busy_s,
             running=len(self._scheduler.running),
             waiting=self._scheduler.waiting,
@@ -295,10 +263,18 @@ class LocalEngine:
             self.tokens_prefilled += chunk.length
             for follower in chunk.followers:
                 self._cache.copy_prefix(chunk.sequence, follower, follower.prompt_len)
+        for scored in batch.scored:
+            _score(scored, logits_KV)
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
-        self._token_B, logp_B, _ = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        self._token_B, logp_B, log_kept_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        for row, draft in enumerate(batch.drafts) if batch.detailed else ():
+            if draft.alternatives:
+                draft.others.append(alternatives(logits_BV[row], draft.sampling, draft.alternatives))
+            if draft.truncates:
+                assert log_kept_B is not None
+                draft.log_kept.append(float(log_kept_B[row]))
         self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
 
     def _next_batch(self) -> StepBatch:
@@ -311,6 +287,10 @@ class LocalEngine:
         for draft in plan.preempted:
             self._cache.release(draft)
             self.preemptions += 1
+        for draft, (length, stored) in self._found.items():
+            self._cache.restore(stored, draft, length)
+            self.prefix_tokens_reused += length
+        self._found.clear()
         for copy in plan.copies:
             self._cache.copy_prefix(copy.source, copy.target, copy.length)
         self._batch = StepBatch(plan, self._cache, self._device)
@@ -329,8 +309,11 @@ class LocalEngine:
         return own.to(self._device)
 
     def _record(self, drafts: Sequence[Draft], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.tokens_drawn += len(tokens)
         for draft, token, logprob in zip(drafts, tokens, logprobs, strict=True):
+            if not draft.max_drawn:  # it was scored: nothing is wanted of it
+                self._finish(draft, FinishReason.LENGTH)
+                continue
+            self.tokens_drawn += 1
             draft.drawn.append(token)
             draft.logprobs.append(logprob)
             if token in draft.stop_ids:
@@ -341,6 +324,7 @@ class LocalEngine:
     def _finish(self, draft: Draft, reason: FinishReason) -> None:
         draft.finish_reason = reason
         draft.close_span(self.version)
+        self._keep_prefix(draft)
         self._scheduler.remove(draft)
         self._cache.release(draft)
         request = self._requests[draft.request_id]
@@ -348,6 +332,23 @@ class LocalEngine:
             del self._requests[draft.request_id]
             self._finished.append(request)
             self._settle_emptied()
+
+    def _keep_prefix(self, draft: Draft) -> None:
+        """Keeps the KV of a sequence that ends for those that will begin with its tokens."""
+        if draft.stale or draft.kv_len < SHORTEST_PREFIX or not self.limits.prefix_cache_bytes:
+            return
+        stored = self._cache.exported(draft, draft.kv_len)
+        if stored is not None:
+            size_bytes = sum(k_KLD.nbytes + v_KLD.nbytes for k_KLD, v_KLD in stored.values())
+            self._prefixes.keep(tuple(draft.tokens(0, draft.kv_len)), stored, size_bytes)
+
+    def _reusable(self, draft: Draft) -> int:
+        """How many first tokens of a sequence an ended one left KV of, under the weights being served."""
+        found = self._prefixes.longest(tuple(draft.tokens(0, draft.total - 1)))
+        if found is None or found[0] < SHORTEST_PREFIX:
+            return 0
+        self._found[draft] = found
+        return found[0]
 
     def _settle_emptied(self) -> None:
         """Tells those who wait for the engine to be empty that it is, or that the pause is over."""
@@ -369,6 +370,7 @@ class LocalEngine:
                 if draft.finish_reason is None:
                     draft.close_span(self.version)
         self.slots.load(self._update)
+        self._prefixes.clear()
         self.interruptions += bool(running)
         if self._on_update is OnUpdate.KEEP:
             self._scheduler.mark_stale()
@@ -380,3 +382,19 @@ class LocalEngine:
         for future in self._update_waiters:
             future.set_result(self.version)
         self._update_waiters.clear()
+
+
+def _score(scored: Scored, logits_KV: Tensor) -> None:
+    """Gives a draft the logprobs of the tokens that follow the positions `start : start + count`."""
+    draft, logits_NV = scored.draft, logits_KV[scored.row : scored.row + scored.count].float()
+    targets = draft.targets[scored.start : scored.start + scored.count]
+    target_N1 = torch.tensor(targets, device=logits_NV.device)[:, None]
+    logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
+    # What an interruption has computed again replaces what was there.
+    draft.scores[scored.start :] = logp_N.clamp_(max=0.0).tolist()
+    if draft.score_alternatives:
+        greedy = Sampling(1, temperature=0)
+        draft.score_others[scored.start :] = [
+            alternatives(logits_V, greedy, draft.score_alternatives) for logits_V in logits_NV
+        ]
+    draft.whole = len(draft.scores) < len(draft.targets)

@@ -23,7 +23,9 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = 0
-    """Only the drawn token's logprob is given, whatever the number."""
+    """How many of the most likely tokens are given beside each drawn one, whose logprob is always given."""
+    prompt_logprobs: int | None = None
+    """Has the prompt scored (temperature 1), with so many of the most likely tokens at each position."""
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,15 +38,25 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     logprobs_format: LogprobsFormat = "content"
     model: str | None = None
     """Accepted for the sake of vLLM's clients; there is one model."""
-    stream: Literal[False] = False
+    stream: bool = False
+    """Server-sent events: each has the tokens drawn since the one before it; `[DONE]` ends them."""
 
 
-class TokenLogprob(msgspec.Struct):
-    """One drawn token: its id, also as the string `token_id:N`, and its logprob in nats."""
+class LikelyToken(msgspec.Struct):
+    """A token that might have been drawn: its id, also as the string `token_id:N`, and its logprob in nats."""
 
     token: str
     token_id: int
     logprob: float
+
+
+class TokenLogprob(msgspec.Struct, omit_defaults=True):
+    """One drawn token, and the most likely ones in its place if they were asked for."""
+
+    token: str
+    token_id: int
+    logprob: float
+    top_logprobs: list[LikelyToken] | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -61,15 +73,29 @@ class VersionSpan(msgspec.Struct):
     end: int
 
 
-class Choice(msgspec.Struct, omit_defaults=True):
-    """One completion."""
+class Drawn(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Tokens of one completion."""
 
     index: int
     token_ids: list[int]
-    finish_reason: str
     weight_versions: list[VersionSpan]
     logprobs: Logprobs | None = None
     token_logprobs: list[float] | None = None
+    token_log_kept: list[float] | None = None
+    """With top-k, top-p or min-p: the log of the mass that they kept. A logprob plus it is the one without them."""
+
+
+class Choice(Drawn, kw_only=True):
+    """One completion."""
+
+    finish_reason: str
+
+
+class ChoicePart(Drawn, kw_only=True):
+    """What an event of a stream adds to a completion. Spans count from the completion's beginning."""
+
+    finish_reason: str | None
+    """Null before the last."""
 
 
 class Usage(msgspec.Struct):
@@ -87,6 +113,17 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[list[LikelyToken] | None] | None = None
+    """By position: the prompt's token, then the most likely ones; null for the first."""
+
+
+class GenerateEvent(msgspec.Struct, omit_defaults=True):
+    """One event of a streamed answer. The last has no choices, but what belongs to all of them."""
+
+    request_id: str
+    choices: list[ChoicePart]
+    usage: Usage | None = None
+    prompt_logprobs: list[list[LikelyToken] | None] | None = None
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,6 +157,8 @@ class WeightInfo(msgspec.Struct):
 
     version: int
     checksum: str
+    failure: str = ""
+    """Why the last update was refused; empty when it was served."""
 
 
 class PausedState(msgspec.Struct):

@@ -20,10 +20,27 @@ class Draft(SequenceState):
     stop_ids: frozenset[int] = frozenset()
     uniforms: Uniforms | None = None
     """Numbers that decide the tokens; None draws from the engine's own stream."""
+    alternatives: int = 0
+    """How many of the most likely tokens are noted with each drawn one."""
+    targets: Sequence[int] = ()
+    """The tokens after positions 0, 1, ... that are to be scored."""
+    score_alternatives: int = 0
+    scores: list[float] = field(default_factory=list)
+    """Logprobs of the targets at temperature 1."""
+    score_others: list[list[tuple[int, float]]] = field(default_factory=list)
+    others: list[list[tuple[int, float]]] = field(default_factory=list)
+    log_kept: list[float] = field(default_factory=list)
+    """Of each drawn token the log of the mass that truncation kept; empty when nothing is truncated."""
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, end): that version drew the tokens before `end` that no earlier span holds."""
     finish_reason: FinishReason | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution."""
+        sampling = self.sampling
+        return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
     def token_at(self, position: int) -> int:
         """A known token."""
@@ -59,9 +76,33 @@ class Request:
     n: int = 1
     priority: int = 0
     name: str = ""
+    alternatives: int = 0
+    """How many of the most likely tokens are wanted with each drawn one."""
+    score_alternatives: int | None = None
+    """Has the prompt's tokens scored, with so many of the most likely ones at each position."""
+    score_ids: Sequence[int] = ()
+    """Tokens that are scored and nothing else; the prompt is all of them but the last."""
     drafts: list[Draft] = field(default_factory=list)
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether nothing is drawn."""
+        return bool(self.score_ids)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The tokens to be scored, which follow the prompt's first, second, ... position."""
+        if self.score_ids:
+            return self.score_ids[1:]
+        return self.prompt_ids[1:] if self.score_alternatives is not None else ()
 
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(draft.finish_reason is not None for draft in self.drafts)
+
+
+def scoring(token_ids: Sequence[int]) -> Request:
+    """The request for the logprobs of at least two tokens, but for the first."""
+    assert len(token_ids) > 1
+    return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids)

@@ -7,8 +7,10 @@ told otherwise: whoever reaches the port can load weights from any path that thi
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,16 +19,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from shoal.engine import protocol
+from shoal.engine import completions, protocol
+from shoal.engine.answers import choice_part, prompt_logprobs, response, usage
 from shoal.engine.exposition import exposition
-from shoal.engine.local import LocalEngine, PauseMode
-from shoal.engine.request import Draft, Request
+from shoal.engine.limits import PauseMode
+from shoal.engine.local import LocalEngine
+from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.thread import EngineThread
+from shoal.engine.watch import Part, parts
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
-from shoal.types import Sampling
+from shoal.types import FinishReason, Sampling
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 CLIENT_GONE = 499  # nobody reads it
@@ -52,15 +57,21 @@ class EngineServer:
         ready: Callable[[], None],
         crashed: Callable[[BaseException], None],
         max_body_bytes: int = MAX_BODY_BYTES,
+        tokenizer: Callable[[], completions.Tokenizer | None] = lambda: None,
     ) -> None:
+        """`tokenizer` is called when text is to be read for the first time."""
         self._engine = engine
         self._max_body_bytes = max_body_bytes
         self._ready = ready
         self._crashed = crashed
         self._waiters: dict[Request, asyncio.Future[None]] = {}
-        self._refused = 0
+        self._streams: dict[Request, asyncio.Event] = {}  # set after every step
+        self._refused = self._failed_updates = 0
+        self._failure = ""
+        self._tokenizer = cache(tokenizer)
         routes = [
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/score", self._score, methods=["POST"]),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
@@ -83,7 +94,7 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         self._thread = EngineThread(
             self._engine,
-            deliver=lambda finished: _soon(loop, self._settle, finished),
+            deliver=lambda finished: _soon(loop, self._settle, finished) if finished or self._streams else None,
             crashed=lambda error: _soon(loop, self._crashed, error),
         )
         self._thread.start()
@@ -92,6 +103,8 @@ class EngineServer:
         self._thread.stop()
 
     def _settle(self, finished: list[Request]) -> None:
+        for stepped in self._streams.values():
+            stepped.set()
         for request in finished:
             waiter = self._waiters.pop(request, None)
             if waiter is not None and not waiter.done():
@@ -106,6 +119,13 @@ class EngineServer:
         request = _request(body)
         if refusal := self._engine.refusal(request):
             raise refusal
+        if body.stream:
+            return await self._events(http, [request], lambda found: self._generate_events(body, request, found))
+        await self._answered(http, request)
+        return _json(response(body, request)) if request.finished else Response(status_code=CLIENT_GONE)
+
+    async def _answered(self, http: HttpRequest, request: Request) -> None:
+        """Returns when a request has ended, or its client has gone."""
         ended = self._waiters[request] = asyncio.get_running_loop().create_future()
         gone = asyncio.ensure_future(_disconnected(http))
         try:
@@ -116,15 +136,124 @@ class EngineServer:
             if not ended.done():
                 self._waiters.pop(request, None)
                 self._thread.call(lambda: self._engine.abort([request]))
-        if not ended.done():
+
+    async def _watched(self, http: HttpRequest, requests: Sequence[Request]) -> AsyncGenerator[list[Part], None]:
+        """Submits requests when first asked, then gives what they draw; aborts them when left before they ended."""
+        stepped = asyncio.Event()
+        gone = asyncio.ensure_future(_disconnected(http))
+        gone.add_done_callback(lambda _: stepped.set())
+        try:
+            for request in requests:
+                self._streams[request] = stepped
+                await self._call(partial(self._engine.submit, request))
+            yield []
+            async for found in parts(self._engine, requests, stepped, gone):
+                yield found
+        finally:
+            gone.cancel()
+            for request in requests:
+                self._streams.pop(request, None)
+            if any(not request.finished for request in requests):
+                self._thread.call(lambda: self._engine.abort(requests))
+
+    async def _events(
+        self,
+        http: HttpRequest,
+        requests: Sequence[Request],
+        bodies: Callable[[AsyncIterator[list[Part]]], AsyncIterator[msgspec.Struct]],
+    ) -> Response:
+        """A stream of server-sent events. Raises what submitting raises, so that it still has a status."""
+        found = self._watched(http, requests)
+        await anext(found)
+
+        async def events() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(found):
+                async for body in bodies(found):
+                    yield b"data: " + _encoder.encode(body) + b"\n\n"
+                yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _generate_events(
+        self, body: protocol.GenerateRequest, request: Request, found: AsyncIterator[list[Part]]
+    ) -> AsyncIterator[protocol.GenerateEvent]:
+        flat = body.logprobs_format == "flat"
+        async for new in found:
+            yield protocol.GenerateEvent(body.request_id, [choice_part(part, flat=flat) for part in new])
+        yield protocol.GenerateEvent(body.request_id, [], usage([request]), prompt_logprobs(request))
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        body = await self._body(http, completions.CompletionRequest)
+        tokenizer = self._tokenizer()
+        requests = completions.requests_of(body, tokenizer, self._engine.limits.max_model_len)
+        for request in requests:
+            if refusal := self._engine.refusal(request):
+                raise refusal
+        assert tokenizer is not None, "without one the request is refused"
+        name = f"cmpl-{secrets.token_hex(12)}"
+        if body.stream:
+            return await self._events(
+                http, requests, lambda found: self._completion_events(body, name, requests, tokenizer, found)
+            )
+        found = self._watched(http, requests)
+        async with contextlib.aclosing(found):
+            await anext(found)
+            whole = await self._whole_texts(completions.texts(requests, body, tokenizer), found)
+        if whole is None:
             return Response(status_code=CLIENT_GONE)
-        return _json(_response(body, request))
+        choices = completions.whole_choices(whole, body, requests, tokenizer)
+        return _json(completions.answer(body, name, choices, requests))
+
+    async def _completion_events(
+        self,
+        body: completions.CompletionRequest,
+        name: str,
+        requests: Sequence[Request],
+        tokenizer: completions.Tokenizer,
+        found: AsyncIterator[list[Part]],
+    ) -> AsyncIterator[completions.CompletionResponse]:
+        texts = completions.texts(requests, body, tokenizer)
+        async for new in found:
+            if choices := self._grown(texts, new):
+                yield completions.answer(body, name, choices, None)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield completions.answer(body, name, [], requests)
+
+    async def _whole_texts(
+        self, texts: dict[Draft, completions.Text], found: AsyncIterator[list[Part]]
+    ) -> list[list[completions.TextChoice]] | None:
+        """The parts of every completion; None when the client has gone."""
+        told: dict[int, list[completions.TextChoice]] = {text.index: [] for text in texts.values()}
+        async for new in found:
+            for grown in self._grown(texts, new):
+                told[grown.index].append(grown)
+        return [told[index] for index in sorted(told)] if all(text.ended for text in texts.values()) else None
+
+    def _grown(self, texts: dict[Draft, completions.Text], new: Sequence[Part]) -> list[completions.TextChoice]:
+        """What new parts add. A completion that has come to a stop text is ended in the engine as well."""
+        choices = []
+        for part in new:
+            text = texts[part.draft]
+            if not text.ended and (grown := text.grown(part)) is not None:
+                choices.append(grown)
+                if text.ended and part.reason is None:
+                    self._thread.call(partial(self._engine.end, part.draft))
+        return choices
 
     async def _score(self, http: HttpRequest) -> Response:
         token_ids = (await self._body(http, protocol.ScoreRequest)).token_ids
         if refusal := self._engine.score_refusal(token_ids):
             raise refusal
-        return _json(protocol.ScoreResponse(await self._call(lambda: self._engine.score(token_ids))))
+        if len(token_ids) == 1:
+            return _json(protocol.ScoreResponse([]))
+        request = scoring(token_ids)
+        await self._answered(http, request)
+        draft = request.drafts[0] if request.drafts else None
+        if draft is None or not request.finished:
+            return Response(status_code=CLIENT_GONE)
+        if draft.finish_reason is FinishReason.ABORT:
+            raise EngineUnavailable("scoring was aborted")
+        return _json(protocol.ScoreResponse(draft.scores))
 
     async def _pause(self, http: HttpRequest) -> Response:
         name = http.query_params.get("mode", PauseMode.ABORT)
@@ -150,20 +279,32 @@ class EngineServer:
 
     async def _update_weights(self, http: HttpRequest) -> Response:
         body = await self._body(http, protocol.UpdateWeightsRequest)
-        # Read and checked in a thread of its own: generation goes on meanwhile, and stops for the copy only.
-        weights = await asyncio.to_thread(self._engine.slots.staged, body.version, Path(body.path), body.checksum)
+        try:
+            if refusal := self._engine.update_refusal(body.version):
+                raise refusal
+            # Read and checked in a thread of its own: generation goes on meanwhile, and stops for the copy only.
+            weights = await asyncio.to_thread(self._engine.slots.staged, body.version, Path(body.path), body.checksum)
+        except RequestRefused as error:
+            self._failed_updates += 1
+            self._failure = f"version {body.version}: {error}"
+            raise
+        self._failure = ""
         served: Future[int] = await self._call(lambda: self._engine.update(weights))
         await asyncio.wrap_future(served)
         return await self._weight_info(http)
 
     async def _weight_info(self, _: HttpRequest) -> Response:
-        return _json(await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum)))
+        return _json(
+            await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum, self._failure))
+        )
 
     async def _health(self, _: HttpRequest) -> Response:
         return _json({"status": "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:
-        text = exposition(await self._call(self._engine.counts), refused=self._refused)
+        text = exposition(
+            await self._call(self._engine.counts), refused=self._refused, failed_updates=self._failed_updates
+        )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _info(self, _: HttpRequest) -> Response:
@@ -221,38 +362,14 @@ def _request(body: protocol.GenerateRequest) -> Request:
         )
     except ValueError as error:
         raise RequestRefused(f"sampling_params.{error}") from error
-    return Request(body.token_ids, sampling, n=params.n, priority=body.priority, name=body.request_id)
-
-
-def _response(body: protocol.GenerateRequest, request: Request) -> protocol.GenerateResponse:
-    flat = body.logprobs_format == "flat"
-    drawn = sum(len(draft.drawn) for draft in request.drafts)
-    prompt = len(request.prompt_ids)
-    return protocol.GenerateResponse(
-        request_id=body.request_id,
-        choices=[_choice(draft, flat) for draft in request.drafts],
-        usage=protocol.Usage(prompt, drawn, prompt + drawn),
-        prompt_token_ids=None if flat else body.token_ids,
-    )
-
-
-def _choice(draft: Draft, flat: bool) -> protocol.Choice:
-    assert draft.finish_reason is not None
-    starts = [0, *(end for _, end in draft.spans)]
-    content = None
-    if not flat:
-        pairs = zip(draft.drawn, draft.logprobs, strict=True)
-        content = protocol.Logprobs([protocol.TokenLogprob(f"token_id:{token}", token, lp) for token, lp in pairs])
-    return protocol.Choice(
-        index=draft.index,
-        token_ids=draft.drawn,
-        finish_reason=draft.finish_reason,
-        weight_versions=[
-            protocol.VersionSpan(version, start, end)
-            for start, (version, end) in zip(starts, draft.spans, strict=False)
-        ],
-        logprobs=content,
-        token_logprobs=draft.logprobs if flat else None,
+    return Request(
+        body.token_ids,
+        sampling,
+        n=params.n,
+        priority=body.priority,
+        name=body.request_id,
+        alternatives=params.logprobs or 0,
+        score_alternatives=params.prompt_logprobs,
     )
 
 

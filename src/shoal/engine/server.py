@@ -15,9 +15,12 @@ from pathlib import Path
 
 import torch
 import uvicorn
+from transformers import AutoTokenizer
 
+from shoal.engine.completions import Tokenizer
+from shoal.engine.limits import Limits, OnUpdate
 from shoal.engine.load import checksum_of, weight_file
-from shoal.engine.local import Limits, LocalEngine, OnUpdate
+from shoal.engine.local import LocalEngine
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
 from shoal.errors import ConfigError, ShoalError
 from shoal.model import DTYPES, load_model, resolve_device
@@ -50,7 +53,13 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
         if options.fd is not None:  # the socket listens already, so that early connections only wait
             os.write(options.fd, f"http://{host}:{port}\n".encode())
 
-    server = EngineServer(engine, ready=ready, crashed=crashed, max_body_bytes=options.max_body_bytes)
+    server = EngineServer(
+        engine,
+        ready=ready,
+        crashed=crashed,
+        max_body_bytes=options.max_body_bytes,
+        tokenizer=lambda: _tokenizer(options.model),
+    )
     uvicorn_server = uvicorn.Server(
         uvicorn.Config(
             server.app,
@@ -81,12 +90,21 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
             max_waiting=options.max_waiting,
             chunk_tokens=options.chunk_tokens,
             kv_tokens=options.kv_tokens,
+            prefix_cache_bytes=options.prefix_cache_megabytes * 2**20,
         ),
         on_update=OnUpdate(options.on_update),
         version=options.version,
         checksum=checksum_of(weight_file(path)) if weight_file(path).is_file() else "",
         seed=options.seed if options.seed is not None else secrets.randbits(63),
     )
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -117,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="sequences queued")
     parser.add_argument("--chunk-tokens", type=int, default=defaults.chunk_tokens, help="tokens prefilled per step")
     parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; all that may be needed when unset")
+    parser.add_argument(
+        "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
+    )
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
     parser.add_argument("--version", type=int, default=0, help="of the weights in --model")

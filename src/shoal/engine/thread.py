@@ -16,8 +16,8 @@ T = TypeVar("T")
 class EngineThread:
     """Steps an engine whenever it has work, and sleeps otherwise.
 
-    `deliver` is called in the thread with the requests that a step ended; it must return soon. `crashed` is called in
-    the thread when a step raises, which is a bug or a lack of memory: the engine cannot go on.
+    `deliver` is called in the thread after each step with the requests that it ended; it must return soon. `crashed` is
+    called in the thread when a step raises, which is a bug or a lack of memory: the engine cannot go on.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class EngineThread:
                     self._commands.popleft()()
                 if self._engine.idle:
                     self._wake.wait()
-                elif finished := self._engine.step():
-                    self._deliver(finished)
+                else:
+                    self._deliver(self._engine.step())
         except BaseException as error:
             self._crashed(error)
             raise

@@ -1,0 +1,73 @@
+"""KV of sequences that have ended, for those that begin with the same tokens: the next turn of a conversation does.
+
+Pure: what is stored is opaque here. Bounded by its size; what was used longest ago goes first.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+Tokens = tuple[int, ...]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two rows have in common at their beginning.
+
+    >>> shared_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class PrefixCache(Generic[V]):
+    """Values by token row, found by the longest common beginning.
+
+    The rows are kept sorted, so that the row that shares most with another is next to where that one would stand.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._rows: list[Tokens] = []
+        self._values: OrderedDict[Tokens, tuple[V, int]] = OrderedDict()  # with sizes; last used last
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def keep(self, tokens: Tokens, value: V, size_bytes: int) -> None:
+        """Stores a value, in place of those of rows that it begins with."""
+        at = bisect_left(self._rows, tokens)
+        if at < len(self._rows) and self._rows[at][: len(tokens)] == tokens:
+            return
+        while at > 0 and tokens[: len(self._rows[at - 1])] == self._rows[at - 1]:
+            at -= 1
+            self._drop(self._rows[at])
+        if size_bytes > self._most_bytes:
+            return
+        self._rows.insert(at, tokens)
+        self._values[tokens] = value, size_bytes
+        self.size_bytes += size_bytes
+        while self.size_bytes > self._most_bytes:
+            self._drop(next(iter(self._values)))
+
+    def longest(self, tokens: Tokens) -> tuple[int, V] | None:
+        """How many first tokens of a row are stored, and where; None when not one is."""
+        at = bisect_left(self._rows, tokens)
+        near = [(shared_length(row, tokens), row) for row in self._rows[max(at - 1, 0) : at + 1]]
+        length, row = max(near, default=(0, ()))
+        if length == 0:
+            return None
+        self._values.move_to_end(row)
+        return length, self._values[row][0]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._rows.clear()
+        self._values.clear()
+        self.size_bytes = 0
+
+    def _drop(self, tokens: Tokens) -> None:
+        del self._rows[bisect_left(self._rows, tokens)]
+        self.size_bytes -= self._values.pop(tokens)[1]
