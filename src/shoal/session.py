@@ -12,6 +12,7 @@ how much of a request is a conversation it already has the tokens of, and asks t
 Between `open` and `commit` other calls may come and go: concurrent ones become siblings.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -310,7 +311,7 @@ class Ledger:
             generation = self._generations[at]
             parts += [generation.completion.token_ids, generation.rendered_ids]
             at = generation.parent
-        return tuple(token for part in reversed(parts) for token in part)
+        return tuple(itertools.chain.from_iterable(reversed(parts)))
 
 
 def chain(conversation: Conversation) -> list[bytes]:

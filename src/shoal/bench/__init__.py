@@ -9,7 +9,14 @@ from importlib import import_module
 from shoal.errors import ConfigError
 
 Report = dict[str, object]
-MODULES = {"async": "asynchrony", "engine": "engine", "packing": "packing", "trainer": "trainer", "trl": "trl"}
+MODULES = {
+    "async": "asynchrony",
+    "engine": "engine",
+    "gateway": "gateway",
+    "packing": "packing",
+    "trainer": "trainer",
+    "trl": "trl",
+}
 
 
 def run_bench(name: str, *, quick: bool) -> Report:

@@ -13,8 +13,6 @@ from shoal.gateway.sessions import ENDED, Desk, Limits, Session
 from shoal.session import HistoryPolicy
 from shoal.types import Sampling
 
-_encoder = msgspec.json.Encoder()
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -115,6 +113,8 @@ class Sessions:
     async def _close(self, session: Session, reason: str) -> None:
         await session.end(reason)
         if session.token in self._open:  # else another request has closed it meanwhile
-            drawn = await self.desk.in_thread(lambda: _encoder.encode(export(session)))
-            await self.desk.in_thread(self.closed.keep, session.token, session.ended, drawn)
+            await self.desk.in_thread(self._keep, session)
             self._open.pop(session.token, None)
+
+    def _keep(self, session: Session) -> None:
+        self.closed.keep(session.token, session.ended, msgspec.json.encode(export(session)))

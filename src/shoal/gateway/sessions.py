@@ -136,9 +136,10 @@ class Desk:
             left = sampling.max_tokens - len(drawn.token_ids)
             if left == 0:
                 return replace(drawn, finish_reason=FinishReason.LENGTH)
+            rest = replace(sampling, max_tokens=left) if drawn.token_ids else sampling
             try:
-                (part,) = await self.engine.generate(prompt_ids + drawn.token_ids, replace(sampling, max_tokens=left))
-                drawn = _continued(drawn, part)
+                (part,) = await self.engine.generate(prompt_ids + drawn.token_ids, rest)
+                drawn = _continued(drawn, part) if drawn.token_ids else part
             except EngineUnavailable:
                 if attempt == ATTEMPTS - 1:
                     raise

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jinja2
+import tokenizers
 
 from shoal.errors import SessionError
 from shoal.render.calls import CallFormat, DrawnCall, call_format, split_calls
@@ -14,6 +15,7 @@ from shoal.types import Json, Message, Role, ToolCall
 
 # They stand for what was said before a bridge: no template changes them, and no conversation says them.
 ASKED, ANSWERED = "shoal0asked0", "shoal0answered0"
+BASES_KEPT = 32
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 
 
@@ -24,7 +26,8 @@ class _Tokenizer(Protocol):
     chat_template: str | None
 
     def apply_chat_template(self, conversation: list[dict[str, Json]], **options: Any) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
     def convert_tokens_to_ids(self, token: str) -> int | None: ...
 
@@ -55,7 +58,12 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: _Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
+        # Its own `encode` goes through a batch of one, which wakes a thread pool for every text.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._stop_token_ids = stop_token_ids
+        self._bases: dict[tuple[tuple[Message, ...], str, str], str] = {}
         self.call_format = call_format(tokenizer.chat_template)
 
     @property
@@ -77,7 +85,7 @@ class ChatRenderer:
         """
         if self._tokenizer.chat_template is None:
             text = "\n\n".join(message.content for message in messages)
-            return self._tokenizer.encode(text, add_special_tokens=True)
+            return self._backend.encode(text, add_special_tokens=True).ids
         try:
             return self.token_ids(self._rendered(messages, tools, template))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -94,7 +102,7 @@ class ChatRenderer:
 
     def token_ids(self, text: str) -> list[int]:
         """The tokens of a text by itself."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, without special tokens."""
@@ -137,9 +145,9 @@ class ChatRenderer:
     def _bridge(self, tail: Sequence[Message], tools: str, template: str) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
-        before = [Message(Role.USER, ASKED), _stand_in(tail)]
+        before = (Message(Role.USER, ASKED), _stand_in(tail))
         try:
-            base = self._rendered(before, tools, template, prompt=False)
+            base = self._base(before, tools, template)
             full = self._rendered([*before, *tail], tools, template)
         except (jinja2.TemplateError, TypeError, ValueError):
             return None
@@ -152,6 +160,15 @@ class ChatRenderer:
         answered_end = full.find(ANSWERED) + len(ANSWERED)
         closes = [at for stop in self._stops if (at := full.find(stop, answered_end)) >= 0]
         return full[min(closes) :] if closes else None
+
+    def _base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
+        """The stand-in dialogue by itself; the same for all tails that a user begins."""
+        key = (before, tools, template)
+        if key not in self._bases:
+            while len(self._bases) >= BASES_KEPT:
+                self._bases.pop(next(iter(self._bases)), None)
+            self._bases[key] = self._rendered(before, tools, template, prompt=False)
+        return self._bases[key]
 
     def _bridges(self, tail: Sequence[Message]) -> bool:
         """Whether the tail has a bridge that is tokenised by itself as it is within the whole."""
