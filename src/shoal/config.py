@@ -36,7 +36,7 @@ class TaskConfig(Section):
 
     name: str = Field(description="A reasoning-gym dataset, or any name for a JSONL file.")
     service: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Who draws the tasks.")
-    weight: float = Field(1.0, gt=0, description="Share of the drawn groups, relative to the other tasks.")
+    weight: float = Field(1.0, gt=0, description="Share of the trained groups, relative to the other tasks.")
     params: dict[str, JsonValue] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
     curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
     path: str | None = Field(None, description="JSONL or Parquet with prompt, answer, info per row (service = jsonl).")
@@ -62,6 +62,9 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size; 1 is off.")
     top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
+    ratios: Literal["fixed", "automatic"] = Field(
+        "fixed", description="Whether the tasks' weights stay, or follow what their groups teach (within 0.1 to 4 x)."
+    )
 
 
 class EngineConfig(Section):

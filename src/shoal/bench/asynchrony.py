@@ -1,8 +1,10 @@
 """What asynchrony gains: the same work with eta 0 and eta 4, against the ideal of two cores that never wait.
 
 The work is a number of training steps over rollouts whose lengths are given beforehand (lognormal with mean 32 tokens,
-at most 256), so that both sides draw and train exactly the same number of tokens. Answers are drawn by the real
-engine, travel through the real orchestrator, log and trainer, and are rewarded by the parity of their length.
+at most 256), so that both sides draw and train exactly the same number of tokens. A question fixes the length of its
+answers, as hard questions have long answers, and a group is one request, as in every run; `apart` gives each answer a
+length of its own, for which the engine has to be asked eight times with the same prompt. Answers are drawn by the real
+engine, travel through the real orchestrator, log and trainer, and are rewarded by a checksum of their text.
 
     ideal        the slower of generating all tokens at full batch and training on them, each alone on one core
     synchronous  eta = 0; each phase has both cores when that is faster
@@ -15,7 +17,7 @@ import random
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -57,6 +59,9 @@ SETTINGS = (("recompute", 80), ("keep", 128))
 """What running answers do at a new Version, and how many there may be at once: recomputing is exact and costs the
 more the more of them there are, so it likes fewer."""
 SIGMAS = (1.0, 0.0, 0.5, 1.5)
+STEPS, FEWER_STEPS = 24, 16
+"""Of the first sigma and of the others; filling and emptying the pipeline costs a step of each."""
+GROUPS_PER_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,16 @@ class Work:
     """Of the lognormal lengths; 0 gives every answer the mean."""
     steps: int
     groups_per_step: int
+    apart: bool = False
+    """Whether each answer has a length of its own, instead of that of its question."""
     eta: int = 4
 
     def lengths(self, index: int) -> list[int]:
         """Tokens of each rollout of the group at `index`."""
         generator = random.Random(seed_for("bench", str(self.sigma), index))
         mean = MEAN_TOKENS / exp(self.sigma**2 / 2)
-        return [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, self.sigma))))) for _ in range(GROUP_SIZE)]
+        drawn = [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, self.sigma))))) for _ in range(GROUP_SIZE)]
+        return drawn if self.apart else drawn[:1] * GROUP_SIZE
 
     @property
     def rollouts_per_step(self) -> int:
@@ -105,15 +113,17 @@ class FixedLengths(SingleTurn):
     async def completions(
         self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
     ) -> list[Completion]:
-        """One request per rollout, all at once."""
+        """One request for all, or one each where the lengths differ."""
         lengths = json.loads(task.info)[:n]
-        drawn = await asyncio.gather(
-            *(
-                self.engine.generate(prompt_ids, replace(sampling, max_tokens=length, stop_token_ids=(), seed=i))
-                for i, length in enumerate(lengths)
-            )
-        )
-        return [completion for (completion,) in drawn]
+
+        def drawn(length: int, n: int, seed: int | None) -> Awaitable[list[Completion]]:
+            fixed = replace(sampling, max_tokens=length, stop_token_ids=(), seed=seed)
+            return self.engine.generate(prompt_ids, fixed, n=n)
+
+        if len(set(lengths)) == 1:
+            return await drawn(lengths[0], n, sampling.seed)
+        each = await asyncio.gather(*(drawn(length, 1, i) for i, length in enumerate(lengths)))
+        return [completion for (completion,) in each]
 
 
 class CoinScorer:
@@ -144,11 +154,12 @@ class Side:
 
 def measure(quick: bool) -> Report:
     """`speedup` of asynchronous over synchronous, and the share of the ideal, for lengths of several spreads."""
-    by_sigma: dict[str, Report] = {}
-    for sigma in SIGMAS[:1] if quick else SIGMAS:
-        work = Work(sigma, steps=4, groups_per_step=8) if quick else Work(sigma, steps=16, groups_per_step=16)
-        by_sigma[f"{sigma:g}"] = uvloop.run(_compare(work))
-    return {**by_sigma[f"{SIGMAS[0]:g}"], "by_sigma": by_sigma}
+    if quick:
+        return uvloop.run(_compare(Work(SIGMAS[0], steps=4, groups_per_step=8)))
+    works = {sigma: Work(sigma, STEPS if sigma == SIGMAS[0] else FEWER_STEPS, GROUPS_PER_STEP) for sigma in SIGMAS}
+    by_sigma = {f"{sigma:g}": uvloop.run(_compare(work)) for sigma, work in works.items()}
+    apart = uvloop.run(_compare(Work(SIGMAS[0], FEWER_STEPS, GROUPS_PER_STEP, apart=True)))
+    return {**by_sigma[f"{SIGMAS[0]:g}"], "by_sigma": by_sigma, "apart": apart}
 
 
 async def _compare(work: Work) -> Report:
@@ -214,8 +225,8 @@ class _Bench:
         assert len(steps) == self._work.steps
         return Side(
             seconds=self._work.groups * GROUP_SIZE / outcome.samples_per_s,
-            engine_busy=fmean(float(step["engine_busy"] or 0.0) for step in steps),
-            trainer_busy=fmean(float(step["trainer_busy"] or 0.0) for step in steps),
+            engine_busy=_over_time(steps, "engine_busy"),
+            trainer_busy=_over_time(steps, "trainer_busy"),
             staleness_max=outcome.staleness_max,
         )
 
@@ -288,6 +299,12 @@ class _Bench:
     def _new_folder(self) -> Path:
         self._runs += 1
         return self._folder / f"run{self._runs}"
+
+
+def _over_time(steps: Sequence[Record], share: str) -> float:
+    """The mean of a share over the run: each step counts by how long it took."""
+    seconds = [1 / float(step["samples_per_s"] or 1.0) for step in steps]
+    return fmean((float(step[share] or 0.0) for step in steps), weights=seconds)
 
 
 def _drawn_group(index: int, prompt: tuple[int, ...], lengths: Sequence[int]) -> Group:

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ class Buffer:
         self._taker: asyncio.Future[None] | None = None
         self._queue: deque[asyncio.Future[int]] = deque()
         self._failure: RunDirError | None = None
+        self._on_room: Callable[[], None] | None = None
         self.recovered = self._recover(opened)
         self.counts: dict[str, TaskCounts] = read_task_counts(opened.connection)
         self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
@@ -111,6 +112,24 @@ class Buffer:
     def waiting(self) -> int:
         """How many groups are on offer."""
         return len(self._waiting)
+
+    @property
+    def budget(self) -> int:
+        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        return self.gate.budget
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        return self.gate.capacity
+
+    def counts_of(self, service: str) -> TaskCounts:
+        """What became of a task service's groups."""
+        return self._counts(service)
+
+    def on_room(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever there may be more room than before."""
+        self._on_room = wake
 
     async def admit(self, group_id: str, service: str) -> int:
         """Waits until one more group may start; gives the Version it is admitted under. First come, first served.
@@ -274,6 +293,8 @@ class Buffer:
             raise
 
     def _admit_waiting(self) -> None:
+        if self._on_room is not None:
+            self._on_room()
         while self._queue and (self._queue[0].done() or self.gate.capacity > 0):
             place = self._queue.popleft()
             if not place.done():

@@ -39,8 +39,12 @@ class AdmissionGate:
     @property
     def capacity(self) -> int:
         """How many groups may start now; below 0 never happens."""
-        budget = (self.version + self.eta + 1) * self.groups_per_version - (self.accepted + self.running)
-        return min(self.max_running - self.running, budget)
+        return min(self.max_running - self.running, self.budget - (self.accepted + self.running))
+
+    @property
+    def budget(self) -> int:
+        """Groups that may have been accepted or be running in all; it grows with the Version."""
+        return (self.version + self.eta + 1) * self.groups_per_version
 
     def admit(self) -> int:
         """Starts one group; gives the Version it is admitted under."""

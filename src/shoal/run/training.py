@@ -37,8 +37,10 @@ from shoal.rewards.marks import FullMarks
 from shoal.rewards.scorer import WorkerScorer
 from shoal.run.loop import Parts, TrainLoop
 from shoal.run.plan import Prepared, check_run_dir, prepare
+from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
-from shoal.tasks.orchestrator import Orchestrator
+from shoal.tasks.mixture import Mixture
+from shoal.tasks.orchestrator import Adjustment, LocalSource, Orchestrator, Terms
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -199,13 +201,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
     await loop.evaluate(first_step)
-    started = sum(task.started for task in parts.buffer.counts.values())
-    orchestrator = Orchestrator(
-        prepared.service,
-        partial(parts.desk.rollouts, n=config.rollout.group_size),
-        parts.buffer,
-        first_index=started,
-    )
+    orchestrator = _orchestrator(parts, prepared)
     training_s = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         background = [
@@ -235,6 +231,26 @@ async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]
         staleness_max=totals.staleness_max,
         parity=parity,
         run_dir=str(parts.run_dir),
+    )
+
+
+def _orchestrator(parts: Parts, prepared: Prepared) -> Orchestrator:
+    """Of the task services that the configuration names, each with its weight."""
+    service, config = prepared.service, parts.config
+    services = service.services if isinstance(service, Mixture) else (service,)
+    weights = {task.name: task.weight for task in config.tasks}
+    answer = partial(parts.desk.rollouts, n=config.rollout.group_size)
+
+    def tell(change: Change) -> None:
+        parts.trackers.log_event(
+            "ratio", task=change.name, before=change.before, after=change.after, reason=change.reason
+        )
+
+    return Orchestrator(
+        [LocalSource(one, answer) for one in services],
+        {one.name: Terms(weights[one.name]) for one in services},
+        parts.buffer,
+        adjustment=Adjustment(Bounds(), tell) if config.rollout.ratios == "automatic" else None,
     )
 
 

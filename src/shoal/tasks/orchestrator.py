@@ -1,23 +1,63 @@
 """Keeps the engine fed: draws tasks, runs a group on each, and hands finished groups to the buffer.
 
-One loop consumes admissions (it waits for the staleness gate, and is unblocked by a new version or by a group that
-frees its place) and starts one coroutine per admitted group. A group's coroutine waits for the engine and for the
-scorer only. Nothing here waits for training, saving or evaluation.
+One loop starts groups, one coroutine each, for as long as the staleness gate has room and a task service that is
+below its quota has a question ready. A group waits for its own engine and scorer only; a service that is slow to draw,
+or hangs, has nothing ready and holds up nobody. Nothing here waits for training, saving or evaluation.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.interfaces import TaskService
+from shoal.tasks.adjust import Adjuster, Bounds, Change
+from shoal.tasks.ratios import Load, Quotas
 from shoal.types import Group, Rollout, Split, Task
+
+
+class Counts(Protocol):
+    """What the orchestrator knows of one service's groups."""
+
+    @property
+    def started(self) -> int:
+        """Ever, in this run and before it was resumed."""
+        ...
+
+    @property
+    def finished(self) -> int:
+        """Usable and not dropped since."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Started, and nothing came of it yet."""
+        ...
 
 
 class Admission(Protocol):
     """What the orchestrator knows of the buffer."""
 
+    @property
+    def budget(self) -> int:
+        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        ...
+
+    def counts_of(self, service: str) -> Counts:
+        """What became of a service's groups."""
+        ...
+
+    def on_room(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever there may be more room than before."""
+        ...
+
     async def admit(self, group_id: str, service: str) -> int:
-        """Waits until one more group may start and records it; the version it is admitted under."""
+        """Records that a group starts, at once while there is room; the version it is admitted under."""
         ...
 
     async def add(self, group: Group) -> bool:
@@ -25,33 +65,175 @@ class Admission(Protocol):
         ...
 
 
+class Source(Protocol):
+    """One task service as the orchestrator sees it, in this process or far away."""
+
+    @property
+    def name(self) -> str:
+        """Unique within a run."""
+        ...
+
+    async def draw(self, index: int) -> Task:
+        """The training task at `index`. May take as long as it likes."""
+        ...
+
+    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
+        """The group's rollouts. What goes wrong is a rollout's status and reason, never an exception."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A task service of this process, and what answers its tasks."""
+
+    service: TaskService
+    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
+
+    @property
+    def name(self) -> str:
+        """The service's."""
+        return self.service.name
+
+    async def draw(self, index: int) -> Task:
+        """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile."""
+        return await asyncio.to_thread(self.service.draw, Split.TRAIN, index)
+
+    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
+        """As `answer` gives them."""
+        return await self.answer(task)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one service may have."""
+
+    weight: float
+    """Relative to the others."""
+    max_running: int | None = None
+    """Groups at once; None leaves it to the gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """That ratios follow what the groups teach, how far, and who hears of it."""
+
+    bounds: Bounds
+    on_change: Callable[[Change], None]
+
+
 class Orchestrator:
     """Runs groups until it is cancelled. Every admitted group is added exactly once, unless cancelled before."""
 
     def __init__(
         self,
-        service: TaskService,
-        rollouts: Callable[[Task], Awaitable[tuple[Rollout, ...]]],
+        sources: Sequence[Source],
+        terms: Mapping[str, Terms],
         admission: Admission,
-        first_index: int,
+        *,
+        adjustment: Adjustment | None = None,
     ) -> None:
-        """`first_index` is where drawing goes on: a resumed run never draws an index twice."""
-        self._service = service
-        self._rollouts = rollouts
+        """Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
+        self._sources = {source.name: source for source in sources}
+        self._terms = dict(terms)
         self._admission = admission
-        self._next_index = first_index
+        weights = {name: terms[name].weight for name in self._sources}
+        self._adjustment = adjustment
+        self._adjuster = Adjuster(weights, adjustment.bounds) if adjustment else None
+        accepted = {name: admission.counts_of(name).finished for name in self._sources}
+        window = admission.budget - sum(accepted.values())
+        self._quotas = Quotas(weights, lend_at_most=window, accepted=accepted)
+        self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
+        self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
+        self._wake = asyncio.Event()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What each service that is present shall have of the trained groups."""
+        return self._quotas.shares
 
     async def run(self) -> None:
         """Draws and runs groups for ever."""
+        self._admission.on_room(self._wake.set)
         async with asyncio.TaskGroup() as groups:
+            for source in self._sources.values():
+                groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
             while True:
-                index = self._next_index
-                self._next_index += 1
-                # Drawing may build a puzzle for milliseconds; the loop must go on answering meanwhile.
-                task = await asyncio.to_thread(self._service.draw, Split.TRAIN, index)
-                version = await self._admission.admit(f"g{index}", task.service)
-                groups.create_task(self._run_group(f"g{index}", task, version), name=f"group g{index}")
+                self._wake.clear()
+                while await self._start_one(groups):
+                    pass
+                self._look()
+                await self._wake.wait()
 
-    async def _run_group(self, group_id: str, task: Task, version: int) -> None:
-        rollouts = await self._rollouts(task)
-        await self._admission.add(Group(group_id, task, rollouts, version))
+    def leave(self, name: str) -> None:
+        """A service is away: its share goes to the others until it comes back."""
+        counts = self._admission.counts_of(name)
+        self._quotas.leave(name, Load(counts.finished, counts.in_flight))
+        self._wake.set()
+
+    def come(self, name: str) -> None:
+        """A service is back; it gets what it missed out of what comes, within bounds."""
+        self._quotas.come(name)
+        self._wake.set()
+
+    async def _keep_drawn(self, source: Source) -> None:
+        """Has the next question of a service at hand, always."""
+        index = self._admission.counts_of(source.name).started
+        while True:
+            task = await source.draw(index)
+            putting = self._ready[source.name].put((index, task))
+            index += 1
+            self._wake.set()
+            await putting
+            self._wake.set()
+
+    async def _start_one(self, groups: asyncio.TaskGroup) -> bool:
+        """Starts the group that is due, if any."""
+        self._quotas.grow(self._admission.budget)
+        if self._admission.room < 1:
+            return False
+        loads = {name: self._load(name) for name in self._sources}
+        name = self._quotas.next(loads, [name for name in self._sources if self._startable(name, loads[name])])
+        if name is None:
+            return False
+        index, task = self._ready[name].get_nowait()
+        group_id = f"{name}-{index}"
+        version = await self._admission.admit(group_id, name)
+        groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
+        return True
+
+    def _load(self, name: str) -> Load:
+        counts = self._admission.counts_of(name)
+        return Load(counts.finished, counts.in_flight)
+
+    def _startable(self, name: str, load: Load) -> bool:
+        """Whether a question is at hand and the service may run one more group."""
+        return not self._full(name, load) and not self._ready[name].empty()
+
+    def _full(self, name: str, load: Load) -> bool:
+        most = self._terms[name].max_running
+        return most is not None and load.running >= most
+
+    async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
+        group = Group(group_id, task, await source.rollouts(task), version)
+        usable = await self._admission.add(group)
+        if usable and self._adjuster is not None:
+            rewards = {rollout.reward.value for rollout in group.finished}
+            self._adjuster.finished(source.name, informative=len(rewards) > 1)
+        self._wake.set()
+
+    def _look(self) -> None:
+        """Notes who holds up the others, and moves the weights when enough groups came in."""
+        if self._adjuster is None or self._adjustment is None:
+            return
+        for name in self._sources:
+            load = self._load(name)
+            below = load.accepted + load.running < self._quotas.quota(name)
+            self._adjuster.looked(name, holding=below and self._full(name, load) and self._admission.room > 0)
+        if not self._adjuster.due:
+            return
+        quotas = {name: self._quotas.quota(name) for name in self._sources}
+        growth = {name: quotas[name] - self._quotas_before[name] for name in self._sources}
+        self._quotas_before = quotas
+        for change in self._adjuster.adjust(growth):
+            self._adjustment.on_change(change)
+        self._quotas.weigh(self._adjuster.weights)

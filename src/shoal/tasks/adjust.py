@@ -1,0 +1,131 @@
+"""Automatic ratios: what each task's share becomes, given what its groups have taught of late. Pure.
+
+A group teaches when its rewards differ (otherwise all of its advantages are 0). A task that is mastered or hopeless
+gives few such groups, and one that is slow gives few groups at all; both shrink towards the floor, and the others grow.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far a weight may move from what the user gave, as factors."""
+
+    low: float = 0.1
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= 1 <= self.high:
+            raise ValueError(f"bounds: expected 0 < low <= 1 <= high, got {self.low} and {self.high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One weight that moved, and why."""
+
+    name: str
+    before: float
+    after: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Lately:
+    """One task since its rate was last taken."""
+
+    finished: int = 0
+    informative: int = 0
+    wanted: float = 0.0
+    """Groups that its quota grew by."""
+    looks: int = 0
+    holding: int = 0
+    """Looks at which the gate had room, and this task had quota, but ran as many at once as it may."""
+
+    @property
+    def informative_rate(self) -> float:
+        """Shrunk a little towards one half: 0 of 3 is not never."""
+        return (self.informative + 0.5) / (self.finished + 1)
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the others mostly waited for this task, which could not go faster."""
+        return self.holding > 0.5 * self.looks
+
+    @property
+    def reason(self) -> str:
+        """What was seen, in words."""
+        words = f"{self.informative} of {self.finished} groups informative"
+        return (
+            f"{words}; the others waited for it although it ran as many at once as it may" if self.holds_up else words
+        )
+
+
+ENOUGH = 16
+"""Finished or wanted groups below which a task's rate says nothing."""
+STEP = 0.5
+"""How much of the way to the new weight is gone at once: rates of few groups are noisy."""
+WORTH_TELLING = 0.02
+"""Relative change below which a weight stays."""
+SLOWER, FASTER = 0.5, 1.25
+"""What a task's pace is multiplied by when it held up the others, and when it did not, up to 1."""
+
+
+class Adjuster:
+    """Follows what the groups teach, and gives new weights after every so many of them."""
+
+    def __init__(self, base: Mapping[str, float], bounds: Bounds) -> None:
+        """`base` are the weights that the user gave."""
+        self._base = dict(base)
+        self._bounds = bounds
+        self._lately = {name: _Lately() for name in base}
+        self._rates: dict[str, float] = {}
+        self._pace = dict.fromkeys(base, 1.0)
+        self._since = 0
+        self.weights = dict(base)
+
+    @property
+    def due(self) -> bool:
+        """Whether enough groups finished since the last adjustment."""
+        return self._since >= ENOUGH * len(self._base) / 2
+
+    def finished(self, name: str, *, informative: bool) -> None:
+        """A usable group of a task came in."""
+        self._since += 1
+        self._lately[name].finished += 1
+        self._lately[name].informative += informative
+
+    def looked(self, name: str, *, holding: bool) -> None:
+        """Whether others wait for a task whose quota has room, because it runs as many groups as it may."""
+        self._lately[name].looks += 1
+        self._lately[name].holding += holding
+
+    def adjust(self, growth: Mapping[str, float]) -> list[Change]:
+        """Moves the weights; `growth` is what each task's quota grew by since the last time. Each change has a reason.
+
+        The target is `base * rate / mean rate`, where the rate is the share of informative groups times a pace that
+        sinks while the others wait for the task; then clamped to `base * low .. base * high`. A task with too few
+        groups keeps the rate it had.
+        """
+        self._since = 0
+        reasons = {}
+        for name, wanted in growth.items():
+            lately = self._lately[name]
+            lately.wanted += wanted
+            if max(lately.finished, lately.wanted) >= ENOUGH:
+                self._pace[name] = min(1.0, self._pace[name] * (SLOWER if lately.holds_up else FASTER))
+                self._rates[name] = lately.informative_rate * self._pace[name]
+                reasons[name] = lately.reason
+                self._lately[name] = _Lately()
+        known = self._rates.keys()
+        mean = sum(self._base[name] * self._rates[name] for name in known) / max(
+            sum(self._base[n] for n in known), 1e-9
+        )
+        changes = [self._moved(name, self._rates[name] / mean, reason) for name, reason in reasons.items()]
+        return [change for change in changes if abs(change.after - change.before) > WORTH_TELLING * change.before]
+
+    def _moved(self, name: str, factor: float, reason: str) -> Change:
+        target = self._base[name] * min(max(factor, self._bounds.low), self._bounds.high)
+        before = self.weights[name]
+        self.weights[name] = before + STEP * (target - before)
+        return Change(name, before, self.weights[name], reason)

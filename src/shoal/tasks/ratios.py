@@ -1,0 +1,126 @@
+"""Whose group may start next, so that each task has its share of what is trained. Pure: no I/O, no clock.
+
+Shares are over groups that came out usable, never over those that were started: a slow task runs more at once, a flaky
+one starts more often, and both reach their share (GLM-5, arXiv 2602.15763, section 4.1.1).
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+REPAID = 0.5
+"""The most of any growth that goes to tasks that were away, until they have back what they lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The groups of one task service that take part of its quota."""
+
+    accepted: int
+    """Finished usable and not dropped: consumed or waiting."""
+    running: int
+
+
+class Quotas:
+    """Splits the budget of the staleness gate among task services.
+
+    The gate lets `budget` groups, all in all, be accepted or running. Each service has a quota of it, and starts a
+    group only while `accepted + running < quota`. The quotas sum to the budget, so whenever the gate has room some
+    service present has room as well; as they only grow with the budget, a service is never further ahead of its share
+    than the budget is ahead of training, plus one group. What a failed or dropped group took is free again at once,
+    so deficits carry over by themselves.
+
+    A service that is away lends the others its part, and gets it back afterwards, out of at most half of the growth,
+    up to `lend_at_most` groups: without a bound, a task that was away for a day would rule the next one.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], *, lend_at_most: float, accepted: Mapping[str, int] | None = None
+    ) -> None:
+        """Weights are relative; all services are present at first. `accepted` is what a resumed run has already."""
+        if not weights or min(weights.values()) <= 0:
+            raise ValueError(f"weights: expected a number > 0 for each of one or more tasks, got {dict(weights)}")
+        self._weights = dict(weights)
+        self._quotas = {name: float((accepted or {}).get(name, 0)) for name in weights}
+        self._present = dict.fromkeys(weights)  # in order
+        self._lent = dict.fromkeys(weights, 0.0)
+        self._lend_at_most = lend_at_most
+        self._budget = sum(self._quotas.values())
+        self._unassigned = 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of each service that is present; they sum to 1."""
+        total = sum(self._weights[name] for name in self._present)
+        return {name: self._weights[name] / total for name in self._present}
+
+    def quota(self, name: str) -> float:
+        """Groups that a service may have had accepted or running since the run began."""
+        return self._quotas[name]
+
+    def grow(self, budget: float) -> None:
+        """The gate allows `budget` groups in all now; never fewer than before."""
+        growth, self._budget = budget - self._budget + self._unassigned, max(budget, self._budget)
+        self._unassigned = 0.0
+        if growth <= 0:
+            return
+        self._lend(growth)
+        if not self._present:
+            self._unassigned = growth
+            return
+        self._split(growth - self._repay(growth * REPAID))
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Uses other weights from now on; what was given stays given."""
+        assert weights.keys() == self._weights.keys() and min(weights.values()) > 0
+        self._weights = dict(weights)
+
+    def leave(self, name: str, load: Load) -> None:
+        """A service is away: the others take over what it has not used. `load` no longer counts what it ran."""
+        if name not in self._present:
+            return
+        del self._present[name]
+        unused = max(self._quotas[name] - load.accepted - load.running, 0.0)
+        self._quotas[name] -= unused
+        self._lent[name] = min(self._lent[name] + unused, self._lend_at_most)
+        if self._present:
+            self._split(unused)
+        else:
+            self._unassigned += unused
+
+    def come(self, name: str) -> None:
+        """A service is there, again or for the first time under a name that has a weight."""
+        self._present[name] = None
+        if self._unassigned:
+            unassigned, self._unassigned = self._unassigned, 0.0
+            self._split(unassigned)
+
+    def next(self, loads: Mapping[str, Load], ready: Collection[str]) -> str | None:
+        """The service among `ready` that starts a group next: the one furthest below its quota; None when none is."""
+        room = {
+            name: self._quotas[name] - loads[name].accepted - loads[name].running
+            for name in self._present
+            if name in ready
+        }
+        name = max(room, key=lambda name: room[name], default=None)
+        return name if name is not None and room[name] > 1e-9 else None
+
+    def _split(self, growth: float) -> None:
+        for name, share in self.shares.items():
+            self._quotas[name] += share * growth
+
+    def _lend(self, growth: float) -> None:
+        """Notes what those who are away would have been given."""
+        total = sum(self._weights.values())
+        for name in self._weights.keys() - self._present.keys():
+            missed = growth * self._weights[name] / total
+            self._lent[name] = min(self._lent[name] + missed, self._lend_at_most)
+
+    def _repay(self, most: float) -> float:
+        """Gives back up to `most` groups to services that lent some; how many."""
+        owed = {name: self._lent[name] for name in self._present if self._lent[name] > 0}
+        repaid = min(most, sum(owed.values()))
+        for name, lent in owed.items():
+            part = repaid * lent / sum(owed.values())
+            self._lent[name] -= part
+            self._quotas[name] += part
+        return repaid
