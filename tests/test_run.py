@@ -179,3 +179,23 @@ def test_ctrl_c_ends_every_process_and_says_how_to_go_on(config: Path) -> None:
     assert process.returncode == 130
     assert stderr.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
     assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_a_run_with_adapters_leaves_merged_weights_and_the_adapters_and_resumes(
+    config: Path, tiny_model_dir: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    adapted = ("--run_dir=run", "--train.lora.rank=4", "--train.lr=1e-2", "--json")
+    done = shoal("train", str(config), *adapted, "--train.steps=3", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    run = config.parent / "run"
+    done = shoal("train", str(config), *adapted, "--resume", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3
+    assert audit(run).ok
+    base, merged = (load_file(path / "model.safetensors") for path in (tiny_model_dir, run / "model"))
+    changed = {name for name in merged if not merged[name].equal(base[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)
+    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

@@ -190,6 +190,14 @@ class KLConfig(Section):
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
+
+    rank: int = Field(0, ge=0, description="Of each adapter; 0 trains all weights.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
+
+
 class CriticConfig(Section):
     """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
 
@@ -215,6 +223,7 @@ class TrainConfig(Section):
         "grpo", description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic."
     )
     critic: CriticConfig = Field(CriticConfig())
+    lora: LoRAConfig = Field(LoRAConfig())
     short_groups: Literal["pad", "keep"] = Field(
         "pad", description="Whether failed rollouts are made up for by repeating finished ones (GLM-5)."
     )

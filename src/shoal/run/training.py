@@ -353,8 +353,15 @@ def _write_resolved(config: Config, run_dir: Path) -> None:
 
 
 def _write_model(model_dir: Path, parts: Parts) -> None:
-    """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights."""
+    """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights.
+
+    With adapters these are the merged weights, and `adapter/` has the adapters by themselves.
+    """
     target = parts.run_dir / "model"
     shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     shutil.copyfile(newest / FILE, target / FILE)
+    adapters = sorted(newest.glob("adapter_*"))
+    for file in adapters:
+        (parts.run_dir / "adapter").mkdir(exist_ok=True)
+        shutil.copyfile(file, parts.run_dir / "adapter" / file.name)

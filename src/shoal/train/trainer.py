@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
-from shoal.train import critic
+from shoal.train import critic, lora
+from shoal.train.batch import MicroBatch, Minibatch, micro_batch
 from shoal.train.loss import Streams, log_linear_prox, token_loss
 from shoal.train.messages import StepStats
 from shoal.train.optim import Optimizer, Update
 from shoal.train.packing import even_slices, micro_batches
-from shoal.train.reduction import Mean, Size, loss_mean, size_of, token_weight
+from shoal.train.reduction import Size, loss_mean, size_of, token_weight
 from shoal.train.regularisers import kl, to_go
 from shoal.train.totals import Totals
 from shoal.types import Sample
@@ -33,41 +34,6 @@ from shoal.types import Sample
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 VALUE_HEAD = "value_head"
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Packed rows: T tokens, of which N are trained."""
-
-    tokens_T: Tensor
-    lengths: tuple[int, ...]
-    at_N: Tensor
-    """Positions of the trained tokens in `tokens_T`."""
-    behav_N: Tensor
-    advantage_N: Tensor
-    version_N: Tensor
-    row_N: Tensor
-    """Which of the rows, from 0."""
-    weight_N: Tensor
-    """What each token's loss is multiplied with: see `reduction.py`."""
-    prox_N: Tensor | None = None
-    """Logprobs before the first update of the step, where they were computed; the others are for the critic."""
-    value_N: Tensor | None = None
-    """Values before the first update of the step."""
-    return_N: Tensor | None = None
-    """What the values should be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """The rows of one optimizer update."""
-
-    batches: tuple[MicroBatch, ...]
-    """Only rows that are computed."""
-    tokens: int
-    """Trained ones of all rows, computed or not."""
-    skipped_tokens: int
-    """Trained tokens of the rows that are not computed."""
 
 
 class Trainer:
@@ -94,6 +60,8 @@ class Trainer:
         """
         self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
+        if train.lora.rank:
+            lora.add_adapters(self.model, train.lora)
         self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
         self._dtype = DTYPES[model.dtype]
         self._config = train
@@ -111,8 +79,8 @@ class Trainer:
     @property
     def parameters(self) -> int:
         """How many numbers are trained, tied ones once."""
-        critic_parameters = self._value_head_parameters().values()
-        return sum(p.numel() for p in (*self.model.parameters(), *critic_parameters))
+        trained = (*self.model.parameters(), *self._value_head_parameters().values())
+        return sum(p.numel() for p in trained if p.requires_grad)
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
@@ -160,7 +128,9 @@ class Trainer:
         return result
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, float32, tied ones once."""
+        """The weights by name, float32, tied ones once; adapters are added to those that they adapt."""
+        if self._config.lora.rank:
+            return lora.merged_tensors(self.model)
         seen: set[int] = set()
         result: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
@@ -170,7 +140,15 @@ class Trainer:
         return result
 
     def write_weights(self, path: Path) -> None:
-        """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all."""
+        """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
+
+        Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
+        """
+        if self._config.lora.rank:
+            tensors, settings = lora.adapter_files(self.model, self._config.lora)
+            file, settings_file = lora.adapter_paths(path)
+            _write(file, tensors)
+            settings_file.write_text(settings)
         _write(path, {name: _as(tensor, self._dtype) for name, tensor in self.tensors().items()})
 
     def pushed(self) -> None:
@@ -194,8 +172,9 @@ class Trainer:
                 tensor.copy_(weights[name])
 
     def _trained(self) -> dict[str, Tensor]:
-        """The weights and the value head."""
-        return {**self.tensors(), **{name: p.detach() for name, p in self._value_head_parameters().items()}}
+        """What is trained and in no other file: the weights, or the adapters, and the value head."""
+        weights = lora.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
+        return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
 
     def _new_value_head(self) -> nn.Linear:
         """Gives 0 for everything, so that the first advantages are the rewards."""
@@ -230,30 +209,16 @@ class Trainer:
             if count and (any(row.advantages) or not self._skip_uninformative)
         ]
         packed = micro_batches(wanted, self.tokens_per_microbatch)
+
+        def packed_rows(part: Sequence[int]) -> MicroBatch:
+            chosen = [wanted[i] for i in part]
+            weights = [token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
+            return micro_batch(chosen, weights, self.device)
+
         return Minibatch(
-            batches=tuple(self._micro_batch([wanted[i] for i in part], mean, size) for part in packed if part),
+            batches=tuple(packed_rows(part) for part in packed if part),
             tokens=sum(trained),
             skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
-        )
-
-    def _micro_batch(self, rows: Sequence[Sample], mean: Mean, size: Size) -> MicroBatch:
-        """Rows end to end, each with at least one trained token."""
-        trained = [sum(row.mask) for row in rows]
-        weights = [token_weight(mean, size, n, self._budget_tokens) for n in trained]
-        mask = [m for row in rows for m in row.mask]
-        at = [i for i, m in enumerate(mask) if m]
-        behav = [lp for row in rows for lp in row.logprobs]
-        advantage = [a for row in rows for a in row.advantages]
-        version = [v for row in rows for v in row.versions]
-        return MicroBatch(
-            tokens_T=self._long([token for row in rows for token in row.tokens]),
-            lengths=tuple(len(row.tokens) for row in rows),
-            at_N=self._long(at),
-            behav_N=self._float([behav[i] for i in at]),
-            advantage_N=self._float([advantage[i] for i in at]),
-            version_N=self._long([version[i] for i in at]),
-            row_N=self._long([row for row, n in enumerate(trained) for _ in range(n)]),
-            weight_N=self._float([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
         )
 
     def _outputs(
@@ -373,9 +338,6 @@ class Trainer:
         if self._dtype is torch.float32:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
-
-    def _float(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _long(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

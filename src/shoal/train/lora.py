@@ -1,0 +1,94 @@
+"""Low-rank adapters (peft): what is trained when the weights are not.
+
+    W' = W + (alpha / rank) B A,   A [rank, in],   B [out, rank]
+
+The engines get merged weights, so that drawing costs nothing and every engine can serve them. Source: LoRA
+(arXiv 2106.09685).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.config import LoRAConfig
+from shoal.errors import ConfigError
+from shoal.types import seed_for
+
+ADAPTER = "default"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Puts adapters beside the model's linear layers and freezes everything else.
+
+    They begin at zero effect and always alike, so that a run that is replayed from its beginning arrives at the same
+    weights. Raises `ConfigError` without peft, and when no layer has a name in `config.targets`.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "train.lora: expected the package peft, which is not installed; pip install 'shoal[lora]' brings it"
+        ) from error
+    targets = list(config.targets) or "all-linear"
+    settings = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for("lora"))
+        try:
+            inject_adapter_in_model(settings, model)
+        except ValueError as error:
+            raise ConfigError(f"train.lora.targets: {str(error).splitlines()[0]}") from error
+    model.eval()
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of every adapted layer."""
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
+
+
+@torch.no_grad()
+def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The whole model's weights by the names they had without adapters, adapters added; tied ones once."""
+    deltas = {
+        f"{name}.weight": module.get_delta_weight(ADAPTER)
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        plain = name.replace(".base_layer.", ".")
+        result[plain] = tensor + deltas[plain] if plain in deltas else tensor
+    return result
+
+
+def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> tuple[dict[str, Tensor], str]:
+    """The adapters as peft and engines that serve adapters read them: tensors by name, and settings as JSON."""
+    tensors = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor
+        for name, tensor in adapter_tensors(model).items()
+    }
+    layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config._name_or_path,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+        "bias": "none",
+    }
+    return tensors, json.dumps(settings, indent=1) + "\n"
+
+
+def adapter_paths(weights: Path) -> tuple[Path, Path]:
+    """Where the adapters of the weights in a file lie: their tensors, and their settings."""
+    return weights.with_name(WEIGHTS_FILE), weights.with_name(CONFIG_FILE)
