@@ -1,7 +1,6 @@
 """A real engine process over real HTTP."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -9,63 +8,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
+from engine_server import PROMPT, Server, changed_weights, running, serving, until, waiting
 from shoal.engine.remote import HttpEngine
 from shoal.engine.server import main
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.process import torch_environment
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights import WeightStore, checksum
 
-PROMPT = [5, 6, 7, 8]
 VOCABULARY = 102
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    pid: int
-
-    def ask(self, path: str, body: object | None = None, raw: bytes | None = None) -> tuple[int, dict[str, object]]:
-        """Status and JSON of a POST (with a body) or GET."""
-        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
-
-    def engine(self) -> HttpEngine:
-        return HttpEngine(self.url, timeout_s=60)
-
-
-@contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Server]:
-    """A server process, ended at the end."""
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.engine.server", "--model", str(model), "--fd", str(writing), *arguments],
-        pass_fds=[writing],
-        env=torch_environment(1),
-    )
-    os.close(writing)
-    try:
-        with os.fdopen(reading) as announced:
-            url = announced.readline().strip()
-        assert url, "the server did not start"
-        yield Server(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +35,6 @@ def roomy(tiny_model_dir: Path) -> Iterator[Server]:
     """Another engine of the same model, whose weights are called version 2."""
     with serving(tiny_model_dir, "--max-running", "32", "--version", "2") as found:
         yield found
-
-
-def changed_weights(model: Path, store: WeightStore, version: int, factor: float = -1.0) -> Path:
-    """Publishes the model's weights with another head as `version`."""
-    tensors = load_file(model / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * factor
-    save_file(tensors, store.begin(version) / "model.safetensors")
-    return store.seal(version).path
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Returns once a condition holds."""
-    async with asyncio.timeout(20):
-        while not await true():  # noqa: ASYNC110 (what is waited for happens in another process)
-            await asyncio.sleep(0.01)
 
 
 def test_generation_has_the_shape_of_vllm(server: Server) -> None:
@@ -204,14 +144,6 @@ def test_a_full_queue_answers_503(server: Server) -> None:
             assert len(await second) == 4
 
     asyncio.run(ask())
-
-
-async def running(engine: HttpEngine, count: int) -> bool:
-    return (await engine.info()).running == count
-
-
-async def waiting(engine: HttpEngine, count: int) -> bool:
-    return (await engine.info()).waiting == count
 
 
 def test_pausing_keeps_waits_or_aborts_over_http(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct):
 class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What OpenAI's clients send, and vLLM's additions to it. Penalties, biases and suffixes are not supported."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[int | str | list[int]]
     model: str = ""
     max_tokens: int | None = 16
     temperature: float = 1.0
@@ -53,8 +53,8 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     return_token_ids: bool = False
     user: str = ""
     best_of: int | None = None
-    presence_penalty: Literal[0] = 0
-    frequency_penalty: Literal[0] = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     suffix: None = None
     logit_bias: None = None
 
@@ -100,6 +100,8 @@ def requests_of(body: CompletionRequest, tokenizer: Tokenizer | None, longest: i
     """One request per prompt. Raises `RequestRefused`."""
     if body.best_of not in (None, body.n):
         raise RequestRefused(f"best_of: expected n = {body.n} or nothing, got {body.best_of}")
+    if body.presence_penalty or body.frequency_penalty:
+        raise RequestRefused("presence_penalty, frequency_penalty: expected 0, others are not supported")
     if body.stream and body.echo:
         raise RequestRefused("echo: expected false with stream")
     if tokenizer is None:
@@ -132,14 +134,18 @@ def requests_of(body: CompletionRequest, tokenizer: Tokenizer | None, longest: i
     ]
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(prompt: str | list[int | str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of one prompt (text, or a list of ids) or of several (a list of texts, or of lists of ids)."""
     if isinstance(prompt, str):
         return [tokenizer.encode(prompt)]
     if not prompt:
         raise RequestRefused("prompt: expected text or token ids, got an empty list")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return [tokenizer.encode(part) if isinstance(part, str) else part for part in prompt]
+    if len({type(part) for part in prompt}) > 1:
+        raise RequestRefused("prompt: expected a list of token ids, of texts or of lists of ids, got a mixture")
+    ids = [part for part in prompt if isinstance(part, int)]
+    if ids:
+        return [ids]
+    return [tokenizer.encode(part) if isinstance(part, str) else part for part in prompt if not isinstance(part, int)]
 
 
 class Text:
