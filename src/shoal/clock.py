@@ -30,7 +30,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float | None) -> None:
         """Goes on to the next timer. Raises `NothingCanHappen` when there is none."""
         if seconds is None:
-            raise NothingCanHappen("; ".join(sorted(_whereabouts(task) for task in asyncio.all_tasks(self))))
+            raise NothingCanHappen("; ".join(waits(self)))
         self._now_s += max(seconds, 0.0)
 
 
@@ -54,7 +54,16 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def waits(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """Who waits where: a line for each task of a loop, by name."""
+    return sorted(_whereabouts(task) for task in asyncio.all_tasks(loop))
+
+
 def _whereabouts(task: "asyncio.Task[Any]") -> str:
-    frames = task.get_stack(limit=1)
-    place = f"{frames[-1].f_code.co_qualname}:{frames[-1].f_lineno}" if frames else "nowhere"
-    return f"{task.get_name()} waits in {place}"
+    """The innermost line of a coroutine that a task has come to, and what it waits for there."""
+    inner: Any = task.get_coro()
+    place = "nowhere"
+    while (frame := getattr(inner, "cr_frame", None)) is not None:
+        place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        inner = inner.cr_await
+    return f"{task.get_name()} waits in {place}" + (f" for {type(inner).__name__}" if inner is not None else "")

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli import status as status_command
 from shoal.cli.output import JsonFlag, fail, show
 from shoal.errors import ShoalError
 
@@ -151,6 +152,9 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
     else:
         print("\n".join(result.sentences()))
     raise typer.Exit(result.exit_code)
+
+
+app.command()(status_command.status)
 
 
 @app.command()

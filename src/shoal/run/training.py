@@ -37,6 +37,7 @@ from shoal.rewards.marks import FullMarks
 from shoal.rewards.scorer import WorkerScorer
 from shoal.run.loop import Parts, TrainLoop
 from shoal.run.plan import Prepared, check_run_dir, prepare
+from shoal.run.waits import telling_waits
 from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.mixture import Mixture
@@ -203,19 +204,20 @@ async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]
     await loop.evaluate(first_step)
     orchestrator = _orchestrator(parts, prepared)
     training_s = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        background = [
-            *(tasks.create_task(_watch(child), name=f"{child.name} process") for child in children),
-            tasks.create_task(orchestrator.run(), name="orchestrator"),
-            tasks.create_task(loop.serve_versions(), name="serving versions"),
-            tasks.create_task(loop.watch_engine(), name="watching the engine"),
-        ]
-        await loop.run(tasks)
-        trained_s = time.monotonic() - training_s
-        background[len(children)].cancel()  # the orchestrator: what it has in flight must not slow the evaluation
-        await loop.evaluate(config.train.steps)
-        for task in background:
-            task.cancel()
+    with telling_waits():
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                *(tasks.create_task(_watch(child), name=f"{child.name} process") for child in children),
+                tasks.create_task(orchestrator.run(), name="orchestrator"),
+                tasks.create_task(loop.serve_versions(), name="serving versions"),
+                tasks.create_task(loop.watch_engine(), name="watching the engine"),
+            ]
+            await loop.run(tasks)
+            trained_s = time.monotonic() - training_s
+            background[len(children)].cancel()  # the orchestrator: what it has in flight must not slow the evaluation
+            await loop.evaluate(config.train.steps)
+            for task in background:
+                task.cancel()
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     return Outcome(
