@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 LAYERS = (
     {"types", "errors", "clock"},
     {"interfaces", "config", "metrics", "wire", "process"},
-    {"checker", "model", "render", "procedural"},
+    {"checker", "model", "render", "procedural", "sandbox"},
     {"engine", "session", "tasks", "rewards", "buffer", "train", "weights", "swarm", "checkpoint", "small_model"},
     {"gateway", "warm_start"},
     {"run", "sim", "dashboard", "report", "progress", "doctor"},

@@ -11,6 +11,7 @@
     ├── SessionError          a request that a session cannot serve
     │   └── HistoryDiverged   it does not extend the conversation, and the session's policy wants that (HTTP 409)
     ├── TrainerError          the trainer process failed or refused a batch
+    ├── SandboxUnavailable    this machine has no sandbox to run untrusted programs in
     ├── ExchangeUnavailable   no server of the swarm can be reached; the node goes on alone
     ├── ChildDied             a child process ended without being asked to
     └── WireError             bytes that are not what they claim to be
@@ -61,6 +62,10 @@ class HistoryDiverged(SessionError):
 
 class TrainerError(ShoalError):
     """The trainer process failed or refused a batch."""
+
+
+class SandboxUnavailable(ShoalError):
+    """This machine cannot box in an untrusted program; the text says how to get what is missing."""
 
 
 class ExchangeUnavailable(ShoalError):

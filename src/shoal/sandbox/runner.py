@@ -1,0 +1,75 @@
+"""Runs programs on the strongest sandbox of this machine."""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shoal.sandbox import rungs
+from shoal.sandbox.command import boxed, environment_of, interpreter, other_uid, visible
+from shoal.sandbox.plan import NONE, Plan
+from shoal.sandbox.program import Finished, Limits, Program, Rung
+from shoal.sandbox.watch import run_on
+
+_DEFAULT = Limits()
+
+
+def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
+    """Runs a program to its end, on the strongest rung unless one is named. Any thread may call it; it blocks.
+
+    Raises `SandboxUnavailable` when this machine has no such sandbox.
+
+    >>> run(Program("print(6 * 7)")).stdout
+    b'42\\n'
+    """
+    return run_on(rungs.rung() if rung is None else rung, program, limits)
+
+
+async def run_async(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
+    """`run` in a thread; when cancelled, the program is gone before this returns."""
+    stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        chosen = await asyncio.to_thread(rungs.rung) if rung is None else rung
+        running = asyncio.ensure_future(asyncio.to_thread(run_on, chosen, program, limits, stop))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            os.eventfd_write(stop, 1)
+            await asyncio.wait([running])
+            raise
+    finally:
+        os.close(stop)
+
+
+def confined(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    rung: Rung,
+    memory_bytes: int,
+    open_files: int,
+    packages: Sequence[Path] = (),
+    readable: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
+    """A command that runs a Python module of ours in a sandbox, for as long as its parent wants.
+
+    It keeps the descriptors it inherits and may write nowhere. Its parent watches over its time, and kills its whole
+    process group. A sandbox that cannot be set up ends with code 1 and says why on standard error.
+    """
+    plan = Plan(
+        rung=rung,
+        argv=[interpreter(), "-s", "-S", "-B", "-P", "-m", module, *arguments],
+        environment=environment_of(environment or {}, packages),
+        readable=visible(*packages, *readable),
+        folder="",
+        uid=NONE if rung is Rung.LANDLOCK else other_uid(),
+        status_fd=NONE,
+        files_fd=NONE,
+        cpu_s=0,
+        memory_bytes=memory_bytes,
+        processes=0,
+        file_bytes=0,
+        open_files=open_files,
+    )
+    return boxed(plan)
