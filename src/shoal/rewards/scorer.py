@@ -150,10 +150,10 @@ class WorkerScorer:
             self._counts[RewardStatus.TIMED_OUT],
             self._counts[RewardStatus.FAILED],
             sum(max(slot.started - 1, 0) for slot in self._slots),
-            _percentile(self._queue_s, 0.5),
-            _percentile(self._queue_s, 0.99),
-            _percentile(self._run_s, 0.5),
-            _percentile(self._run_s, 0.99),
+            percentile(self._queue_s, 0.5),
+            percentile(self._queue_s, 0.99),
+            percentile(self._run_s, 0.5),
+            percentile(self._run_s, 0.99),
         )
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -303,7 +303,7 @@ class _Worker(Child):
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` of all are at or below; 0 of none."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

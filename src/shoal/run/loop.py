@@ -11,7 +11,7 @@ Generation goes on during every one of them.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf
@@ -22,8 +22,10 @@ from shoal import checkpoint
 from shoal.buffer import Buffer
 from shoal.buffer.buffer import STALE
 from shoal.config import Config
-from shoal.interfaces import Engine, EngineInfo
+from shoal.interfaces import Engine, EngineInfo, Scorer
 from shoal.metrics import Trackers
+from shoal.rewards.marks import FullMarks
+from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
@@ -239,6 +241,7 @@ class TrainLoop:
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
+            **_scorer_values(self._parts.desk.scorer),
             **self._losses_since(),
         }
         self._busy_s, self._recorded_s = 0.0, now
@@ -257,3 +260,9 @@ class TrainLoop:
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
             "failed": sum(task.failed.total() for task in counts),
         }
+
+
+def _scorer_values(scorer: Scorer) -> Mapping[str, float]:
+    """What the scorer tells of itself; nothing of one that is not a run's own."""
+    inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
+    return inner.values if isinstance(inner, RewardService) else {}

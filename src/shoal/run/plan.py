@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from shoal.checker import needs_tests, task_spec
 from shoal.config import Config
 from shoal.errors import ConfigError, ModelError, RunDirError
 from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
+from shoal.sandbox import rungs
 from shoal.tasks.library import Library, library_of
 from shoal.types import Split
 
@@ -40,8 +42,17 @@ def prepare(config: Config) -> Iterator[Prepared]:
     renderer = load_renderer(model_dir)
     max_model_len = _max_model_len(model_dir, config)
     with library_of(config) as service:
+        if not config.reward.urls:
+            _check_sandbox(service)
         longest = _longest_prompt(service, renderer, max_model_len)
         yield Prepared(model_dir, renderer, service, max_model_len, longest)
+
+
+def _check_sandbox(service: Library) -> None:
+    """Raises `SandboxUnavailable` when programs are to be run and this machine has no place for them."""
+    tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
+    if any(needs_tests(task_spec(task)) for task in tasks):
+        rungs.rung()
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:

@@ -34,7 +34,7 @@ from shoal.interfaces import Engine, Scorer
 from shoal.metrics import Record, trackers_of
 from shoal.process import Child
 from shoal.rewards.marks import FullMarks
-from shoal.rewards.scorer import WorkerScorer
+from shoal.rewards.service import RewardService
 from shoal.run.loop import Parts, TrainLoop
 from shoal.run.plan import Prepared, check_run_dir, prepare
 from shoal.run.waits import telling_waits
@@ -181,11 +181,9 @@ async def serving(
             )
             children.append(await stack.enter_async_context(child))
         if scorer is None:
-            workers = WorkerScorer(config.reward, log=run_dir / "logs" / "reward.log")
-            stack.push_async_callback(workers.aclose)
-            await workers.start()
+            rewards = await stack.enter_async_context(RewardService(config.reward, run_dir / "logs" / "reward.log"))
             correct_only = {task.name for task in config.tasks if task.reward == "correct"}
-            scorer = FullMarks(workers, correct_only) if correct_only else workers
+            scorer = FullMarks(rewards, correct_only) if correct_only else rewards
         url = config.engine.url or (await children[0].line(START_TIMEOUT_S)).decode().strip()
         engine = HttpEngine(url)
         stack.push_async_callback(engine.aclose)

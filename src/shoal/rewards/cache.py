@@ -1,0 +1,59 @@
+"""Rewards by content: what was scored once is not scored again."""
+
+from collections import OrderedDict
+from hashlib import blake2b
+
+import msgspec
+
+from shoal.checker import Code, Function, Judge, Spec
+from shoal.types import Reward, RewardStatus, Task
+
+MOST = 1 << 16
+"""Rewards kept; some 20 MB."""
+
+
+class RewardCache:
+    """The most recently used rewards of checkers that answer the same every time. Only scored ones are kept."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._rewards: OrderedDict[bytes, Reward] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    def __len__(self) -> int:
+        return len(self._rewards)
+
+    def get(self, key: bytes) -> Reward | None:
+        """The reward under a key, which then counts as used just now."""
+        reward = self._rewards.get(key)
+        if reward is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+            self._rewards.move_to_end(key)
+        return reward
+
+    def put(self, key: bytes, reward: Reward) -> None:
+        """Keeps a scored reward; the one that was used least recently makes room."""
+        if reward.status is RewardStatus.SCORED:
+            self._rewards[key] = reward
+            if len(self._rewards) > self._most:
+                self._rewards.popitem(last=False)
+
+
+def is_cacheable(spec: Spec) -> bool:
+    """Whether the same answer is always worth the same: not of a model's or a user's opinion."""
+    return not isinstance(spec, Judge | Function)
+
+
+def key_of(spec: Spec, task: Task) -> bytes:
+    """What, with an answer, decides a reward: the checker with its parameters, the truth or the receipt, the tests."""
+    tests = task.info if isinstance(spec, Code) else ""
+    content = (spec, task.answer, task.receipt, tests)
+    return blake2b(msgspec.msgpack.encode(content), digest_size=16).digest()
+
+
+def answer_key(task_key: bytes, answer: str) -> bytes:
+    """The key of one answer."""
+    return blake2b(answer.encode(errors="surrogatepass"), digest_size=16, key=task_key).digest()

@@ -1,0 +1,79 @@
+"""The process of one of the user's reward functions: `python -m shoal.rewards.functions_worker --fd N`."""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from shoal import wire
+from shoal.process import die_with_parent, receive_frame, send_frame
+from shoal.rewards.functions import Call, Called
+
+
+def called(call: Call) -> Called:
+    """What the function gives for a group, checked."""
+    count = len(call.answers)
+    try:
+        values = _function(call.path)(
+            prompts=_prompts(call),
+            completions=_completions(call),
+            **{name: [value] * count for name, value in _columns(call).items()},
+        )
+    except Exception as error:  # the user's function raises what it will
+        return Called(error=f"{call.path}: {type(error).__name__}: {error}"[:1000])
+    if not isinstance(values, Sequence) or len(values) != count:
+        return Called(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
+    wrong = [value for value in values if not _is_reward(value)]
+    if wrong:
+        return Called(error=f"{call.path}: expected finite numbers or None, got {wrong[0]!r}"[:500])
+    return Called([None if value is None else float(value) for value in values])
+
+
+def _is_reward(value: object) -> bool:
+    if value is None:
+        return True
+    try:
+        return math.isfinite(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def _function(path: str) -> Callable[..., object]:
+    module, _, name = path.partition(":")
+    function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _prompts(call: Call) -> list[object]:
+    """Conversations, as TRL gives them for conversational data sets."""
+    return [list(call.messages) for _ in call.answers]
+
+
+def _completions(call: Call) -> list[object]:
+    return [[{"role": "assistant", "content": answer}] for answer in call.answers]
+
+
+def _columns(call: Call) -> dict[str, object]:
+    """The task's info and its answer."""
+    info = json.loads(call.info)
+    return {**{name: value for name, value in info.items() if name != "scorer"}, "answer": call.truth}
+
+
+def main() -> None:
+    """Answers calls until the main process closes the socket."""
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    sys.path.insert(0, os.getcwd())
+    connection.sendall(b"ready\n")
+    while (frame := receive_frame(connection)) is not None:
+        send_frame(connection, wire.encode(called(wire.decode(frame, Call))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the scorer's server and its clients say to each other, as JSON."""
+
+import msgspec
+
+from shoal.checker import Spec
+from shoal.types import Receipt, Reward, RewardStatus
+
+MOST_BODY_BYTES = 64 << 20
+MOST_ANSWERS = 4096
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /score: answers to one task, and the checker they go by."""
+
+    scorer: Spec
+    answers: list[str]
+    truth: str | None = None
+    info: str = "{}"
+    receipt: Receipt | None = None
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """One answer's reward."""
+
+    value: float
+    status: RewardStatus
+    parts: list[tuple[str, float]]
+    evidence: str
+
+    @property
+    def reward(self) -> Reward:
+        """As the rest of Shoal knows it."""
+        return Reward(self.value, self.status, tuple(self.parts), self.evidence)
+
+
+class ScoreReply(msgspec.Struct, frozen=True):
+    """One reward per answer, in order."""
+
+    rewards: list[Scored]
+
+
+def reply_of(rewards: list[Reward]) -> ScoreReply:
+    """The reply that gives these rewards."""
+    return ScoreReply([Scored(one.value, one.status, list(one.parts), one.evidence) for one in rewards])
