@@ -101,14 +101,18 @@ def _be_first_process(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
             _be_program(wanted, files)
         except OSError as error:
             _fail(wanted, error)
-    for first, last in ((0, wanted.status_fd), (wanted.status_fd + 1, _MOST_DESCRIPTORS)):
-        os.closerange(first, last)  # the program's pipes are the program's alone: others wait for their end
+    _close_all_but(wanted.status_fd, 0)  # the program's pipes are the program's alone: others wait for their end
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == program:
             total = resource.getrusage(resource.RUSAGE_CHILDREN)
             _tell(wanted, f"ended {status} {total.ru_utime + total.ru_stime}")
             os._exit(_exit_code(status))
+
+
+def _close_all_but(kept: int, first: int) -> None:
+    os.closerange(first, kept)
+    os.closerange(max(first, kept + 1), _MOST_DESCRIPTORS)
 
 
 def _exit_code(status: int) -> int:
@@ -118,6 +122,8 @@ def _exit_code(status: int) -> int:
 
 def _be_program(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
     alone = wanted.rung == LANDLOCK
+    if wanted.status_fd != NONE:  # without one it is a module of ours, which talks to its parent
+        _close_all_but(wanted.status_fd, 3)
     os.umask(0o022)
     os.chdir(wanted.folder or "/")
     if wanted.uid != NONE:

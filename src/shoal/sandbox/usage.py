@@ -37,8 +37,8 @@ def usage_of(root: int) -> Usage:
             tasks += int(fields[17])
             memory_bytes += int(fields[21]) * _PAGE_BYTES
             pids.append(pid)
-            for task in os.scandir(f"/proc/{pid}/task"):
-                waiting += map(int, Path(task.path, "children").read_text().split())
+            for task in os.listdir(f"/proc/{pid}/task"):
+                waiting += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return Usage(cpu_s, memory_bytes, tasks, tuple(pids))
 
 
@@ -59,14 +59,12 @@ def folder_holds_more(folder: str, size_bytes: int, count: int) -> bool:
     """Whether the files below a folder are larger or more than this. Follows no links; stops where it knows."""
     waiting = [folder]
     while waiting:
-        with suppress(FileNotFoundError, PermissionError, NotADirectoryError):
-            for entry in os.scandir(waiting.pop()):
-                if len(entry.path) > _LONGEST_PATH:
-                    return True
+        with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 size_bytes -= status.st_blocks * 512
                 count -= 1
-                if size_bytes < 0 or count < 0:
+                if size_bytes < 0 or count < 0 or len(entry.path) > _LONGEST_PATH:
                     return True
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
