@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from engine_server import PROMPT, Server, changed_weights, running, serving, until
+from shoal.bench.crowd import crowd
 from shoal.model import load_model, packed_logprobs
 from shoal.types import Sampling
 from shoal.weights import WeightStore
@@ -217,6 +218,15 @@ def test_a_wrong_completion_is_answered_with_400_and_names_the_field(
     status, answer = server.ask("/v1/completions", {"prompt": "1", **change})
     assert status == 400
     assert words in answer["error"]["message"]
+
+
+def test_1000_requests_at_once_are_answered_in_bounded_memory(tiny_model_dir: Path) -> None:
+    prompts = [[5 + i % 90] * (1 + i % 40) for i in range(1000)]
+    lengths = [1 + i % 24 for i in range(1000)]
+    report = asyncio.run(crowd(tiny_model_dir, prompts, lengths))
+    assert report["answered"] == 1000
+    assert 0 < report["wait_p50_s"] <= report["wait_p99_s"] < 60
+    assert report["memory_peak_megabytes"] < report["memory_idle_megabytes"] + 150
 
 
 def test_a_failed_update_is_reported_and_the_old_weights_go_on(

@@ -1,0 +1,187 @@
+"""The engine against a slow one that decodes one sequence at a time, under any order of events."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from shoal.engine.limits import Limits, OnUpdate, PauseMode
+from shoal.engine.local import LocalEngine
+from shoal.engine.request import Draft, Request
+from shoal.engine.sampling import SamplingRows, Uniforms, drawn
+from shoal.errors import EngineUnavailable
+from shoal.model import load_model
+from shoal.types import FinishReason, Sampling
+
+VOCABULARY = 61
+LONGEST = 96
+STOP = 3
+
+
+@dataclass(frozen=True)
+class Weights:
+    path: Path
+    model: PreTrainedModel
+    """With transformers' own attention."""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
+    """Three models of one shape."""
+    found = []
+    for seed in range(3):
+        config = transformers.Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            path = tmp_path_factory.mktemp(f"weights{seed}")
+            transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        found.append(Weights(path, plain))
+    return found
+
+
+@torch.inference_mode()
+def redrawn(draft: Draft, versions: tuple[int, ...], served: dict[int, PreTrainedModel]) -> None:
+    """Draws a completion again, alone, each token by a full forward of the weights that the engine says drew it."""
+    uniforms = Uniforms(draft.sampling.seed or 0, draft.index)
+    known = list(draft.prompt_ids)
+    for i, version in enumerate(versions):
+        logits_1V = served[version](torch.tensor([known])).logits[0, -1:]
+        u_1 = torch.tensor([uniforms[i]])
+        token_1, logp_1, log_kept_1 = drawn(logits_1V, SamplingRows([draft.sampling]), u_1)
+        assert draft.drawn[i] == int(token_1), f"token {i} of {len(versions)}"
+        assert draft.logprobs[i] == pytest.approx(float(logp_1), abs=1e-4)
+        if log_kept_1 is not None:
+            assert draft.log_kept[i] == pytest.approx(float(log_kept_1), abs=1e-4)
+        known.append(draft.drawn[i])
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Prompts of one seed begin alike, so that they find each other's KV."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (64,), generator=generator).tolist()[:length]
+
+
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.sampled_from([1, 4, 20, 60]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    top_k=st.sampled_from([0, 0, 7]),
+    stop_token_ids=st.sampled_from([(), (STOP,)]),
+    seed=st.integers(0, 5),
+)
+requests = st.builds(
+    Request,
+    prompt_ids=st.builds(prompt, st.integers(0, 2), st.sampled_from([1, 9, 24, 30, 60])),
+    sampling=samplings,
+    n=st.sampled_from([1, 1, 3]),
+    priority=st.integers(-1, 1),
+    score_alternatives=st.sampled_from([None, None, 0]),
+)
+events = st.lists(
+    st.one_of(
+        requests,
+        st.tuples(st.just("steps"), st.integers(1, 12)),
+        st.tuples(st.sampled_from(["abort", "update", "pause", "wait", "abort all"]), st.integers(0, 9)),
+    ),
+    min_size=3,
+    max_size=20,
+)
+
+
+@settings(max_examples=40)
+@given(
+    happening=events,
+    max_running=st.integers(1, 5),
+    chunk_tokens=st.sampled_from([5, 16, 64]),
+    kv_tokens=st.sampled_from([None, LONGEST, LONGEST + 64]),
+    prefix_cache_bytes=st.sampled_from([0, 30_000, 10**7]),
+    on_update=st.sampled_from([OnUpdate.RECOMPUTE, OnUpdate.DRAIN]),
+)
+def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
+    happening: list[Request | tuple[str, int]],
+    max_running: int,
+    chunk_tokens: int,
+    kv_tokens: int | None,
+    prefix_cache_bytes: int,
+    on_update: OnUpdate,
+    weights: list[Weights],
+) -> None:
+    limits = Limits(
+        LONGEST,
+        max_running=max_running,
+        chunk_tokens=chunk_tokens,
+        kv_tokens=kv_tokens,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
+    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update)
+    served = {0: weights[0].model}
+    asked: list[Request] = []
+    ended: list[Request] = []
+    for event in happening:
+        match event:
+            case Request():
+                request = replace(event, drafts=[])
+                try:
+                    engine.submit(request)
+                    asked.append(request)
+                except EngineUnavailable:
+                    assert engine.paused
+            case "steps", count:
+                for _ in range(count):
+                    ended += engine.step()
+            case "abort", which if asked:
+                engine.abort([asked[which % len(asked)]])
+            case "abort all", _:
+                engine.abort()
+            case "update", which:
+                version = max(served) + 1
+                served[version] = weights[which % 3].model
+                engine.update(engine.slots.staged(version, weights[which % 3].path, None))
+            case "pause", which:
+                engine.pause(list(PauseMode)[which % 3])
+                ended += engine.step()
+                engine.resume()
+            case "wait", _:
+                engine.pause(PauseMode.WAIT)
+            case _:
+                pass
+    engine.resume()
+    steps = 0
+    while not engine.idle:
+        ended += engine.step()
+        steps += 1
+        assert steps < 5000, "something starves"
+    assert {id(request) for request in ended} == {id(request) for request in asked}
+    assert len(ended) == len(asked)
+    assert engine.version == max(served)
+    for request in asked:
+        for draft in request.drafts:
+            completion = draft.completion()
+            redrawn(draft, completion.versions, served)
+            if completion.finish_reason is FinishReason.LENGTH:
+                room = LONGEST - draft.prompt_len
+                assert len(draft.drawn) == min(draft.sampling.max_tokens, room)
+            if completion.finish_reason is not FinishReason.ABORT and draft.targets:
+                assert len(draft.scores) == draft.prompt_len - 1
+            assert (completion.finish_reason is FinishReason.STOP) == (
+                draft.drawn[-1:] == [STOP] and STOP in draft.sampling.stop_token_ids
+            )
