@@ -68,6 +68,7 @@ def test_a_group_older_than_eta_is_dropped_counted_and_its_budget_freed(tmp_path
         assert taken.id == "new"
         assert buffer.gate.accepted == accepted - 1
         assert buffer.counts["slow"].dropped == {STALE: 1}
+        assert buffer.wasted_tokens == {"slow": 4}  # two rollouts of two tokens
         await buffer.close()
 
     asyncio.run(main())

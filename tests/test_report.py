@@ -53,7 +53,13 @@ def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", eta: int = 
 OTHERS = {
     **{"version": 3, "staleness_mean": 0.5, "staleness_max": 2, "tokens_per_s": 1000.0, "samples_per_s": 100.0},
     **{"engine_busy": 0.9, "trainer_busy": 0.8, "loss": 0.1, "grad_norm": 0.5, "entropy": 1.0, "ratio_mean": 1.0},
-    **{"ratio_share/0-0.5": 0.1, "ratio_share/0.5-2": 0.7, "ratio_share/2-inf": 0.2, "staleness/0": 5, "staleness/1": 3},
+    **{
+        "ratio_share/0-0.5": 0.1,
+        "ratio_share/0.5-2": 0.7,
+        "ratio_share/2-inf": 0.2,
+        "staleness/0": 5,
+        "staleness/1": 3,
+    },
     **{"clipped_share": 0.0, "mismatch": 1e-5, "dropped_late": 1, "failed": 0, "late_tokens": 0},
 }
 
@@ -125,6 +131,24 @@ def test_the_log_s_counts_are_in_the_page(tmp_path: Path) -> None:
     asyncio.run(main())
     text = write_report(tmp_path)[1].read_text()
     assert "<td>chain_sum</td><td>3</td><td>2</td><td>1</td><td>0</td><td>0</td><td>0</td>" in text
+
+
+def test_the_page_says_what_staleness_cost_each_task_and_how_ratios_were_distributed(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(
+            step,
+            {
+                **{"dropped_late/slow": 2, "wasted_tokens/slow": 700, "late_tokens/slow": 5, "dropped_late/fast": 0},
+                **{"ratio_share/0-0.5": 0.25, "ratio_share/0.5-inf": 0.75, "staleness/0": 4, "staleness/3": 1},
+            },
+        )
+    tracker.close()
+    text = write_report(tmp_path)[1].read_text()
+    assert "<td>slow</td><td>6</td><td>2,100</td><td>15</td>" in text
+    assert "<td>fast</td>" not in text
+    assert "<td>0.5 to inf</td><td>75.0%</td><td>75.0%</td><td>75.0%</td>" in text
+    assert "<td>3</td><td>3</td>" in text
 
 
 def test_a_run_without_a_step_gets_a_report_that_says_so(tmp_path: Path) -> None:

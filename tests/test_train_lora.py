@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError
@@ -87,3 +88,16 @@ def test_layers_that_do_not_exist_are_refused(tiny_model_dir: Path) -> None:
         trainer(tiny_model_dir, lora={"rank": 4, "targets": ["no_such_layer"]})
     chosen = trainer(tiny_model_dir, lora={"rank": 4, "targets": ["q_proj"]})
     assert chosen.parameters == 2 * (4 * 32 + 32 * 4)
+
+
+def test_gradient_checkpointing_goes_on_with_adapters_and_changes_nothing(tiny_model_dir: Path) -> None:
+    config = TrainConfig.model_validate({"lr": 1e-2, "lora": {"rank": 4}})
+    plain, checkpointed = (
+        Trainer(tiny_model_dir, ModelConfig(device="cpu", gradient_checkpointing=on), config) for on in (False, True)
+    )
+    layers = [module for module in checkpointed.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers
+    assert all(layer.training for layer in layers)
+    wanted, got = plain.step(groups(0)), checkpointed.step(groups(0))
+    assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert got.grad_norm > 0

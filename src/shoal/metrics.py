@@ -57,6 +57,8 @@ STEP_NAMES: Mapping[str, str] = {
     "late_tokens/<task>": "The same for one task.",
     "dropped_late": "Groups dropped since the step before because they were older than eta.",
     "dropped_late/<task>": "The same for one task.",
+    "wasted_tokens": "Tokens drawn for groups that were dropped since the step before, for whatever reason.",
+    "wasted_tokens/<task>": "The same for one task.",
     "scorer_timed_out": "Answers since the start whose score took too long.",
     "scorer_failed": "Answers since the start that the scorer could not score.",
     "scorer_restarts": "Worker processes that were started again since the start.",
@@ -79,7 +81,7 @@ EVAL_NAMES: Mapping[str, str] = {
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }
-COUNTS = frozenset({"late_tokens", "dropped_late", "redrawn", "failed"})
+COUNTS = frozenset({"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed"})
 """Names that count since the step before, so that their sum over the steps is of the whole run."""
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,8 @@ class Buffer:
         self._taker: asyncio.Future[None] | None = None
         self._queue: deque[asyncio.Future[int]] = deque()
         self._failure: RunDirError | None = None
+        self.wasted_tokens: Counter[str] = Counter()
+        """Drawn for groups that were dropped, by task service, since this process began."""
         self._on_room: Callable[[], None] | None = None
         self.recovered = self._recover(opened)
         self.counts: dict[str, TaskCounts] = read_task_counts(opened.connection)
@@ -340,6 +342,7 @@ class Buffer:
             counts = self._counts(group.task.service)
             counts.finished -= 1
             counts.dropped[reason] += 1
+            self.wasted_tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.rollouts)
             self.gate.drop()
         ids, after = [group.id for group in groups], self._last_step
         if ids:

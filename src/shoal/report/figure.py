@@ -48,9 +48,9 @@ LOSS_SIDE = (
     ("ratio_mean", "mean ratio", BLUE),
     ("entropy", "entropy", GREEN),
     ("grad_norm", "gradient norm", PURPLE),
-    ("kl", "KL to the reference", TEAL),
-    ("mismatch", "|log prox - log behav|", ORANGE),
-    ("mismatch_fresh", "engine and trainer", RED),
+    ("kl", "KL", TEAL),
+    ("mismatch", "mismatch", ORANGE),
+    ("mismatch_fresh", "fresh mismatch", RED),
 )
 SHARES = (
     ("ess", "effective sample size", BLUE),
@@ -266,7 +266,7 @@ def _head(axes: Axes, title: str) -> None:
     _, labels = axes.get_legend_handles_labels()
     if labels:
         below_title = axes.transAxes + ScaledTranslation(0, HEAD_POINTS / 72, axes.figure.dpi_scale_trans)
-        columns = 4 if sum(map(len, labels)) < LEGEND_CHARACTERS else 3
+        columns = 4 if sum(map(len, labels)) < LEGEND_CHARACTERS or len(labels) > 6 else 3
         legend = axes.legend(
             loc="upper left", bbox_to_anchor=(-0.02, 1), bbox_transform=below_title, borderpad=0.1, ncols=columns
         )

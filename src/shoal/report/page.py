@@ -32,6 +32,7 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "trainer_busy": ("Trainer busy, mean", "{:.0%}"),
     "dropped_late": ("Groups dropped because they came too late", "{:.0f}"),
     "late_tokens": ("Tokens masked because they were too old", "{:,.0f}"),
+    "wasted_tokens": ("Tokens of groups that were dropped", "{:,.0f}"),
     "failed": ("Groups failed", "{:.0f}"),
 }
 # No script, no request: a report may be opened from anywhere, whatever a task's name or an event contains.
@@ -132,16 +133,10 @@ def _count_table(counts: Mapping[str, TaskCounts]) -> str:
 
 def _late_table(run: RunRecords) -> str:
     """What being late cost each task; empty when nothing was late."""
-    names = [
-        name
-        for name in run.tasks("dropped_late")
-        if run.total(f"dropped_late/{name}") or run.total(f"late_tokens/{name}")
-    ]
-    rows = [
-        (name, f"{run.total(f'dropped_late/{name}'):,.0f}", f"{run.total(f'late_tokens/{name}'):,.0f}")
-        for name in names
-    ]
-    return _table(rows, ("Task", "Groups dropped late", "Tokens masked"))
+    costs = ("dropped_late", "wasted_tokens", "late_tokens")
+    names = sorted({name for cost in costs for name in run.tasks(cost) if run.total(f"{cost}/{name}")})
+    rows = [(name, *(f"{run.total(f'{cost}/{name}'):,.0f}" for cost in costs)) for name in names]
+    return _table(rows, ("Task", "Groups dropped late", "Tokens of dropped groups", "Tokens masked"))
 
 
 def _ratio_table(run: RunRecords) -> str:

@@ -254,7 +254,10 @@ class TrainLoop:
 
     def _losses(self) -> dict[str, int]:
         counts = self._parts.buffer.counts.values()
+        wasted = self._parts.buffer.wasted_tokens
         return {
+            "wasted_tokens": wasted.total(),
+            **{f"wasted_tokens/{name}": count for name, count in wasted.items()},
             **{f"dropped_late/{name}": task.dropped[STALE] for name, task in self._parts.buffer.counts.items()},
             "dropped_late": sum(task.dropped[STALE] for task in counts),
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),

@@ -42,7 +42,6 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
             inject_adapter_in_model(settings, model)
         except ValueError as error:
             raise ConfigError(f"train.lora.targets: {str(error).splitlines()[0]}") from error
-    model.eval()
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

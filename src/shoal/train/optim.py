@@ -74,6 +74,10 @@ class Optimizer:
         self.updates = 0
         self._since_reset: int | None = None
 
+    def clear_gradient(self) -> None:
+        """Forgets what was accumulated since the last update."""
+        self._adam.zero_grad()
+
     def update(self) -> Update:
         """Clips the accumulated gradient, takes one update and clears the gradient."""
         parameters = list(self._named.values())

@@ -90,7 +90,7 @@ class Trainer:
         """
         started = time.perf_counter()
         self._check(groups)
-        self.model.zero_grad()  # a step that failed half-way may have left a part of its gradient
+        self._optimizer.clear_gradient()  # a step that failed half-way may have left a part of it
         slices = even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         loss = self._config.loss
