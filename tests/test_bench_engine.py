@@ -29,6 +29,10 @@ def test_a_shortened_run_gives_every_figure() -> None:
     ):
         assert isinstance(figure, float)
         assert 0 < figure < 100
+    crowd = report["crowd"]
+    assert isinstance(crowd, dict)
+    assert (crowd["requests"], crowd["answered"]) == (20, 20)
+    assert 0 < crowd["wait_p50_s"] <= crowd["wait_p99_s"]
     pushes = report["pushes_served"]
     assert isinstance(pushes, dict)
     assert pushes["recompute"] >= pushes["drain"] >= 1

@@ -7,8 +7,10 @@
                             some sizes), on lengths that are lognormal with sigma 1
     interrupt_over_drain    tokens/s while weights are pushed again and again: recomputing what runs, over draining
     push_stall_over_memcpy  how long a push stops decoding, over copying as many bytes from memory to memory
+    crowd                   1,000 requests at once over HTTP: how long they waited, and the engine's memory
 """
 
+import asyncio
 import random
 import tempfile
 import time
@@ -22,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
+from shoal.bench.crowd import crowd
 from shoal.bench.limit import StaticLoop
 from shoal.bench.model import SHAPE
 from shoal.engine.limits import Limits, OnUpdate
@@ -34,31 +37,46 @@ from shoal.types import Sampling, seed_for
 Report = dict[str, object]
 SHAPES = {"5M": SHAPE, "50M": Shape(width=640, layers=8, heads=10, feed_forward=2560)}
 PROMPT_TOKENS = 8
-DRAWN_TOKENS = {"5M": 64, "50M": 32}
-BATCHES = {8: 10, 32: 5, 128: 3}
+DRAWN_TOKENS = {"5M": 64, "50M": 24}
 MEAN_TOKENS = 32
 MOST_TOKENS = 256
 RUNNING = 128
+STALL_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured."""
 
-    rounds: int
-    batches: dict[int, int]
-    """Rounds of each: short ones need more of them."""
+    rounds: dict[str, dict[int, int]]
+    """By model and batch: short rounds need more of them."""
     drawn_tokens: dict[str, int]
     answers: int
     """Of varied length."""
     push_every_tokens: int
+    crowd: int
+    """Requests at once."""
     threads: Sequence[int] = (1, 2)
     generate_batches: Sequence[int] = (32, 128)
 
 
-FULL = Effort(3, BATCHES, DRAWN_TOKENS, answers=512, push_every_tokens=128 * MEAN_TOKENS)
+FULL = Effort(
+    {"5M": {8: 10, 32: 6, 128: 3}, "50M": {8: 4, 32: 2, 128: 2}},
+    DRAWN_TOKENS,
+    answers=384,
+    push_every_tokens=128 * MEAN_TOKENS,
+    crowd=1000,
+)
 """A training step of 128 answers consumes what is drawn between two pushes."""
-QUICK = Effort(1, {8: 1}, {"5M": 8, "50M": 4}, answers=16, push_every_tokens=100, threads=(1,), generate_batches=(16,))
+QUICK = Effort(
+    {"5M": {8: 1}, "50M": {8: 1}},
+    {"5M": 8, "50M": 4},
+    answers=16,
+    push_every_tokens=100,
+    crowd=20,
+    threads=(1,),
+    generate_batches=(16,),
+)
 
 
 def measure(quick: bool) -> Report:
@@ -74,17 +92,19 @@ def measure(quick: bool) -> Report:
             torch.set_num_threads(1)
             generate = _over_generate(directories["5M"], effort)
             interrupt = _interrupt_over_drain(directories["5M"], effort)
-            stall = _push_stall(directories["50M"], effort)
+            stall = _push_stall(directories["50M"])
+            lengths = _lengths(effort.crowd)
+            waits = asyncio.run(crowd(directories["5M"], [_prompt(i) for i in range(effort.crowd)], lengths))
     finally:
         torch.set_num_threads(threads)
-    return {"share_of_limit": shares, **generate, **interrupt, **stall, "tokens_per_s": rates}
+    return {"share_of_limit": shares, **generate, **interrupt, **stall, "crowd": waits, "tokens_per_s": rates}
 
 
 def _shares(directories: dict[str, Path], effort: Effort) -> tuple[dict[str, float], Report]:
     shares: dict[str, float] = {}
     rates: Report = {}
     for name, directory in directories.items():
-        for batch, rounds in effort.batches.items():
+        for batch, rounds in effort.rounds[name].items():
             drawn = effort.drawn_tokens[name]
             tokens = batch * drawn
             limit_s, engine_s = _limit_and_engine_s(directory, batch, rounds, drawn, effort.threads)
@@ -143,7 +163,7 @@ def _over_generate(directory: Path, effort: Effort) -> Report:
         for batch in effort.generate_batches
         for threads in effort.threads
     }
-    best = _best_s({**{("engine", t): (served, t) for t in effort.threads}, **sides}, max(1, effort.rounds - 1))
+    best = _best_s({**{("engine", t): (served, t) for t in effort.threads}, **sides}, 1)
     engine_s = min(best["engine", t] for t in effort.threads)
     (setting, threads), generate_s = min(((key, best[key]) for key in sides), key=lambda pair: pair[1])
     return {
@@ -185,7 +205,7 @@ def _interrupt_over_drain(directory: Path, effort: Effort) -> Report:
 
         return run
 
-    best = _best_s({(mode, 1): (pushed(mode), 1) for mode in OnUpdate}, max(1, effort.rounds - 1))
+    best = _best_s({(mode, 1): (pushed(mode), 1) for mode in OnUpdate}, 2)
     rates = {mode: sum(lengths) / best[mode, 1] for mode in OnUpdate}
     return {
         "interrupt_over_drain": rates[OnUpdate.RECOMPUTE] / rates[OnUpdate.DRAIN],
@@ -212,7 +232,7 @@ def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory
     return len(served) - 1
 
 
-def _push_stall(directory: Path, effort: Effort) -> Report:
+def _push_stall(directory: Path) -> Report:
     """Time in which an engine that serves requests cannot decode because weights are loaded."""
     engine = _engine(directory, max_running=8)
     state = engine.model.state_dict()
@@ -227,7 +247,7 @@ def _push_stall(directory: Path, effort: Effort) -> Report:
             engine.update(engine.slots.staged(next(versions), path, None))
             return _seconds(engine.step)
 
-        rounds = [(stall_s(), _seconds(lambda: target.copy_(source))) for _ in range(3 * effort.rounds + 1)][1:]
+        rounds = [(stall_s(), _seconds(lambda: target.copy_(source))) for _ in range(STALL_ROUNDS + 1)][1:]
     stall, memcpy = (min(round_[i] for round_ in rounds) for i in range(2))
     return {
         "push_stall_over_memcpy": stall / memcpy,
