@@ -243,6 +243,10 @@ def test_a_worker_has_no_environment_no_files_and_no_right_to_write() -> None:
         limits = (folder / "limits").read_text()
         assert "Max file size             0 " in limits
         assert "Max address space         2147483648 " in limits
+        status = (folder / "status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert "Seccomp:\t2" in status
+        assert "CapEff:\t0000000000000000" in status
 
     run(work)
 

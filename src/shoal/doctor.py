@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from shoal.errors import SandboxUnavailable
+from shoal.sandbox.rungs import rung
 from shoal.warm_start import cache_directory
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
@@ -27,11 +29,20 @@ def diagnosis() -> dict[str, object]:
         "threads": f"{max(1, cores // 2)} for the engine, {max(1, cores // 2)} for the trainer",
         "memory": f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB",
         "gpu": "nvidia-smi found" if shutil.which("nvidia-smi") else "none: everything runs on the CPU",
+        "sandbox": _sandbox(),
         "sqlite": sqlite3.sqlite_version,
         **{name: _installed(name) or f"missing: pip install {name}" for name in REQUIRED},
         **{name: _installed(name) or f"not installed; only {use} needs it" for name, use in OPTIONAL.items()},
         "cache": f"{cache} ({'writable' if _writable(cache) else 'missing: not writable; set XDG_CACHE_HOME'})",
     }
+
+
+def _sandbox() -> str:
+    """The rung that untrusted programs run on, found by trying."""
+    try:
+        return rung().value
+    except SandboxUnavailable as error:
+        return f"missing: {error}"
 
 
 def _installed(package: str) -> str | None:

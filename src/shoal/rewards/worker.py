@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from shoal import checker, wire
 from shoal.errors import TaskError
@@ -21,6 +22,8 @@ from shoal.process import die_with_parent, receive_frame, send_frame
 from shoal.rewards.judging import judge_of
 from shoal.rewards.messages import Batch, Ready, Verdict
 from shoal.rewards.reasoning import scorer_of
+from shoal.sandbox import kernel, landlock, seccomp
+from shoal.sandbox.command import installed_packages, own_package, visible
 
 MEMORY_BYTES = 2 << 30
 OPEN_FILES = 64
@@ -88,7 +91,18 @@ def confine() -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+    _enter_sandbox()
     sys.addaudithook(_refuse)
+
+
+def _enter_sandbox() -> None:
+    """What the kernel can refuse a process that runs already: system calls always, files where it has Landlock."""
+    caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
+    readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
+    kernel.drop_capabilities()
+    if kernel.landlock_version() >= landlock.OLDEST:
+        landlock.restrict(readable, "")
+    kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid()))
 
 
 def _refuse(event: str, arguments: tuple[object, ...]) -> None:
