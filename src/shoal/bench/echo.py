@@ -1,6 +1,6 @@
-"""The gateway before an engine that computes nothing, in a process of its own: `python -m shoal.bench.echo`.
+"""The gateway before an engine that computes nothing, in a process of its own: `python -m shoal.bench.echo 1 2 [PORT]`.
 
-Writes its URL to standard output and serves until its standard input ends.
+An answer takes from 1 to 2 seconds then. Writes its URL to standard output and serves until its standard input ends.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class EchoEngine:
         return EngineInfo(0, "", CONTEXT, 0.0, 0, 0, 0, 0, 0)
 
 
-async def serve(shortest_s: float, longest_s: float) -> None:
+async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
     """Until standard input ends."""
     made = tokenizer()
     gateway = Gateway(
@@ -106,7 +106,7 @@ async def serve(shortest_s: float, longest_s: float) -> None:
         max_model_len=CONTEXT,
         is_open=True,
     )
-    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listening = socket.create_server(("127.0.0.1", port), backlog=4096)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -119,4 +119,4 @@ async def serve(shortest_s: float, longest_s: float) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(*map(float, sys.argv[1:3])))
+    uvloop.run(serve(*map(float, sys.argv[1:3]), *map(int, sys.argv[3:])))

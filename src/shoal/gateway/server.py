@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 
@@ -89,7 +89,11 @@ class Gateway:
                 Mount("/s/{token}", routes=[*model_routes, Route("/end", self._end, methods=["POST"])]),
             ],
             lifespan=self._lifespan,
-            exception_handlers={ShoalError: self._refused, HTTPException: self._http_error},
+            exception_handlers={
+                ShoalError: self._refused,
+                HTTPException: self._http_error,
+                ClientDisconnect: self._gone,
+            },
         )
 
     @contextlib.asynccontextmanager
@@ -289,6 +293,11 @@ class Gateway:
         status = status_of(error)
         self.sessions.desk.counts.counted[f"refused_{status}"] += 1
         return _json(error_body(error, status, http.url.path), status)
+
+    async def _gone(self, http: Request, error: Exception) -> Response:
+        """Of a request whose client left before it was sent: nobody reads the answer."""
+        self.sessions.desk.counts.counted["half_requests"] += 1
+        return Response(status_code=400)
 
     async def _http_error(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

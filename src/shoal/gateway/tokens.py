@@ -1,6 +1,7 @@
 """vLLM's `/inference/v1/generate`: tokens in, tokens out, for agents that render by themselves."""
 
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +29,8 @@ class TokensRequest(msgspec.Struct):
     sampling_params: TokenSampling
     request_id: str = ""
     stream: bool = False
+    logprobs_format: Literal["content", "flat"] = "content"
+    """`flat` gives a list of numbers, as Shoal's engines do."""
 
 
 def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> Ask:
@@ -71,8 +74,14 @@ def tokens_body(generation: Generation, prompt_ids: tuple[int, ...], request: To
                 "token_ids": list(generation.completion.token_ids),
                 "finish_reason": FINISH[generation.completion.finish_reason],
                 "weight_versions": spans(generation),
-                "logprobs": logprobs_body(generation),
+                **_logprobs(generation, request),
             }
         ],
         "usage": usage(generation, prompt_ids),
     }
+
+
+def _logprobs(generation: Generation, request: TokensRequest) -> Body:
+    if request.logprobs_format == "flat":
+        return {"token_logprobs": list(generation.completion.logprobs)}
+    return {"logprobs": logprobs_body(generation)}

@@ -98,7 +98,7 @@ class ChatRenderer:
         apart from it: the caller then renders the whole conversation, never a guess.
         """
         text = self._bridge(tail, tools, template)
-        return None if text is None else self.token_ids(text)
+        return None if text is None else self._closed(text)
 
     def token_ids(self, text: str) -> list[int]:
         """The tokens of a text by itself."""
@@ -176,7 +176,13 @@ class ChatRenderer:
         if text is None:
             return False
         full = self._rendered([Message(Role.USER, ASKED), _stand_in(tail), *tail], "", "")
-        return self.token_ids(full) == self.token_ids(full.removesuffix(text)) + self.token_ids(text)
+        return self.token_ids(full) == self.token_ids(full.removesuffix(text)) + self._closed(text)
+
+    def _closed(self, text: str) -> list[int]:
+        """The tokens of a bridge. Its close is the stop token, by itself: merged with what follows it would be another,
+        and a drawn close would be written twice."""
+        stop, mark = max(zip(self._stop_token_ids, self._stops, strict=True), key=lambda pair: _begins(text, pair[1]))
+        return [stop, *self.token_ids(text[len(mark) :])]
 
     @cached_property
     def _stops(self) -> tuple[str, ...]:
@@ -202,6 +208,11 @@ class ChatRenderer:
         if not opened and not mark:
             return "", text
         return reasoning.strip().removeprefix(OPEN_THOUGHT).strip(), content.lstrip("\n")
+
+
+def _begins(text: str, mark: str) -> int:
+    """How much of the text the mark is, when it begins with it."""
+    return len(mark) if text.startswith(mark) else 0
 
 
 def _stand_in(tail: Sequence[Message]) -> Message:
