@@ -20,6 +20,12 @@ test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/test_sandbox.py tests/test_sandbox_hostile.py
 
+fuzz: $(VENV)/dev-installed
+	$(BIN)/python tests/gateway_fuzz.py 10000
+
+tito: $(VENV)/dev-installed
+	$(BIN)/python -m experiments.tito
+
 check: lint
 	$(BIN)/python -m pytest tests/test_layers.py
 	$(BIN)/python -m pytest -W error
