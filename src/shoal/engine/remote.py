@@ -77,6 +77,10 @@ class HttpEngine:
         """What the engine is doing."""
         return await self._ask("GET", "/info", EngineInfo)
 
+    async def alive(self) -> None:
+        """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
+        await self._ask("GET", "/health", dict[str, str])
+
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
         await self._ask("POST", f"/pause?mode={mode}", protocol.PausedState)

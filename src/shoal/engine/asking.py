@@ -1,0 +1,93 @@
+"""JSON questions to an HTTP server of another project, with its failures as `EngineError`s."""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from shoal.engine.connections import Connections
+from shoal.errors import EngineUnavailable, RequestRefused
+
+LONGEST_WORDS = 400
+
+T = TypeVar("T")
+
+
+class Asking:
+    """Questions to one server."""
+
+    def __init__(self, url: str, *, timeout_s: float = 3600.0) -> None:
+        """`timeout_s` bounds the wait for one answer, queueing included."""
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._connections = Connections(url)
+
+    async def status(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Status and body of an answer, whatever they are. Raises `EngineUnavailable` when there is none."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._connections.request(method, path, data)
+        except TimeoutError:
+            raise EngineUnavailable(f"no answer from {self.url}{path} in {self._timeout_s:g} s") from None
+        except ConnectionError as error:
+            raise EngineUnavailable(f"no engine at {self.url}: {error}") from error
+
+    async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+        """The answer as `kind`. Raises `RequestRefused` (4xx) or `EngineUnavailable` (anything else)."""
+        status, data = await self.status(method, path, body)
+        if status == 200:
+            try:
+                return msgspec.json.decode(data, type=kind)
+            except msgspec.MsgspecError as error:
+                raise EngineUnavailable(f"{self.url}{path} answered something else than expected: {error}") from error
+        message = f"{path}: HTTP {status}: {words(data)}"
+        if 400 <= status < 500:
+            raise RequestRefused(message)
+        raise EngineUnavailable(message)
+
+    async def tell(self, method: str, path: str, body: object = None) -> bytes:
+        """The same when only success matters; gives the body as it is."""
+        return bytes(await self.ask(method, path, msgspec.Raw, body) if method != "GET" else await self._text(path))
+
+    async def _text(self, path: str) -> bytes:
+        status, data = await self.status("GET", path)
+        if status != 200:
+            raise EngineUnavailable(f"{path}: HTTP {status}: {words(data)}")
+        return data
+
+    async def has_route(self, path: str) -> bool:
+        """Whether the server has a POST route: asked with GET, FastAPI answers 405 for one and 404 otherwise."""
+        status, _ = await self.status("GET", path)
+        return status != 404
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._connections.aclose()
+
+
+def words(data: bytes) -> str:
+    """What an error's body says, in any of the shapes that servers use."""
+    text = data.decode(errors="replace")
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.MsgspecError:
+        return text[:LONGEST_WORDS]
+    for key in ("error", "detail", "message"):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+    return (value if isinstance(value, str) else text)[:LONGEST_WORDS]
+
+
+def counted(exposition: str, names: dict[str, str]) -> dict[str, int]:
+    """Numbers of a Prometheus text by our names for theirs, summed over labels; absent ones are 0.
+
+    >>> counted('# HELP a b\\na_total{x="1"} 2.0\\na_total{x="2"} 3.0\\nab 9.0\\n', {"a_total": "a"})
+    {'a': 5}
+    """
+    sums = dict.fromkeys(names.values(), 0.0)
+    for line in exposition.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in names:
+            sums[names[name]] += float(line.rpartition(" ")[2])
+    return {name: int(value) for name, value in sums.items()}

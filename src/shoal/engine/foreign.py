@@ -1,0 +1,325 @@
+"""An inference server of another project as `interfaces.Engine`: what vLLM and SGLang have in common.
+
+What differs between them is a `Dialect` (vllm.py, sglang.py). New weights come in one of these ways, by what the server
+was found to be able to do at the start:
+
+    keep the requests   pause with them standing still, load, resume; the server says which version drew which token.
+                        `on_update = "recompute"` drops their KV, `"keep"` does not
+    drain               wait until they are finished, load
+    abort               the base path, which every server has: requests end with what was drawn, new ones wait at the
+                        door, the weights are loaded; the pool sends prompt and partial answer again
+
+After each load the canary is asked. A server that fails it answers nothing more until it passes.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+from shoal.engine import canary
+from shoal.errors import ConfigError, EngineError, EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
+from shoal.types import Completion, FinishReason, Sampling
+
+COUNTED_NATS = 0.05  # below it the only token that could be drawn has probability 1, rounding apart
+PROBES = ((1, 2, 3), (3, 1), (2,))
+
+
+class Stop(StrEnum):
+    """How a server stops for new weights."""
+
+    KEEP_AND_RECOMPUTE = "keep and recompute"
+    KEEP = "keep"
+    DRAIN = "drain"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a server says that it can do."""
+
+    server: str
+    """Name and version, for people."""
+    max_model_len: int
+    version: int | None
+    """Of the weights, as a run told it; None when no run did."""
+    keeps_requests: bool
+    """Whether it can stop with its requests standing still."""
+    priorities: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One completion as a server tells it."""
+
+    token_ids: tuple[int, ...]  # [L]
+    logprobs: tuple[float, ...]  # [L] nats
+    finish_reason: FinishReason
+    spans: tuple[tuple[str, int, int], ...] | None
+    """Which version drew tokens start : end; None when the server does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a server counts since it started; of running and waiting, how many there are now."""
+
+    running: int
+    waiting: int
+    tokens_drawn: int
+    tokens_prefilled: int
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. Methods raise `RequestRefused` or `EngineUnavailable`."""
+
+    async def abilities(self) -> Abilities:
+        """Finds out what the server can do. Raises `ConfigError` when it cannot do what Shoal needs."""
+        ...
+
+    async def draw(
+        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
+    ) -> list[Drawn]:
+        """`n` completions; requests of another `salt` share no KV."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs in nats at temperature 1 of tokens 1..L-1."""
+        ...
+
+    async def stop(self, how: Stop) -> None:
+        """Returns once the server stands still."""
+        ...
+
+    async def load(self, directory: Path, version: int, how: Stop) -> None:
+        """Has the standing server load the safetensors in a directory and call them `version`."""
+        ...
+
+    async def label(self, version: int) -> None:
+        """Has the server call the weights that it has `version`."""
+        ...
+
+    async def go_on(self) -> None:
+        """Ends a stop."""
+        ...
+
+    async def abort(self) -> None:
+        """Ends all requests with what was drawn."""
+        ...
+
+    async def alive(self) -> None:
+        """Returns when the server answers."""
+        ...
+
+    async def counters(self) -> Counters | None:
+        """What the server counts; None when it does not tell."""
+        ...
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        ...
+
+
+class ForeignEngine:
+    """Implements `pool.PoolEngine` on a server of another project. Make one with `started`."""
+
+    def __init__(self, dialect: Dialect, on_update: str) -> None:
+        """`on_update` is `engine.on_update`; where the server cannot keep requests, it is the base path."""
+        self._dialect = dialect
+        self._on_update = on_update
+        self._version = 0
+        self._door = asyncio.Event()
+        self._door.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loading = asyncio.Lock()
+        self._failed_canary = ""
+        self._running = 0
+        self._interruptions = 0
+        self._tokens_drawn = 0
+        self._busy_s, self._busy_since_s, self._told_s = 0.0, 0.0, time.monotonic()
+
+    @classmethod
+    async def started(cls, dialect: Dialect, *, on_update: str, model_dir: Path, sampling: Sampling) -> "ForeignEngine":
+        """An engine that serves the model as version 0, found able to draw as `sampling` says.
+
+        Raises `ConfigError` with what to change at the server, or `EngineUnavailable`.
+        """
+        engine = cls(dialect, on_update)
+        try:
+            await engine._start(model_dir, sampling)
+        except RequestRefused as error:
+            raise ConfigError(f"engine.url: the server refused what every run needs: {error}") from error
+        return engine
+
+    async def _start(self, model_dir: Path, sampling: Sampling) -> None:
+        self.abilities = await self._dialect.abilities()
+        tells_versions = await self._probe_logprobs(sampling)
+        self.how = _way(self._on_update, self.abilities.keeps_requests and tells_versions)
+        if self.abilities.version is None:
+            await self._dialect.label(0)
+        elif self.abilities.version != 0:  # of another run
+            await self._load(0, model_dir)
+
+    async def _probe_logprobs(self, sampling: Sampling) -> bool:
+        """Whether the server tells versions. Raises `ConfigError` when its logprobs are not those of the draw."""
+        checks = {
+            "temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0)),
+            "top_k": (Sampling(1, top_k=1), sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0),
+        }
+        tells_versions = True
+        for name, (probe, needed) in checks.items():
+            for prompt in PROBES:
+                (drawn,) = await self._dialect.draw(f"probe-{uuid4().hex}", prompt, probe, 1, None, None)
+                tells_versions = tells_versions and drawn.spans is not None
+                if needed and drawn.logprobs[0] < -COUNTED_NATS:
+                    raise ConfigError(
+                        f"engine.url: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
+                        f"that tokens are drawn with; start vLLM with --logprobs-mode processed_logprobs, or draw with "
+                        f"temperature = 1, top_p = 1, top_k = 0, min_p = 0"
+                    )
+        return tells_versions
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+    ) -> list[Completion]:
+        """Draws `n` completions of one prompt; one that an update cut off ends with `ABORT` and what was drawn."""
+        await self._door.wait()
+        version = self._version
+        salt = f"v{version}" if self.how is Stop.KEEP else None
+        self._count(n)
+        try:
+            name = f"shoal-{uuid4().hex}"
+            asked = priority if self.abilities.priorities else None
+            answers = await self._dialect.draw(name, prompt_ids, sampling, n, asked, salt)
+        finally:
+            self._count(-n)
+        if self._failed_canary:
+            raise EngineUnavailable(self._failed_canary)
+        completions = [self._completion(drawn, version) for drawn in answers]
+        self._tokens_drawn += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
+    def _completion(self, drawn: Drawn, version: int) -> Completion:
+        if drawn.spans is None:
+            if self._version != version and drawn.finish_reason is not FinishReason.ABORT:
+                raise EngineUnavailable("an answer overtook new weights; nobody can say which ones drew it")
+            versions = [version] * len(drawn.token_ids)
+        else:
+            versions = [_number(label) for label, start, end in drawn.spans for _ in range(start, end)]
+        logprobs = tuple(min(logprob, 0.0) for logprob in drawn.logprobs)  # rounding may give 1e-8
+        try:
+            return Completion(drawn.token_ids, logprobs, tuple(versions), drawn.finish_reason)
+        except ValueError as error:
+            raise EngineUnavailable(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
+        await self._door.wait()
+        return await self._dialect.score(token_ids)
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary says that it does not."""
+        async with self._loading:
+            if version < self._version:
+                raise RequestRefused(f"version: expected {self._version} or a newer one, got {version}")
+            if not await asyncio.to_thread(path.exists):
+                raise RequestRefused(f"weights {path} do not exist")
+            self._interruptions += self._running > 0
+            await self._load(version, path)
+
+    async def _load(self, version: int, path: Path) -> None:
+        if self.how in (Stop.DRAIN, Stop.ABORT):
+            self._door.clear()
+        if self.how is Stop.DRAIN:
+            await self._idle.wait()
+        try:
+            await self._dialect.stop(self.how)
+            try:
+                await self._dialect.load(_directory(path), version, self.how)
+            finally:  # whatever happened: a server that stands still for ever helps nobody
+                await self._dialect.go_on()
+            self._version = version
+            await self._ask_canary(path)
+        except EngineError as error:
+            self._failed_canary = f"{self.abilities.server} has no whole weights: {error}"
+            raise
+        finally:
+            self._door.set()
+
+    async def _ask_canary(self, path: Path) -> None:
+        known = canary.canary_of(path)
+        if known is not None:
+            off_nats = canary.mismatch(known, await self._dialect.score(known.token_ids))
+            if not off_nats <= known.bound:
+                raise RequestRefused(
+                    f"{self.abilities.server} took version {self._version} but computes with other weights: mean "
+                    f"|logprob difference| {off_nats:.2e} nats on the canary, expected at most {known.bound:.0e}; a "
+                    f"model with tied embeddings must be untied for vLLM on a CPU (docs/engines.md)"
+                )
+        self._failed_canary = ""
+
+    async def info(self) -> EngineInfo:
+        """What the engine is doing; busy is the share of the time in which it had requests from here."""
+        counted = await self._dialect.counters() or Counters(self._running, 0, self._tokens_drawn, 0)
+        self._count(0)
+        now_s = time.monotonic()
+        busy_share = min(1.0, self._busy_s / max(now_s - self._told_s, 1e-9))
+        self._busy_s, self._told_s = 0.0, now_s
+        return EngineInfo(
+            version=self._version,
+            checksum="",
+            max_model_len=self.abilities.max_model_len,
+            busy_share=busy_share,
+            tokens_drawn=counted.tokens_drawn,
+            tokens_prefilled=counted.tokens_prefilled,
+            interruptions=self._interruptions,
+            running=counted.running,
+            waiting=counted.waiting,
+        )
+
+    async def alive(self) -> None:
+        """Returns when the server answers."""
+        await self._dialect.alive()
+
+    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+        """Ends all requests with what was drawn."""
+        await self._dialect.abort()
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._dialect.aclose()
+
+    def _count(self, change: int) -> None:
+        now_s = time.monotonic()
+        if self._running:
+            self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s
+        self._running += change
+        if self._running:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+def _way(on_update: str, keeps_requests: bool) -> Stop:
+    """How weights are loaded, by the setting and by what the server can do."""
+    if on_update == "drain":
+        return Stop.DRAIN
+    if not keeps_requests:
+        return Stop.ABORT
+    return Stop.KEEP if on_update == "keep" else Stop.KEEP_AND_RECOMPUTE
+
+
+def _directory(path: Path) -> Path:
+    return path.absolute().parent if path.suffix == ".safetensors" else path.absolute()
+
+
+def _number(label: str) -> int:
+    if not label.isdigit():
+        raise EngineUnavailable(f"the server calls its weights {label!r}; somebody else gives it weights as well")
+    return int(label)

@@ -1,0 +1,68 @@
+"""Which engine of many takes a request, and in which order they load new weights. Pure.
+
+Each session has an order of preference over the engines, from a hash of both names (rendezvous hashing): when an engine
+comes or goes, only the sessions that prefer it move. A session goes to the first engine of its order whose load is
+below `BOUND` times the mean, so that an engine many sessions prefer does not become the slow one (Mirrokni et al.,
+Consistent Hashing with Bounded Loads, arXiv 1608.01350).
+"""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil
+
+BOUND = 1.25
+WAVE_SHARE = 0.25  # of the engines that load weights at the same time
+
+
+class State(StrEnum):
+    """What an engine of the pool is good for."""
+
+    READY = "ready"
+    """It takes requests."""
+    UPDATING = "updating"
+    """It loads weights: its requests go on, new ones go elsewhere where there is an elsewhere."""
+    AWAY = "away"
+    """It did not answer, or serves weights that it should not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One engine as a request sees it."""
+
+    name: str
+    state: State
+    version: int
+    """Of the weights it serves; a request that draws there gets tokens of this Version or a later one."""
+    load: int
+    """Sequences that the pool has there."""
+
+
+def preference(key: bytes, names: Collection[str]) -> list[str]:
+    """The engines in the order in which the session `key` wants them."""
+    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=key[:64], digest_size=8).digest())
+
+
+def chosen(
+    key: bytes, seats: Sequence[Seat], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
+) -> str | None:
+    """The engine for `count` sequences of the session `key`; None when none may have them now.
+
+    `at_least` is the version of the newest token that an answer has already: an older engine must not go on with it.
+    """
+    open_ = [seat for seat in seats if seat.version >= at_least and seat.name not in avoid]
+    among = [seat for seat in open_ if seat.state is State.READY]
+    among = among or [seat for seat in open_ if seat.state is State.UPDATING]
+    if not among:
+        return None
+    bound = ceil(BOUND * (sum(seat.load for seat in among) + count) / len(among))
+    load = {seat.name: seat.load for seat in among}
+    # The least loaded one is below the mean, so that there always is such an engine.
+    return next(name for name in preference(key, load) if load[name] < bound)
+
+
+def waves(names: Sequence[str]) -> list[list[str]]:
+    """The engines in groups that load weights one after another: never all of them at once, unless there is one."""
+    size = max(1, int(len(names) * WAVE_SHARE))
+    return [list(names[start : start + size]) for start in range(0, len(names), size)]

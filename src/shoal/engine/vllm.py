@@ -1,0 +1,211 @@
+"""How vLLM's HTTP server is spoken to; vLLM itself is never imported. Tested with 0.32.0, written for 0.28 to 0.33.
+
+The server needs `VLLM_SERVER_DEV_MODE=1` (pause, resume and the call that reloads weights), `--enable-scale-out` (token
+ids in and out) and `--logprobs-mode processed_logprobs`; docs/engines.md has the whole command.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.engine.asking import Asking, counted, words
+from shoal.engine.foreign import Abilities, Counters, Drawn, Stop
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.types import FinishReason, Sampling
+
+GENERATE = "/inference/v1/generate"
+NO_LOGPROB = -9999.0  # what vLLM writes where there is none
+METRICS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:generation_tokens_total": "tokens_drawn",
+    "vllm:prompt_tokens_total": "tokens_prefilled",
+}
+PAUSES = {
+    Stop.KEEP_AND_RECOMPUTE: "mode=keep&clear_cache=true",
+    Stop.KEEP: "mode=keep&clear_cache=false",
+    Stop.DRAIN: "mode=abort&clear_cache=true",  # nothing runs any more
+    Stop.ABORT: "mode=abort&clear_cache=true",
+}
+
+
+class _TokenLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class VLLM:
+    """Implements `foreign.Dialect`."""
+
+    def __init__(self, url: str) -> None:
+        self._asking = Asking(url)
+        self._longest = 0
+
+    async def abilities(self) -> Abilities:
+        """By asking for each route that is needed, and for a pause that no server knows."""
+        version = (await self._asking.ask("GET", "/version", _Version)).version
+        if not await self._asking.has_route("/collective_rpc"):
+            raise ConfigError(f"engine.url: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
+        status, data = await self._asking.status("POST", GENERATE, _generation("probe", (1,), Sampling(1), 1))
+        if status in (403, 404):
+            raise ConfigError(
+                f"engine.url: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
+            )
+        self._longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
+        keeps = await self._keeps_requests()
+        label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version if keeps else ""
+        number = int(label) if label.isdigit() else None
+        return Abilities(f"vLLM {version}", self._longest, number, keeps, await self._priorities())
+
+    async def _keeps_requests(self) -> bool:
+        """A server that knows modes refuses the unknown one and names those that it has; an older one just pauses."""
+        status, data = await self._asking.status("POST", "/pause?mode=probe")
+        if status == 200:
+            await self.go_on()
+        return status in (400, 422) and "keep" in words(data) and await self._asking.has_route("/update_weight_version")
+
+    async def _priorities(self) -> bool:
+        body = {**_generation("probe", (1,), Sampling(1), 1), "priority": -1}
+        status, _ = await self._asking.status("POST", GENERATE, body)
+        return status == 200
+
+    async def draw(
+        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
+    ) -> list[Drawn]:
+        """`n` completions; the model's own end tokens are not special, only `sampling.stop_token_ids` are."""
+        body = _generation(name, prompt_ids, sampling, n)
+        if priority is not None:
+            body["priority"] = -priority  # lower goes first
+        if salt is not None:
+            body["cache_salt"] = salt
+        answer = await self._asking.ask("POST", GENERATE, _Generated, body)
+        return [_drawn(choice) for choice in answer.choices]
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of a prompt. vLLM draws a token with them, so a row must be shorter than the context."""
+        if self._longest and len(token_ids) >= self._longest:
+            raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
+        body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        answer = await self._asking.ask("POST", GENERATE, _Generated, body)
+        given = answer.prompt_logprobs or []
+        if len(given) != len(token_ids):
+            raise EngineUnavailable(f"vLLM gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
+        return [
+            at[str(token)].logprob if at else NO_LOGPROB for token, at in zip(token_ids[1:], given[1:], strict=True)
+        ]
+
+    async def stop(self, how: Stop) -> None:
+        """`clear_cache` is always said: with `keep` it decides whether running requests compute their KV again."""
+        await self._asking.tell("POST", f"/pause?{PAUSES[how]}")
+
+    async def load(self, directory: Path, version: int, how: Stop) -> None:
+        """Reads the safetensors in the workers; the name is given afterwards, so that it is never ahead of them."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await self._asking.tell("POST", "/collective_rpc", body)
+        await self.label(version)
+
+    async def label(self, version: int) -> None:
+        """Names the weights, where the server can."""
+        try:
+            await self._asking.tell("POST", "/update_weight_version", {"new_version": str(version)})
+        except RequestRefused as error:
+            if "404" not in str(error):
+                raise
+
+    async def go_on(self) -> None:
+        """Resumes."""
+        await self._asking.tell("POST", "/resume")
+
+    async def abort(self) -> None:
+        """Ends all requests with what was drawn."""
+        await self._asking.tell("POST", "/abort_requests", {})
+
+    async def alive(self) -> None:
+        """Returns when `/health` says so: 503 is a server whose engine has died."""
+        status, _ = await self._asking.status("GET", "/health")
+        if status != 200:
+            raise EngineUnavailable(f"vLLM at {self._asking.url} says HTTP {status} of its health")
+
+    async def counters(self) -> Counters | None:
+        """From its Prometheus metrics."""
+        status, data = await self._asking.status("GET", "/metrics")
+        return Counters(**counted(data.decode(), METRICS)) if status == 200 else None
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._asking.aclose()
+
+
+def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int) -> dict[str, object]:
+    params = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "n": n,
+        "seed": None if sampling.seed is None else sampling.seed % 2**62,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    return {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+
+
+def _drawn(choice: _Choice) -> Drawn:
+    entries = choice.logprobs.content if choice.logprobs else []
+    logprobs = tuple(entry.logprob for entry in entries)
+    if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
+        raise EngineUnavailable(f"vLLM gave {len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
+    spans = choice.weight_versions
+    return Drawn(
+        tuple(choice.token_ids),
+        logprobs,
+        FinishReason(choice.finish_reason),
+        None if spans is None else tuple((span.version, span.start, span.end) for span in spans),
+    )
