@@ -1,13 +1,15 @@
 """The embedded small model: made on first use by a short supervised phase, then kept in the user's cache folder.
 
-It learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of five
-letters are rare. So it knows what is asked and often slips itself, which leaves reinforcement learning something real
-to teach. Only questions of the training split are ever shown.
+`demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
+five letters are rare. So it knows what is asked and often slips itself, which leaves reinforcement learning something
+real to teach. `demo-code` learns to fill in tiny programs in the same way, with some expressions being rare. Only
+questions of the training split are ever shown.
 
 `python -m shoal.warm_start DIR` is the child process that does it.
 """
 
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -15,16 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from shoal import small_programs
 from shoal.config import TaskConfig
 from shoal.errors import ModelError
 from shoal.process import die_with_parent, torch_environment
 from shoal.render import ChatRenderer, load_renderer
+from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Split, seed_for
 
@@ -52,6 +57,16 @@ class Recipe:
     slip_share: float = 0.7
     long_share: float = 0.2
     pool: int = 12000
+    lesson: Literal["spell_backward", "fill_in"] = "spell_backward"
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "demo": Recipe(),
+    "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
+}
+"""By the name that `model.path` gives them."""
+CODE_EVAL_SHARE = 0.2
+"""As in examples/code: which questions the model is never shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,10 @@ def cache_directory() -> Path:
 def demo_model(recipe: Recipe | None = None) -> DemoModel:
     """The embedded model, made now unless it is in the cache. Raises `ModelError`."""
     recipe = recipe or Recipe()
-    settings = msgspec.json.encode(asdict(recipe))
+    shown = asdict(recipe)
+    if recipe.lesson == "spell_backward":
+        del shown["lesson"]  # as before there were lessons, so that models made then are found
+    settings = msgspec.json.encode(shown)
     directory = cache_directory() / f"demo-{hashlib.blake2b(settings, digest_size=6).hexdigest()}"
     if (directory / "config.json").is_file():
         return DemoModel(directory, 0.0)
@@ -118,6 +136,29 @@ def slip(generator: random.Random, answer: str) -> str:
 
 def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer tokens of every step's examples, in order."""
+    return _fill_in_lessons(recipe, renderer) if recipe.lesson == "fill_in" else _word_lessons(recipe, renderer)
+
+
+def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    generator = random.Random(seed_for("warm start", recipe.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "questions.jsonl"
+        small_programs.write(path, recipe.pool)
+        config = TaskConfig(name="fill_in", service="jsonl", path=str(path), scorer="code", eval_share=CODE_EVAL_SHARE)
+        service = JsonlService(config, recipe.seed)
+        drawn = (service.draw(Split.TRAIN, index) for index in itertools.count())
+        rare = small_programs.RARE
+        kept = (task for task in drawn if task.answer not in rare or generator.random() < recipe.long_share)
+        tasks = list(itertools.islice(kept, recipe.steps * recipe.batch))
+    rows = []
+    for task in tasks:
+        answer = task.answer or ""
+        shown = small_programs.slip(generator, answer) if generator.random() < recipe.slip_share else answer
+        rows.append((renderer.prompt_ids(task.messages), [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
+    return rows
+
+
+def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
     generator = random.Random(seed_for("warm start", recipe.seed))
     pools = []
     for longest, count in ((4, recipe.pool), (5, recipe.pool // 2)):

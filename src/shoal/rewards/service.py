@@ -57,7 +57,7 @@ class CodeScorer:
         try:
             runs = iter(await self._boxes.run([job for one in examinations for job in one.jobs]))
         except SandboxUnavailable as error:
-            return [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
+            return [_failed(error)] * len(answers)
         return [
             code.reward(
                 [
@@ -112,14 +112,25 @@ class RewardService:
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
+        try:
+            spec = task_spec(task)
+        except TaskError as error:
+            return self._counted([_failed(error)] * len(answers))
+        return await self.score_by(spec, task, answers)
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """The same by a checker that is not the task's own."""
         began_s = asyncio.get_running_loop().time()
         try:
-            rewards = await self._by(task_spec(task), task, answers)
+            rewards = await self._by(spec, task, answers)
         except TaskError as error:
-            rewards = [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
+            rewards = [_failed(error)] * len(answers)
+        self._total_s.append(asyncio.get_running_loop().time() - began_s)
+        return self._counted(rewards)
+
+    def _counted(self, rewards: list[Reward]) -> list[Reward]:
         for reward in rewards:
             self._counts[reward.status] += 1
-        self._total_s.append(asyncio.get_running_loop().time() - began_s)
         return rewards
 
     @property
@@ -177,6 +188,10 @@ class RewardService:
             return self._code
         assert self._workers is not None
         return self._workers
+
+
+def _failed(error: Exception) -> Reward:
+    return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
 
 
 def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:

@@ -128,10 +128,10 @@ def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
 
 
 def _model_directory(path: str) -> Path:
-    if path == "demo":
-        from shoal.warm_start import demo_model
+    if path in ("demo", "demo-code"):
+        from shoal.warm_start import RECIPES, demo_model
 
-        return demo_model().directory
+        return demo_model(RECIPES[path]).directory
     return local_directory(path)
 
 

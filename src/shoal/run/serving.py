@@ -35,7 +35,7 @@ async def serve(
     directory = local_directory(model.path)
     renderer = load_renderer(directory)
     _check_template(renderer, directory)
-    with _listening(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
+    with listening_socket(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
         log = Path(logs) / "engine.log"
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
         async with child, HttpEngine((await child.line(START_TIMEOUT_S)).decode().strip()) as engine:
@@ -82,7 +82,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that is ready to be served on. Raises `ConfigError`."""
     try:
         listening = socket.create_server((host, port), backlog=2048)
     except OSError as error:

@@ -15,6 +15,7 @@ from standard input and writes one record per run to standard output. What it mu
 # ruff: noqa: SIM105
 # Untyped on purpose: values of every type pass through, and annotations would cost each batch the import of typing.
 
+import gc
 import json
 import os
 import select
@@ -49,6 +50,7 @@ def main():
     sys.path.pop(0)  # the work folder: what one program leaves there must not be imported by what comes after
     (size,) = _HEADER.unpack(read((0, _HEADER.size)))
     plan = json.loads(read((_HEADER.size, size)))
+    gc.freeze()  # a collection in a fork would copy every page that an object of ours lies on
     WAKE.extend(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(WAKE[1], warn_on_full_buffer=False)

@@ -1,0 +1,66 @@
+"""Tiny programs with a hole: what a function makes of a word is shown, and what stands behind `s` in it is asked for.
+
+    f('sun')='nus'    ->    [::-1]        (def f(s): return s[::-1])
+
+The embedded model can learn this within a minute, and only unit tests can tell whether an answer is right: `[::-1]` and
+`[-1::-1]` are.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from shoal.types import Json, seed_for
+
+EXPRESSIONS: Mapping[str, str] = {
+    "[::-1]": "{reversed}",
+    ".upper()": "{upper}",
+    "*2": "{word}{word}",
+    "[0]": "{first}",
+    "[-1]": "{last}",
+    "[1:]": "{tail}",
+    "[:-1]": "{head}",
+    ".title()": "{title}",
+}
+"""What the answers are, and what they make of a word."""
+RARE = ("[-1]", "[1:]", "*2")
+"""Expressions that the embedded model is seldom shown, which leaves them for reinforcement learning."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HIDDEN = 2
+"""Words that a program is tested with besides the one that is shown."""
+
+
+def value(word: str, answer: str) -> str:
+    """What the program of an answer makes of a word.
+
+    >>> value("sun", "[::-1]"), value("sun", "*2")
+    ('nus', 'sunsun')
+    """
+    parts = {"reversed": word[::-1], "upper": word.upper(), "word": word, "first": word[0], "last": word[-1]}
+    return EXPRESSIONS[answer].format(**parts, tail=word[1:], head=word[:-1], title=word.title())
+
+
+def rows() -> Iterator[dict[str, Json]]:
+    """Questions without end, each different, as rows of a data set for the `code` checker."""
+    generator = random.Random(seed_for("small programs"))
+    asked = set()
+    while True:
+        answer = generator.choice(list(EXPRESSIONS))
+        words = ["".join(generator.sample(LETTERS, generator.randint(3, 5))) for _ in range(1 + HIDDEN)]
+        prompt = f"f('{words[0]}')='{value(words[0], answer)}'"
+        if prompt not in asked:
+            asked.add(prompt)
+            tests: list[Json] = [{"call": "f", "args": [word], "returns": value(word, answer)} for word in words]
+            yield {"prompt": prompt, "answer": answer, "info": {"tests": tests}}
+
+
+def write(path: Path, count: int) -> None:
+    """Writes the first questions as JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows(), count)))
+
+
+def slip(generator: random.Random, answer: str) -> str:
+    """Another expression."""
+    return generator.choice([expression for expression in EXPRESSIONS if expression != answer])
