@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test hostile check lint docs constraints venv clean
+.PHONY: demo test hostile fuzz tito check lint docs constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -37,6 +37,12 @@ lint: $(VENV)/dev-installed
 
 docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py
+
+# What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
+EXPERIMENTS := areal_staleness async_speedup interrupt packing
+.PHONY: $(EXPERIMENTS)
+$(EXPERIMENTS): $(VENV)/shoal-installed
+	$(BIN)/python -m experiments.$@
 
 constraints: $(VENV)/dev-installed
 	$(BIN)/python tools/constraints.py > constraints.new && mv constraints.new constraints.txt

@@ -33,6 +33,11 @@ def measure(quick: bool) -> Report:
     """The figures; one thread."""
     torch.set_num_threads(1)
     rows = [row for group in groups(2 if quick else 8, shared_prompts=False) for row in group]
+    return compared(rows, BATCHES[1:2] if quick else BATCHES, 1 if quick else ROUNDS)
+
+
+def compared(rows: Sequence[Sample], sizes: Sequence[int], rounds: int) -> Report:
+    """The best of some rounds of packed rows, against the best of padded batches of several sizes."""
     with tempfile.TemporaryDirectory() as folder:
         write_bench_model(Path(folder))
         packed_model = load_model(folder)
@@ -40,14 +45,13 @@ def measure(quick: bool) -> Report:
     budget = default_tokens_per_microbatch("cpu")
     packed = [[rows[i] for i in part] for part in micro_batches(rows, budget)]
     by_length = sorted(rows, key=lambda row: len(row.tokens))
-    sizes = BATCHES[1:2] if quick else BATCHES
     sides = {
         (name, size): slices(order, size) for name, order in (("", rows), ("_sorted", by_length)) for size in sizes
     }
     seconds: dict[tuple[str, int], list[float]] = {side: [] for side in sides}
     packed_s: list[float] = []
     gradients = packed_gradient(packed_model, packed), padded_gradient(padded_model, slices(rows, sizes[0]))
-    for _ in range(1 if quick else ROUNDS):
+    for _ in range(rounds):
         packed_s.append(timed(partial(packed_gradient, packed_model, packed)))
         for side, batches in sides.items():
             seconds[side].append(timed(partial(padded_gradient, padded_model, batches)))

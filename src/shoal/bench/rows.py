@@ -13,14 +13,14 @@ PROMPT_TOKENS = 16
 GROUP_SIZE = 8
 
 
-def answer_lengths(generator: random.Random, count: int) -> list[int]:
-    """Lognormal lengths (sigma 1) with a mean of about 64 tokens, at most 512.
+def answer_lengths(generator: random.Random, count: int, sigma: float = SIGMA) -> list[int]:
+    """Lognormal lengths with a mean of about 64 tokens, at most 512.
 
     >>> lengths = answer_lengths(random.Random(0), 1000)
     >>> 50 < sum(lengths) / 1000 < 70, max(lengths)
     (True, 512)
     """
-    draws = (MEAN_TOKENS * exp(SIGMA * generator.gauss(0.0, 1.0) - SIGMA * SIGMA / 2) for _ in range(count))
+    draws = (MEAN_TOKENS * exp(sigma * generator.gauss(0.0, 1.0) - sigma * sigma / 2) for _ in range(count))
     return [min(MOST_TOKENS, max(1, round(draw))) for draw in draws]
 
 
@@ -41,7 +41,7 @@ def row(prompt: tuple[int, ...], answer: tuple[int, ...], advantage: float) -> S
     )
 
 
-def groups(count: int, *, shared_prompts: bool, seed: int = 0) -> list[tuple[Sample, ...]]:
+def groups(count: int, *, shared_prompts: bool, sigma: float = SIGMA, seed: int = 0) -> list[tuple[Sample, ...]]:
     """`count` groups of eight rows. Without `shared_prompts` each row has a prompt of its own."""
     generator = random.Random(seed)
     result: list[tuple[Sample, ...]] = []
@@ -49,7 +49,7 @@ def groups(count: int, *, shared_prompts: bool, seed: int = 0) -> list[tuple[Sam
         prompts: Sequence[tuple[int, ...]] = [tokens(generator, PROMPT_TOKENS) for _ in range(GROUP_SIZE)]
         if shared_prompts:
             prompts = [prompts[0]] * GROUP_SIZE
-        lengths = answer_lengths(generator, GROUP_SIZE)
+        lengths = answer_lengths(generator, GROUP_SIZE, sigma)
         result.append(
             tuple(
                 row(prompt, tokens(generator, length), 1.0 if i % 2 else -1.0)

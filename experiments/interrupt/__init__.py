@@ -1,0 +1,1 @@
+"""What interrupting answers at a new Version gains over waiting for them: AReaL's ablation."""

@@ -1,0 +1,1 @@
+"""What packing gains over padding, by how much lengths differ."""
