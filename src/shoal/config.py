@@ -25,7 +25,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model being trained."""
 
-    path: str = Field("demo", description="A Hugging Face directory or hub name; `demo` is the embedded model.")
+    path: str = Field("demo", description="A Hugging Face directory or hub name; `demo` and `demo-code` are embedded.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
     gradient_checkpointing: bool = Field(False, description="Trades computing for memory in the update.")
@@ -222,6 +222,9 @@ class TrainConfig(Section):
     advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] = Field(
         "grpo", description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic."
     )
+    turn_discount: float = Field(
+        1.0, gt=0, le=1, description="What a reward counts for the turn before the one that it was given for."
+    )
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
     short_groups: Literal["pad", "keep"] = Field(
@@ -312,6 +315,11 @@ class Config(Section):
             raise ValueError(
                 "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "
                 "a critic learns from every token of a row"
+            )
+        if self.train.advantage == "gae" and self.train.turn_discount != 1:
+            raise ValueError(
+                "train.turn_discount: expected 1 with train.advantage = 'gae', whose critic sees whole rows, "
+                f"got {self.train.turn_discount:g}"
             )
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:

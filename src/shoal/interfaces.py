@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from shoal.types import Completion, Message, Receipt, Reward, Sampling, Split, Task
+from shoal.types import Completion, Message, Outcome, Receipt, Reward, Rollout, Sampling, Split, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,40 @@ class TaskService(Protocol):
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; equal arguments give equal tasks, and the splits share no question."""
+        ...
+
+
+class Purpose(StrEnum):
+    """What a rollout is for, which says how its tokens are drawn. Evaluation goes first at the engine."""
+
+    TRAIN = "train"
+    SAMPLED = "sampled"
+    """Held out, drawn as in training."""
+    GREEDY = "greedy"
+    """Held out, the most likely token each time."""
+
+
+class Runner(Protocol):
+    """Runs rollouts of a task: in one turn, or by an agent that speaks with the model for as long as it likes."""
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
+        ...
+
+
+class Chat(Protocol):
+    """A conversation with the model in this process. Whatever it answers is in the session's ledger."""
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        """What the model says next; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
+        ...
+
+
+class Playable(TaskService, Protocol):
+    """A task service that holds the conversations of its tasks itself."""
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        """One rollout. Whatever it raises makes a failed rollout, except that a full context ends it truncated."""
         ...
 
 

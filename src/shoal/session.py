@@ -112,7 +112,7 @@ class Ledger:
     def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE) -> None:
         self.policy = policy
         self.truncated = False
-        """Whether a request did not fit the context any more; set by the caller."""
+        """Whether a request did not fit the context or the session's limits any more; set by the caller."""
         self._generations: dict[int, Generation] = {}
         self._children: dict[int | None, list[int]] = {None: []}
         self._calls: dict[int, Call] = {}
@@ -223,8 +223,12 @@ class Ledger:
         return result
 
     def turns(self) -> tuple[Turn, ...]:
-        """What a `Rollout` is made of: each leaf gives one row, and a shared generation trains in the first only."""
-        return tuple(Turn(self.prompt_ids(one), one.completion) for one in self.exported())
+        """What a `Rollout` is made of, in the order in which it was begun.
+
+        `train.advantage.rows` makes one row of each leaf; a shared generation trains in the first of its leaves only.
+        """
+        drawn = sorted(self.exported(), key=lambda generation: generation.id)
+        return tuple(Turn(self.prompt_ids(one), one.completion) for one in drawn)
 
     def messages(self) -> tuple[Message, ...]:
         """The conversation that ends in the newest answer; empty when nothing was drawn."""

@@ -157,6 +157,12 @@ class Turn:
 
     prompt_ids: tuple[int, ...]  # [P]
     completion: Completion
+    reward: float = 0.0
+    """What this answer earned by itself, beside the rollout's reward."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"turn reward: expected a finite number, got {self.reward}")
 
 
 class RewardStatus(StrEnum):
@@ -181,16 +187,40 @@ class Reward:
             raise ValueError(f"reward value: expected a finite number, got {self.value}")
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent says when it is done with a task."""
+
+    reward: float | None = None
+    """None leaves it to the task's scorer."""
+    answer: str | None = None
+    """What is scored; None stands for the newest answer that was drawn."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each drawn answer earned by itself, in the order they were asked for; those not named earned 0."""
+
+    def __post_init__(self) -> None:
+        given = (*self.turn_rewards, *(() if self.reward is None else (self.reward,)))
+        if not all(map(math.isfinite, given)):
+            raise ValueError(f"outcome rewards: expected finite numbers, got {given}")
+
+
 class RolloutStatus(StrEnum):
-    """What became of a rollout. Only `FINISHED` ones enter baselines and gradients."""
+    """What became of a rollout. `FAILED` ones enter neither baselines nor gradients."""
 
     FINISHED = "finished"
+    TRUNCATED = "truncated"
+    """The policy used up its context, turns or tokens; what it has come to counts."""
     FAILED = "failed"
+    """Something else than the policy went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One generator's whole work on one task. `reason` says why when the status is `FAILED`."""
+    """One generator's whole work on one task. `reason` says why unless the status is `FINISHED`.
+
+    Turns are in the order in which they were begun. One whose prompt begins with all tokens of an earlier row goes on
+    with that row, any other begins a row of its own: a rollout with branches gives several rows.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -223,7 +253,7 @@ class Group:
     @property
     def finished(self) -> tuple[Rollout, ...]:
         """The rollouts that may enter a baseline."""
-        return tuple(rollout for rollout in self.rollouts if rollout.status is RolloutStatus.FINISHED)
+        return tuple(rollout for rollout in self.rollouts if rollout.status is not RolloutStatus.FAILED)
 
     @property
     def oldest_version(self) -> int:

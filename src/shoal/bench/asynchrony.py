@@ -111,14 +111,14 @@ class FixedLengths(SingleTurn):
     """Draws answers of the lengths that the task names; no token ends one early."""
 
     async def completions(
-        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
     ) -> list[Completion]:
         """One request for all, or one each where the lengths differ."""
         lengths = json.loads(task.info)[:n]
 
         def drawn(length: int, n: int, seed: int | None) -> Awaitable[list[Completion]]:
             fixed = replace(sampling, max_tokens=length, stop_token_ids=(), seed=seed)
-            return self.engine.generate(prompt_ids, fixed, n=n)
+            return self.engine.generate(prompt_ids, fixed, n=n, priority=priority)
 
         if len(set(lengths)) == 1:
             return await drawn(lengths[0], n, sampling.seed)

@@ -119,4 +119,5 @@ async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(*map(float, sys.argv[1:3]), *map(int, sys.argv[3:])))
+    SHORTEST_S, LONGEST_S, PORT = (*sys.argv[1:], "0")[:3]
+    uvloop.run(serve(float(SHORTEST_S), float(LONGEST_S), int(PORT)))

@@ -278,10 +278,10 @@ class Endless(SingleTurn):
     """Draws answers of the full budget; no token ends one early."""
 
     async def completions(
-        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
     ) -> list[Completion]:
         """The engine's answers, without stop tokens."""
-        return await super().completions(task, prompt_ids, replace(sampling, stop_token_ids=()), n)
+        return await super().completions(task, prompt_ids, replace(sampling, stop_token_ids=()), n, priority)
 
 
 def observed(setting: str, side: Callable[[], F]) -> Round[F]:

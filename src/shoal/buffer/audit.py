@@ -30,7 +30,7 @@ class Check(StrEnum):
     OLDEST_FIRST = "the oldest groups are consumed first"
     STALENESS = "no token older than eta versions is trained"
     STREAMS = "tokens, logprobs and versions have one length"
-    VERSIONS = "versions do not decrease within a rollout"
+    VERSIONS = "versions do not decrease within a row"
     LOGPROBS = "logprobs are finite and <= 0"
     ACCOUNTING = "started = finished + failed + dropped + in flight"
     READABLE = "every record can be read"
@@ -269,7 +269,7 @@ def _check_rollout(rollout: RawRollout, report: AuditReport) -> None:
         if not all(map(math.isfinite, drawn.logprobs)) or max(drawn.logprobs, default=0.0) > 0:
             bad = next(lp for lp in drawn.logprobs if not math.isfinite(lp) or lp > 0)
             report.found(Check.LOGPROBS, rollout.id, f"has a logprob of {bad}")
-    versions = rollout.drawn_versions
-    if versions != sorted(versions):
-        later, earlier = next((b, a) for a, b in pairwise(versions) if b < a)
-        report.found(Check.VERSIONS, rollout.id, f"drew a token under version {later} after one under {earlier}")
+    for versions in rollout.row_versions:
+        if versions != sorted(versions):
+            later, earlier = next((b, a) for a, b in pairwise(versions) if b < a)
+            report.found(Check.VERSIONS, rollout.id, f"drew a token under version {later} after one under {earlier}")

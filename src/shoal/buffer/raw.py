@@ -54,6 +54,23 @@ class RawRollout(msgspec.Struct):
         """The Version of each drawn token, turn after turn."""
         return [version for turn in self.turns for version in turn.completion.versions]
 
+    @property
+    def row_versions(self) -> list[list[int]]:
+        """The Versions of each row; a turn goes on with the longest row that its prompt begins with.
+
+        Rows are drawn side by side, so only within one does a later turn mean a later token.
+        """
+        rows: list[tuple[list[int], list[int]]] = []  # tokens, versions
+        for turn in self.turns:
+            begun = [row for row in rows if turn.prompt_ids[: len(row[0])] == row[0]]
+            row = max(begun, key=lambda one: len(one[0]), default=None)
+            if row is None:
+                row = ([], [])
+                rows.append(row)
+            row[0][:] = turn.prompt_ids + turn.completion.token_ids
+            row[1].extend(turn.completion.versions)
+        return [versions for _, versions in rows]
+
 
 class RawReceipt(msgspec.Struct):
     """See `types.Receipt`."""

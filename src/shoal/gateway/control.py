@@ -43,7 +43,7 @@ class DrawnTurn(msgspec.Struct):
 
 
 class Export(msgspec.Struct):
-    """`POST /s/<token>/end`: the session's turns, depth first."""
+    """`POST /s/<token>/end`: the session's turns, in the order in which they were begun."""
 
     messages: tuple[Message, ...]
     turns: list[DrawnTurn]
@@ -64,7 +64,7 @@ def export(session: Session) -> Export:
                 one.completion.finish_reason,
                 one.ill_formed,
             )
-            for one in ledger.exported()
+            for one in sorted(ledger.exported(), key=lambda generation: generation.id)
         ],
         ledger.truncated,
     )

@@ -52,13 +52,14 @@ class Sessions:
         sampling: Sampling | None = None,
         limits: Limits | None = None,
         policy: HistoryPolicy = HistoryPolicy.PRESERVE,
+        priority: int = 0,
     ) -> Session:
-        """A new session. Raises `EngineUnavailable` when there are too many."""
+        """A new session; `priority` is that of its requests. Raises `EngineUnavailable` when there are too many."""
         if len(self._open) >= self.bounds.sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        session = self.passing(sampling=sampling, limits=limits, policy=policy)
+        session = self.passing(sampling=sampling, limits=limits, policy=policy, priority=priority)
         self._open[session.token] = session
         self.desk.counts.counted["sessions"] += 1
         return session
@@ -69,10 +70,11 @@ class Sessions:
         sampling: Sampling | None = None,
         limits: Limits | None = None,
         policy: HistoryPolicy = HistoryPolicy.PRESERVE,
+        priority: int = 0,
     ) -> Session:
         """A session that nobody can come back to."""
-        token = secrets.token_urlsafe(18)
-        return Session(token, self.desk, sampling=sampling, limits=limits or Limits(), policy=policy)
+        token, limits = secrets.token_urlsafe(18), limits or Limits()
+        return Session(token, self.desk, sampling=sampling, limits=limits, policy=policy, priority=priority)
 
     def get(self, token: str) -> Session | None:
         """The open session of a token, which is used by this."""

@@ -126,7 +126,7 @@ class Desk:
         """What a function gives that takes long, or waits for a disk."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **options))
 
-    async def completion(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+    async def completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, priority: int = 0) -> Completion:
         """An answer as a whole: what was aborted goes on from the tokens that were drawn.
 
         Raises `EngineUnavailable` after some attempts.
@@ -138,7 +138,7 @@ class Desk:
                 return replace(drawn, finish_reason=FinishReason.LENGTH)
             rest = replace(sampling, max_tokens=left) if drawn.token_ids else sampling
             try:
-                (part,) = await self.engine.generate(prompt_ids + drawn.token_ids, rest)
+                (part,) = await self.engine.generate(prompt_ids + drawn.token_ids, rest, priority=priority)
                 drawn = _continued(drawn, part) if drawn.token_ids else part
             except EngineUnavailable:
                 if attempt == ATTEMPTS - 1:
@@ -157,7 +157,14 @@ class Session:
     """
 
     def __init__(
-        self, token: str, desk: Desk, *, sampling: Sampling | None, limits: Limits, policy: HistoryPolicy
+        self,
+        token: str,
+        desk: Desk,
+        *,
+        sampling: Sampling | None,
+        limits: Limits,
+        policy: HistoryPolicy,
+        priority: int = 0,
     ) -> None:
         """`sampling` wins over what clients ask for, save that they may ask for fewer tokens."""
         self.token = token
@@ -170,6 +177,7 @@ class Session:
         self._desk = desk
         self._sampling = sampling
         self._limits = limits
+        self._priority = priority
         self._began_s = desk.clock()
         self._lock = asyncio.Lock()
         self._draws: dict[int, asyncio.Task[Generation]] = {}
@@ -211,8 +219,10 @@ class Session:
     def _check_limits(self) -> None:
         drawn = self.ledger.generations
         if len(drawn) + len(self.ledger.calls) >= self._limits.generations:
+            self.ledger.truncated = True
             raise SessionOver(f"session: expected at most {self._limits.generations} generations, they are drawn")
         if sum(len(one.completion.token_ids) for one in drawn) >= self._limits.drawn_tokens:
+            self.ledger.truncated = True
             raise SessionOver(f"session: expected at most {self._limits.drawn_tokens} drawn tokens, they are drawn")
         if self._desk.clock() - self._began_s > self._limits.age_s:
             raise SessionOver(f"session: expected requests within {self._limits.age_s:g} s of its begin")
@@ -278,7 +288,7 @@ class Session:
 
     async def _drawn(self, call: Call, ask: Ask) -> Generation:
         try:
-            completion = await self._desk.completion(call.prompt_ids, self._sampled(call, ask))
+            completion = await self._desk.completion(call.prompt_ids, self._sampled(call, ask), self._priority)
             tools = bool(ask.conversation.tools)
             ids = completion.token_ids
             answer = await self._desk.computed(4 * len(ids), self._desk.renderer.answer, ids, tools=tools)

@@ -3,12 +3,11 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shoal.tasks.rollout import SingleTurn
-from shoal.types import RewardStatus, Sampling, Task
+from shoal.interfaces import Purpose, Runner
+from shoal.types import RewardStatus, Task
 
-PRIORITY = 1
 CORRECT = 1.0 - 1e-9
 """reasoning-gym gives partial credit for near misses; only a full reward counts as correct."""
 
@@ -24,10 +23,9 @@ class Accuracy:
     """Answers that no scorer judged; they are not in the shares."""
 
 
-async def accuracy(tasks: Sequence[Task], desk: SingleTurn, sampling: Sampling) -> Accuracy:
-    """One answer to each task; they go before training's requests, so that evaluation is short."""
-    desk = replace(desk, sampling=sampling, priority=PRIORITY)
-    values = await asyncio.gather(*(_correct(desk, task) for task in tasks))
+async def accuracy(tasks: Sequence[Task], runner: Runner, purpose: Purpose) -> Accuracy:
+    """One rollout of each task."""
+    values = await asyncio.gather(*(_correct(runner, task, purpose) for task in tasks))
     by_task: dict[str, list[bool]] = defaultdict(list)
     for task, value in zip(tasks, values, strict=True):
         if value is not None:
@@ -41,14 +39,13 @@ async def accuracy(tasks: Sequence[Task], desk: SingleTurn, sampling: Sampling) 
     )
 
 
-async def _correct(desk: SingleTurn, task: Task) -> bool | None:
-    (rollout,) = await desk.rollouts(task, 1)
+async def _correct(runner: Runner, task: Task, purpose: Purpose) -> bool | None:
+    (rollout,) = await runner.rollouts(task, 1, purpose)
     if rollout.reward.status is not RewardStatus.SCORED:
         return None
     return rollout.reward.value >= CORRECT
 
 
-async def accuracies(tasks: Sequence[Task], desk: SingleTurn) -> tuple[Accuracy, Accuracy]:
-    """Accuracy sampled as `desk` samples, and greedy."""
-    sampled = await accuracy(tasks, desk, desk.sampling)
-    return sampled, await accuracy(tasks, desk, replace(desk.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+async def accuracies(tasks: Sequence[Task], runner: Runner) -> tuple[Accuracy, Accuracy]:
+    """Accuracy sampled as in training, and greedy."""
+    return await accuracy(tasks, runner, Purpose.SAMPLED), await accuracy(tasks, runner, Purpose.GREEDY)

@@ -1,10 +1,11 @@
 """Runs the rollouts of one task: the question is rendered, answered, and scored."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.interfaces import Engine, Renderer, Scorer
+from shoal.interfaces import Engine, Purpose, Renderer, Runner, Scorer
 from shoal.types import (
     Completion,
     FinishReason,
@@ -22,6 +23,19 @@ from shoal.types import (
 
 RETRIES = 4
 RETRY_DELAY_S = 0.25
+EVAL_PRIORITY = 1
+
+
+def sampled_for(purpose: Purpose, sampling: Sampling) -> Sampling:
+    """How tokens are drawn for a purpose, when `sampling` is training's."""
+    if purpose is Purpose.GREEDY:
+        return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    return sampling
+
+
+def priority_of(purpose: Purpose) -> int:
+    """Evaluation goes before training's requests, so that it is short."""
+    return 0 if purpose is Purpose.TRAIN else EVAL_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +46,16 @@ class SingleTurn:
     renderer: Renderer
     scorer: Scorer
     sampling: Sampling
-    priority: int = 0
 
-    async def rollouts(self, task: Task, n: int) -> tuple[Rollout, ...]:
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
         prompt_ids = tuple(self.renderer.prompt_ids(task.messages))
-        sampling = replace(self.sampling, seed=seed_for("rollout", self.sampling.seed or 0, task.id))
+        seed = seed_for("rollout", self.sampling.seed or 0, task.id)
+        sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
         try:
-            completions = await self.completions(task, prompt_ids, sampling, n)
+            completions = await self.completions(task, prompt_ids, sampling, n, priority_of(purpose))
         except (RequestRefused, EngineUnavailable) as error:
-            return tuple(_failed(task, i, f"engine: {error}") for i in range(n))
+            return tuple(failed(task, i, f"engine: {error}") for i in range(n))
         answers = [self.renderer.text(completion.token_ids) for completion in completions]
         rewards = await self.scorer.score(task, answers)
         return tuple(
@@ -50,15 +64,27 @@ class SingleTurn:
         )
 
     async def completions(
-        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
     ) -> list[Completion]:
         """The engine's answers to one prompt, asked for again while it is unavailable."""
         for attempt in range(RETRIES):
             try:
-                return await self.engine.generate(prompt_ids, sampling, n=n, priority=self.priority)
+                return await self.engine.generate(prompt_ids, sampling, n=n, priority=priority)
             except EngineUnavailable:
                 await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
-        return await self.engine.generate(prompt_ids, sampling, n=n, priority=self.priority)
+        return await self.engine.generate(prompt_ids, sampling, n=n, priority=priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """Each task service's own runner, and one for the others."""
+
+    by_service: Mapping[str, Runner]
+    default: Runner
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        """As the task's service has them run."""
+        return await self.by_service.get(task.service, self.default).rollouts(task, n, purpose)
 
 
 def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rollout:
@@ -77,7 +103,8 @@ def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rol
     )
 
 
-def _failed(task: Task, i: int, reason: str) -> Rollout:
+def failed(task: Task, i: int, reason: str) -> Rollout:
+    """A rollout from which nothing came."""
     return Rollout(
         id=f"{task.id}#{i}",
         messages=task.messages,

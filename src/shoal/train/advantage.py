@@ -77,6 +77,47 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind)
             return [advantages(group, kind) for group in rewards]
 
 
+def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) -> list[float]:
+    """What each turn led to: its own reward and all later ones, the rollout's reward coming with the last turn.
+
+        G_t = sum over k >= t of discount^(k - t) r_k,   r_k = reward of turn k, plus for the last one reward + penalty
+
+    A rollout without turns has one return, its reward.
+
+    >>> from shoal.types import Completion, FinishReason, Reward, Turn
+    >>> drawn = Completion((5,), (-1.0,), (0,), FinishReason.STOP)
+    >>> turns = (Turn((1,), drawn, 0.25), Turn((1, 5, 2), drawn))
+    >>> turn_returns(Rollout("r", (), turns, Reward(1.0)), discount=0.5)
+    [0.75, 1.0]
+    """
+    result, later = [], rollout.reward.value + penalty
+    for i, turn in enumerate(reversed(rollout.turns)):
+        later = turn.reward + (discount * later if i else later)
+        result.append(later)
+    return result[::-1] or [later]
+
+
+def turn_advantages(returns: Sequence[Sequence[Sequence[float]]], kind: Kind | BatchKind) -> list[list[list[float]]]:
+    """What each turn of each rollout of each group is reinforced with, given its return.
+
+    Turn t is compared with turn t of the other rollouts; one that ended before is there with its last turn. So the
+    baseline depends on no draw of the turn itself, and with equal returns within each rollout this is
+    `batch_advantages` of them. The critic of `gae` gets the whole rollout's return in every turn.
+
+    >>> turn_advantages([[[0.5, 1.0], [0.0]]], "grpo_no_std")
+    [[[0.25, 0.5], [-0.25]]]
+    """
+    longest = max((len(rollout) for group in returns for rollout in group), default=0)
+    columns = [
+        batch_advantages([[rollout[min(t, len(rollout) - 1)] for rollout in group] for group in returns], kind)
+        for t in range(1 if kind == "gae" else longest)
+    ]
+    return [
+        [[columns[min(t, len(columns) - 1)][g][i] for t in range(len(rollout))] for i, rollout in enumerate(group)]
+        for g, group in enumerate(returns)
+    ]
+
+
 def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
     """What is added to the reward of an answer of `tokens` tokens: from 0 down to -1 over the last `soft_tokens`.
 
@@ -89,16 +130,16 @@ def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
     return -min(1.0, over / soft_tokens) if over > 0 else 0.0
 
 
-def is_informative(group: Group) -> bool:
-    """Whether the group's finished rollouts differ in reward; if not, its gradient is zero.
+def is_informative(group: Group, discount: float = 1.0) -> bool:
+    """Whether the group's finished rollouts differ in what their turns led to; if not, its gradient is zero.
 
     >>> from shoal.types import Group, Reward, Rollout, Task
     >>> rollouts = tuple(Rollout(id=str(r), messages=(), turns=(), reward=Reward(r)) for r in (0.0, 1.0))
     >>> is_informative(Group(id="g", task=Task("t", "s", ()), rollouts=rollouts, admitted_version=0))
     True
     """
-    rewards = [rollout.reward.value for rollout in group.finished]
-    return len(rewards) >= 2 and min(rewards) != max(rewards)
+    (values,) = turn_advantages([[turn_returns(rollout, discount) for rollout in group.finished]], "grpo_no_std")
+    return any(value for turns in values for value in turns)
 
 
 def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
@@ -108,7 +149,7 @@ def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
     rows, with advantage 0: they count in the loss's denominator.
     """
     finished = group.finished
-    values = advantages([rollout.reward.value for rollout in finished], kind)
+    (values,) = turn_advantages([[turn_returns(rollout) for rollout in finished]], kind)
     return tuple(row for rollout, value in zip(finished, values, strict=True) for row in rows(rollout, value))
 
 
@@ -120,12 +161,12 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
     rollouts, each once. Groups of which no more than half finished are padded by nobody: the buffer drops them.
     """
 
-    def reward(rollout: Rollout) -> float:
-        if not config.overlong_tokens:
-            return rollout.reward.value
-        return rollout.reward.value + overlong_penalty(rollout.drawn_tokens, max_tokens, config.overlong_tokens)
+    def returns(rollout: Rollout) -> list[float]:
+        longest = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
+        penalty = overlong_penalty(longest, max_tokens, config.overlong_tokens) if config.overlong_tokens else 0.0
+        return turn_returns(rollout, config.turn_discount, penalty)
 
-    values = batch_advantages([[reward(rollout) for rollout in group.finished] for group in groups], config.advantage)
+    values = turn_advantages([[returns(rollout) for rollout in group.finished] for group in groups], config.advantage)
     result = []
     for group, group_values in zip(groups, values, strict=True):
         finished = list(zip(group.finished, group_values, strict=True))
@@ -135,25 +176,28 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
     return result
 
 
-def rows(rollout: Rollout, advantage: float) -> list[Sample]:
+def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
     """The rollout's turns as token rows: every drawn token has mask 1 in exactly one of them.
 
-    A turn whose prompt begins with all tokens of the row before it extends that row (the tokens between have mask 0);
-    any other turn opens a new one. Turns in which nothing was drawn give nothing.
+    `advantage` is one for all turns, or one for each. A turn whose prompt begins with all tokens of an earlier row
+    extends it, the longest of them (the tokens between have mask 0); any other turn opens a new one. Turns in which
+    nothing was drawn give nothing.
 
     Raises ValueError for a turn with an empty prompt, whose first token nothing could predict.
     """
     result: list[Sample] = []
-    for turn in rollout.turns:
+    each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
+    for turn, value in zip(rollout.turns, each, strict=False):  # without turns there still is a return
         if not turn.completion.token_ids:
             continue
         if not turn.prompt_ids:
             raise ValueError(f"rollout {rollout.id}: expected a prompt of at least one token, got an empty one")
-        last = result[-1] if result else None
-        if last is not None and turn.prompt_ids[: len(last.tokens)] == last.tokens:
-            result[-1] = _extended(last, turn, advantage)
+        begun = [i for i, row in enumerate(result) if turn.prompt_ids[: len(row.tokens)] == row.tokens]
+        if begun:
+            longest = max(begun, key=lambda i: len(result[i].tokens))
+            result[longest] = _extended(result[longest], turn, value)
         else:
-            result.append(_extended(None, turn, advantage))
+            result.append(_extended(None, turn, value))
     return result
 
 

@@ -1,0 +1,34 @@
+"""Agents of this process: tasks that hold their conversations themselves, on the ledger and without HTTP."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.agents.host import Seat
+from shoal.agents.runner import Play
+from shoal.gateway.sessions import Ask, Session
+from shoal.interfaces import Playable
+from shoal.session import Conversation
+from shoal.types import Message, Outcome, Task
+
+
+@dataclass(frozen=True, slots=True)
+class SessionChat:
+    """Implements `interfaces.Chat` on a session."""
+
+    session: Session
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        """What the model says next; messages that go on from an answer are not tokenised again."""
+        asked = Ask(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
+        generation = await self.session.generation(asked)
+        self.session.deliver(generation)
+        return generation.message
+
+
+def native_play(service: Playable) -> Play:
+    """Has a task service hold the conversation itself."""
+
+    async def play(task: Task, seat: Seat) -> Outcome:
+        return await service.play(task, SessionChat(seat.session))
+
+    return play
