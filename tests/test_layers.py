@@ -25,6 +25,7 @@ LAYERS = (
         "small_programs",
     },
     {"gateway", "warm_start"},
+    {"agents"},
     {"run", "sim", "dashboard", "report", "progress", "doctor"},
     {"demo", "bench"},
     {"cli"},
