@@ -45,7 +45,8 @@ def test_an_experiment_writes_its_runs_a_table_and_a_plot(tmp_path: Path, name: 
 
 
 def test_an_interrupted_experiment_runs_only_what_is_missing(tmp_path: Path) -> None:
-    first = {"key": "0", "sigma": 0.0, "marked": True}
+    finished = (ROOT / "experiments" / "packing" / "results" / "runs.jsonl").read_text().splitlines()[0]
+    first = json.loads(finished) | {"key": "0", "sigma": 0.0, "marked": True}
     (tmp_path / "runs.jsonl").write_text(json.dumps(first) + '\n{"key": "1", "sig')  # cut off by a crash
     done = experiment("packing", tmp_path, "--only", "1")
     assert done.returncode == 0, done.stderr
