@@ -229,7 +229,6 @@ class EnginePool:
                 await self._wait(deadline_s)
             else:
                 member = self._members[name]
-                member.load += count
                 try:
                     return await self._asked_of(member, count, ask)
                 except EngineUnavailable as error:
@@ -305,7 +304,8 @@ class EnginePool:
         """Gives an engine no more requests, and those that it has to others: it may hang and never answer them."""
         member.state, member.last_error = State.AWAY, reason
         self._last_error = reason
-        for call in member.calls:
+        calls, member.calls = member.calls, set()  # one that is expiring cannot be asked to again
+        for call in calls:
             call.reschedule(asyncio.get_running_loop().time())
 
     def _notify(self) -> None:
