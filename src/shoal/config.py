@@ -59,7 +59,9 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, description="Rollouts per task.")
     max_tokens: int = Field(256, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(1.0, gt=0, description="Of the sampling distribution.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus size; 1 is off.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus size; 1 is off. See docs/engine.md before training with less."
+    )
     top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
     ratios: Literal["fixed", "automatic"] = Field(

@@ -10,11 +10,15 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.bench.work import GROUP_SIZE, coin, digits
 from shoal.process import die_with_parent
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 
 class TrlRun(msgspec.Struct, frozen=True):
@@ -50,7 +54,7 @@ def measured(run: TrlRun) -> TrlFigures:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(run.threads)
     lengths: list[int] = []
@@ -69,7 +73,6 @@ def measured(run: TrlRun) -> TrlFigures:
         lengths.extend(len(ids) for ids in completion_ids)
         return [coin(messages[0]["content"]) for messages in completions]
 
-    microbatches = run.completions_per_step // run.rows_per_microbatch
     questions = run.steps * run.completions_per_step // GROUP_SIZE
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(run.model_dir, dtype=torch.float32),
@@ -79,30 +82,7 @@ def measured(run: TrlRun) -> TrlFigures:
             [{"prompt": [{"role": "user", "content": digits(index)}]} for index in range(questions)]
         ),
         callbacks=[Clock()],
-        args=GRPOConfig(
-            output_dir=str(Path(run.model_dir).parent / "trl"),
-            per_device_train_batch_size=run.rows_per_microbatch,
-            gradient_accumulation_steps=microbatches,
-            steps_per_generation=microbatches,
-            num_generations=GROUP_SIZE,
-            num_iterations=1,
-            max_steps=run.steps,
-            max_completion_length=run.max_tokens,
-            generation_kwargs=None if run.ends else {"min_new_tokens": run.max_tokens},
-            temperature=1.0,
-            top_k=0,
-            beta=0.0,
-            learning_rate=run.lr,
-            lr_scheduler_type="constant",
-            max_grad_norm=1.0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-        ),
+        args=_settings(run),
     )
     trainer.train()
     steps = len(ended_s) - run.warmup_steps
@@ -111,6 +91,36 @@ def measured(run: TrlRun) -> TrlFigures:
         steps=steps,
         length_mean=fmean(lengths),
         length_max=max(lengths),
+    )
+
+
+def _settings(run: TrlRun) -> "GRPOConfig":
+    from trl import GRPOConfig
+
+    microbatches = run.completions_per_step // run.rows_per_microbatch
+    return GRPOConfig(
+        output_dir=str(Path(run.model_dir).parent / "trl"),
+        per_device_train_batch_size=run.rows_per_microbatch,
+        gradient_accumulation_steps=microbatches,
+        steps_per_generation=microbatches,
+        num_generations=GROUP_SIZE,
+        num_iterations=1,
+        max_steps=run.steps,
+        max_completion_length=run.max_tokens,
+        generation_kwargs=None if run.ends else {"min_new_tokens": run.max_tokens},
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        learning_rate=run.lr,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
     )
 
 
