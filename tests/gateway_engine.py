@@ -33,7 +33,7 @@ class ScriptedEngine:
     aborts: int = 0
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         self.received.append((tuple(prompt_ids), sampling))
         said = self.script.pop(0) if self.script else "ok"

@@ -128,7 +128,7 @@ class BabblingEngine:
         self._vocabulary, self._call_ids, self._stop = vocabulary, call_ids, stop
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         dice = random.Random(len(prompt_ids))
         await asyncio.sleep(dice.choice([0, 0, 0.01]))

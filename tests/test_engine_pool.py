@@ -55,7 +55,7 @@ class CountingEngine:
             raise EngineUnavailable("dead")
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         self.answering()
         generation, row, versions = self.generation, list(prompt_ids), list[int]()

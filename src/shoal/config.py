@@ -72,7 +72,8 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """Where answers come from."""
 
-    url: str | None = Field(None, description="A running engine; none starts the local one.")
+    urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
+    count: int = Field(1, ge=1, description="Local engine processes, which share the engine's cores.")
     max_running: int = Field(128, ge=1, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")

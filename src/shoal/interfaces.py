@@ -37,9 +37,11 @@ class Engine(Protocol):
     """Turns token ids into token ids under known weights."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Draws `n` completions of one prompt; higher priority goes first.
+
+        Calls of one `session` share a beginning: where there are many engines, one should have them all.
 
         Raises `RequestRefused` for a request that can never work, `EngineUnavailable` otherwise.
         """

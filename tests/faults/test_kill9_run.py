@@ -54,10 +54,10 @@ def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
 ) -> None:
     first = start(tmp_path, tiny_model_dir)
     wait_for_steps(tmp_path / "run", 10, first)
-    children = psutil.Process(first.pid).children(recursive=True)
+    processes = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive, "a child outlived its parent"
     before = audit(tmp_path / "run")
     assert before.ok, before.sentences()
@@ -73,21 +73,40 @@ def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
     assert "replay_not_exact" not in events(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["engine", "trainer"])
-def test_a_killed_child_ends_the_run_with_a_sentence_and_the_run_can_go_on(
-    tmp_path: Path, tiny_model_dir: Path, name: str
+def children(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
+    """The processes of a run that run a module."""
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if module in child.cmdline()]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_killed_engine_is_started_again_and_the_run_loses_nothing(
+    tmp_path: Path, tiny_model_dir: Path, count: int
+) -> None:
+    run = start(tmp_path, tiny_model_dir, f"--engine.count={count}", "--train.steps=12", "--json")
+    wait_for_steps(tmp_path / "run", 5, run)
+    engines = children(run, "shoal.engine.server")
+    assert len(engines) == count
+    engines[0].kill()
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 12
+    assert events(tmp_path / "run").count("engine_lost") == 1
+    report = audit(tmp_path / "run")
+    assert report.ok, report.sentences()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step["failed"] for step in steps if step["kind"] == "step") == 0
+
+
+def test_a_killed_trainer_ends_the_run_with_a_sentence_and_the_run_can_go_on(
+    tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     first = start(tmp_path, tiny_model_dir)
     wait_for_steps(tmp_path / "run", 3, first)
-    (victim,) = [
-        child
-        for child in psutil.Process(first.pid).children(recursive=True)
-        if any(f"shoal.{'engine.server' if name == 'engine' else 'train.worker'}" in part for part in child.cmdline())
-    ]
+    (victim,) = children(first, "shoal.train.worker")
     victim.kill()
     _, err = first.communicate(timeout=60)
     assert first.returncode == 2
-    assert f"the {name} process ended with signal 9" in err
+    assert "the trainer process ended with signal 9" in err
     assert "--resume" in err
     second = start(tmp_path, tiny_model_dir, "--resume")
     _, err = second.communicate(timeout=200)

@@ -243,7 +243,6 @@ class _Bench:
             serving(config, self._prepared, folder, scorer=CoinScorer(), desk=FixedLengths, threads=threads) as (
                 engine,
                 desk,
-                _,
             ),
             asyncio.TaskGroup() as tasks,
         ):

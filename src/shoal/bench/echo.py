@@ -76,7 +76,7 @@ class EchoEngine:
         self._shortest_s, self._longest_s = shortest_s, longest_s
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """One completion."""
         seed = sampling.seed or 0

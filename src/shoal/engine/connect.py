@@ -52,5 +52,5 @@ def _dialect(url: str, status: int, data: bytes) -> Dialect:
     if owner == "sglang":
         return SGLang(url)
     raise ConfigError(
-        f"engine.url: expected a Shoal engine, vLLM or SGLang at {url}, got a server that is none of them"
+        f"engine.urls: expected a Shoal engine, vLLM or SGLang at {url}, got a server that is none of them"
     )

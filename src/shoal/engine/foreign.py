@@ -153,7 +153,7 @@ class ForeignEngine:
         try:
             await engine._start(model_dir, sampling)
         except RequestRefused as error:
-            raise ConfigError(f"engine.url: the server refused what every run needs: {error}") from error
+            raise ConfigError(f"engine.urls: the server refused what every run needs: {error}") from error
         return engine
 
     async def _start(self, model_dir: Path, sampling: Sampling) -> None:
@@ -178,14 +178,14 @@ class ForeignEngine:
                 tells_versions = tells_versions and drawn.spans is not None
                 if needed and drawn.logprobs[0] < -COUNTED_NATS:
                     raise ConfigError(
-                        f"engine.url: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
+                        f"engine.urls: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
                         f"that tokens are drawn with; start vLLM with --logprobs-mode processed_logprobs, or draw with "
                         f"temperature = 1, top_p = 1, top_k = 0, min_p = 0"
                     )
         return tells_versions
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Draws `n` completions of one prompt; one that an update cut off ends with `ABORT` and what was drawn."""
         await self._door.wait()

@@ -15,6 +15,7 @@ def engine_child(
     threads: int,
     log: Path,
     version: int = 0,
+    name: str = "engine",
 ) -> Child:
     """`python -m shoal.engine.server` for these settings; its first line is the URL, once it serves `model_dir`."""
     arguments = [
@@ -29,4 +30,4 @@ def engine_child(
         *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
         "--die-with-parent",
     ]
-    return Child("engine", "shoal.engine.server", arguments, log, torch_environment(threads))
+    return Child(name, "shoal.engine.server", arguments, log, torch_environment(threads))

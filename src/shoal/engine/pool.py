@@ -80,12 +80,14 @@ class _Target:
 class EnginePool:
     """Implements `interfaces.Engine` with those that joined. `watch` must run beside it."""
 
-    def __init__(self, *, patience_s: float = PATIENCE_S, check_every_s: float = CHECK_EVERY_S) -> None:
-        """`patience_s` is how long a request may wait for an engine that can take it."""
+    def __init__(
+        self, *, patience_s: float = PATIENCE_S, check_every_s: float = CHECK_EVERY_S, initial: Path | None = None
+    ) -> None:
+        """`patience_s` is how long a request may wait for an engine that can take it; `initial` is version 0."""
         self._patience_s = patience_s
         self._check_every_s = check_every_s
         self._members: dict[str, _Member] = {}
-        self._target: _Target | None = None
+        self._target = _Target(0, initial) if initial else None
         self._loading = asyncio.Lock()  # who changes which weights an engine serves
         self._changed = asyncio.Event()
         self._last_error = "none has joined"
@@ -99,14 +101,19 @@ class EnginePool:
         """Takes an engine in once it serves the newest weights. Raises `EngineError` when it cannot."""
         assert name not in self._members, f"an engine named {name} is there already"
         async with self._loading:
-            version = (await engine.info()).version
-            version = await self._brought_up(engine, version)
+            try:
+                version = await self._brought_up(engine, (await engine.info()).version)
+            except BaseException:
+                await engine.aclose()
+                raise
             self._members[name] = _Member(name, engine, version)
         self._notify()
 
     async def leave(self, name: str) -> None:
-        """Lets an engine go; the answers it has are aborted and go on elsewhere from where they are."""
-        member = self._members.pop(name)
+        """Lets an engine go if it is there; the answers it has are aborted and go on elsewhere from where they are."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
         self._last_error = member.last_error or f"{name} has left"
         self._notify()
         with contextlib.suppress(EngineError):

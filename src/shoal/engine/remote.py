@@ -46,7 +46,7 @@ class HttpEngine:
         await self._connections.aclose()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Draws `n` completions of one prompt; higher priority goes first."""
         params = protocol.SamplingParams(

@@ -78,7 +78,7 @@ class SGLang:
         """By asking for each route that is needed, and for a pause that no server knows."""
         version = (await self._either(("/server_info", "/get_server_info"), _ServerInfo)).version
         if not await self._asking.has_route("/update_weights_from_disk"):
-            raise ConfigError(f"engine.url: SGLang {version} has no /update_weights_from_disk")
+            raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")
         longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
         label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
         number = int(label) if label.isdigit() else None
@@ -95,7 +95,7 @@ class SGLang:
         if status == 200:
             await self.go_on()
         elif status >= 500 or status == 404:
-            raise ConfigError(f"engine.url: SGLang cannot pause: HTTP {status}: {words(data)}")
+            raise ConfigError(f"engine.urls: SGLang cannot pause: HTTP {status}: {words(data)}")
         return status != 200
 
     async def draw(

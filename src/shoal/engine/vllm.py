@@ -89,11 +89,11 @@ class VLLM:
         """By asking for each route that is needed, and for a pause that no server knows."""
         version = (await self._asking.ask("GET", "/version", _Version)).version
         if not await self._asking.has_route("/collective_rpc"):
-            raise ConfigError(f"engine.url: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
+            raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
         status, data = await self._asking.status("POST", GENERATE, _generation("probe", (1,), Sampling(1), 1))
         if status in (403, 404):
             raise ConfigError(
-                f"engine.url: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
+                f"engine.urls: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
             )
         self._longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
         keeps = await self._keeps_requests()

@@ -126,7 +126,9 @@ class Desk:
         """What a function gives that takes long, or waits for a disk."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **options))
 
-    async def completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, priority: int = 0) -> Completion:
+    async def completion(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, priority: int = 0, session: str = ""
+    ) -> Completion:
         """An answer as a whole: what was aborted goes on from the tokens that were drawn.
 
         Raises `EngineUnavailable` after some attempts.
@@ -138,7 +140,8 @@ class Desk:
                 return replace(drawn, finish_reason=FinishReason.LENGTH)
             rest = replace(sampling, max_tokens=left) if drawn.token_ids else sampling
             try:
-                (part,) = await self.engine.generate(prompt_ids + drawn.token_ids, rest, priority=priority)
+                context = prompt_ids + drawn.token_ids
+                (part,) = await self.engine.generate(context, rest, priority=priority, session=session)
                 drawn = _continued(drawn, part) if drawn.token_ids else part
             except EngineUnavailable:
                 if attempt == ATTEMPTS - 1:
@@ -288,7 +291,8 @@ class Session:
 
     async def _drawn(self, call: Call, ask: Ask) -> Generation:
         try:
-            completion = await self._desk.completion(call.prompt_ids, self._sampled(call, ask), self._priority)
+            sampling = self._sampled(call, ask)
+            completion = await self._desk.completion(call.prompt_ids, sampling, self._priority, self.token)
             tools = bool(ask.conversation.tools)
             ids = completion.token_ids
             answer = await self._desk.computed(4 * len(ids), self._desk.renderer.answer, ids, tools=tools)

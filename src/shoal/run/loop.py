@@ -22,6 +22,7 @@ from shoal import checkpoint
 from shoal.buffer import Buffer
 from shoal.buffer.buffer import STALE
 from shoal.config import Config
+from shoal.engine import canary
 from shoal.interfaces import Engine, EngineInfo, Scorer
 from shoal.metrics import Trackers
 from shoal.rewards.marks import FullMarks
@@ -36,6 +37,8 @@ from shoal.types import Group, Sample, Task
 from shoal.weights import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
+PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
+CANARY_TOKENS = 64
 STATS_FIELDS = (
     *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
     *("clipped_share", "masked_share", "ess", "kl", "mismatch", "mismatch_fresh", "value_loss", "explained_variance"),
@@ -181,11 +184,20 @@ class TrainLoop:
         """Writes the weights as `version` and records them."""
         unfinished = self._parts.store.begin(version)
         self._busy_s += await self._parts.trainer.publish(unfinished / FILE, push=push)
+        if self._config.engine.urls:
+            await self._write_canary(unfinished)
         published = await asyncio.to_thread(self._parts.store.seal, version)
         exact = await self._parts.buffer.published(version, published.checksum)
         if not exact:
             self._parts.trackers.log_event("replay_not_exact", version=version)
         self._to_serve, self.version = published, version
+
+    async def _write_canary(self, directory: Path) -> None:
+        """What the weights just written compute, for engines of other projects to be checked by."""
+        row = self._parts.desk.renderer.prompt_ids(self._parts.eval_tasks[0].messages)[:CANARY_TOKENS]
+        (logprobs,) = await self._parts.trainer.logprobs([row])
+        bound = PARITY_BOUND_NATS[self._config.model.dtype]
+        await asyncio.to_thread(canary.write, canary.Canary(tuple(row), logprobs, bound), directory)
 
     def _serve_newest(self) -> None:
         self._served.clear()

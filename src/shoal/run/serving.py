@@ -18,7 +18,7 @@ from shoal.errors import ChildDied, ConfigError, ModelError, SessionError
 from shoal.gateway import Gateway
 from shoal.process import Child, collect_rarely
 from shoal.render import ChatRenderer, load_renderer, local_directory
-from shoal.run.training import START_TIMEOUT_S
+from shoal.run.engines import START_TIMEOUT_S
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
 

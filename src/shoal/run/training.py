@@ -3,7 +3,8 @@
     engine process <--HTTP-- main process --frames--> trainer process
                                   |------frames--> reward workers
 
-When any part ends unasked, the run ends with a sentence that says which; `--resume` goes on from the log.
+An engine that ends is started again (engines.py). When any other part ends unasked, the run ends with a sentence that
+says which; `--resume` goes on from the log.
 """
 
 import asyncio
@@ -27,15 +28,14 @@ from shoal import checkpoint
 from shoal.buffer import Buffer, RunMeta, task_counts
 from shoal.buffer.log import FILE as LOG
 from shoal.config import Config, to_toml
-from shoal.engine.launch import engine_child
-from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Scorer
 from shoal.metrics import Record, trackers_of
 from shoal.process import Child
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
-from shoal.run.loop import Parts, TrainLoop
+from shoal.run.engines import EngineSettings, Told, engines
+from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
 from shoal.run.plan import Prepared, check_run_dir, prepare
 from shoal.run.waits import telling_waits
 from shoal.tasks.adjust import Bounds, Change
@@ -47,8 +47,6 @@ from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights import FILE, WeightStore
 
-START_TIMEOUT_S = 300.0
-PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}
 PARITY_TOKENS = 24
 QUEUED_GROUPS = 1.25  # of those that fill the engine: it must never wait for main to send the next one
 
@@ -132,7 +130,8 @@ async def train(
     meta = run_meta(config)
     _write_resolved(config, run_dir)
     async with AsyncExitStack() as stack:
-        running = ceil(QUEUED_GROUPS * config.engine.max_running / config.rollout.group_size)
+        sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
+        running = ceil(QUEUED_GROUPS * sequences / config.rollout.group_size)
         buffer = Buffer.open(run_dir, meta, max_running=max(running, 1), resume=resume)
         stack.push_async_callback(buffer.close)
         trackers = trackers_of(config.metrics, run_dir, listeners)
@@ -140,8 +139,15 @@ async def train(
         trainer_child = await stack.enter_async_context(
             TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
         )
-        async with serving(config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads) as served:
-            engine, answering, children = served
+        async with serving(
+            config,
+            prepared,
+            run_dir,
+            scorer=scorer,
+            desk=desk,
+            threads=threads,
+            told=lambda how: trackers.log_event("engine_lost", reason=how),
+        ) as (engine, answering):
             trainer = TrainerProcess(trainer_child)
             await trainer.start(
                 prepared.model_dir,
@@ -154,7 +160,7 @@ async def train(
             store = WeightStore(run_dir / "weights")
             eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
             parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, eval_tasks, trackers)
-            return await _run_parts(parts, prepared, [*children, trainer_child])
+            return await _run_parts(parts, prepared, trainer_child)
 
 
 @asynccontextmanager
@@ -166,31 +172,29 @@ async def serving(
     scorer: Scorer | None = None,
     desk: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
-) -> AsyncIterator[tuple[Engine, SingleTurn, list[Child]]]:
-    """An engine and a scorer, ready, with what answers tasks through them, and the processes to watch."""
+    told: Told = lambda how: None,
+) -> AsyncIterator[tuple[Engine, SingleTurn]]:
+    """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines."""
+    sampling = _sampling(config, prepared)
+    settings = EngineSettings(
+        config.engine,
+        config.model,
+        prepared.model_dir,
+        prepared.max_model_len,
+        sampling,
+        (threads or compute_threads()).engine,
+        run_dir / "logs",
+    )
     async with AsyncExitStack() as stack:
-        children = []
-        if config.engine.url is None:
-            child = engine_child(
-                prepared.model_dir,
-                config.engine,
-                config.model,
-                max_model_len=prepared.max_model_len,
-                threads=(threads or compute_threads()).engine,
-                log=run_dir / "logs" / "engine.log",
-            )
-            children.append(await stack.enter_async_context(child))
         if scorer is None:
             rewards = await stack.enter_async_context(RewardService(config.reward, run_dir / "logs" / "reward.log"))
             correct_only = {task.name for task in config.tasks if task.reward == "correct"}
             scorer = FullMarks(rewards, correct_only) if correct_only else rewards
-        url = config.engine.url or (await children[0].line(START_TIMEOUT_S)).decode().strip()
-        engine = HttpEngine(url)
-        stack.push_async_callback(engine.aclose)
-        yield engine, desk(engine, prepared.renderer, scorer, _sampling(config, prepared)), children
+        pool = await stack.enter_async_context(engines(settings, told))
+        yield pool, desk(pool, prepared.renderer, scorer, sampling)
 
 
-async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]) -> Outcome:
+async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcome:
     """Recovers, checks parity, evaluates, trains, evaluates again."""
     began_s = time.monotonic()
     config, recovered = parts.config, parts.buffer.recovered
@@ -204,15 +208,16 @@ async def _run_parts(parts: Parts, prepared: Prepared, children: Sequence[Child]
     training_s = time.monotonic()
     with telling_waits():
         async with asyncio.TaskGroup() as tasks:
+            drawing = tasks.create_task(orchestrator.run(), name="orchestrator")
             background = [
-                *(tasks.create_task(_watch(child), name=f"{child.name} process") for child in children),
-                tasks.create_task(orchestrator.run(), name="orchestrator"),
+                drawing,
+                tasks.create_task(_watch(trainer), name="trainer process"),
                 tasks.create_task(loop.serve_versions(), name="serving versions"),
                 tasks.create_task(loop.watch_engine(), name="watching the engine"),
             ]
             await loop.run(tasks)
             trained_s = time.monotonic() - training_s
-            background[len(children)].cancel()  # the orchestrator: what it has in flight must not slow the evaluation
+            drawing.cancel()  # what it has in flight must not slow the evaluation
             await loop.evaluate(config.train.steps)
             for task in background:
                 task.cancel()
@@ -307,7 +312,7 @@ async def _watch(child: Child) -> None:
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-    async with serving(config, prepared, folder) as (_, desk, _):
+    async with serving(config, prepared, folder) as (_, desk):
         sampled, greedy = await accuracies(tasks, desk)
     return {
         "sampled": sampled.overall,

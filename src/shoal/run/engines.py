@@ -1,0 +1,164 @@
+"""The engines of a run as one pool, kept full for as long as the run lasts.
+
+    own      `engine.count` processes; one that ends is started again, and gets no requests before it serves the newest
+             weights
+    remote   `engine.urls`; one that does not answer is asked again, and joins when it does
+
+The run goes on while they come and go; it ends when none answers for long, or when one cannot be kept alive.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from shoal.config import EngineConfig, ModelConfig
+from shoal.engine.connect import connected
+from shoal.engine.launch import engine_child
+from shoal.engine.pool import EnginePool
+from shoal.engine.remote import HttpEngine
+from shoal.errors import ChildDied, EngineUnavailable
+from shoal.process import Child
+from shoal.types import Sampling
+
+START_TIMEOUT_S = 300.0
+PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
+SHORT_LIFE_S = 60.0
+SHORT_LIVES = 3  # in a row, after which an engine is not started again
+ASK_AGAIN_S = 5.0
+
+Told: TypeAlias = Callable[[str], None]
+"""Is called with a sentence about an engine that was lost or is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What every engine of a run is started with, or checked against."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    model_dir: Path
+    max_model_len: int
+    sampling: Sampling
+    threads: int
+    """Cores that all engines of this machine have together."""
+    logs: Path
+
+
+@asynccontextmanager
+async def engines(settings: EngineSettings, told: Told) -> AsyncIterator[EnginePool]:
+    """The pool, once every engine of its own is in it, or one of the remote ones.
+
+    Raises `ChildDied` when one cannot be started or kept, `ConfigError` for a remote one that cannot do what is needed,
+    `EngineUnavailable` when no remote one answers.
+    """
+    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir)
+    names = settings.engine.urls or _own_names(settings.engine.count)
+    failures: list[str] = []
+    keep = _Remote(settings, pool, failures).keep if settings.engine.urls else _Own(settings, pool, told).keep
+    ready = [asyncio.Event() for _ in names]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            keepers = [
+                tasks.create_task(keep(name, event), name=f"keeping {name}")
+                for name, event in zip(names, ready, strict=True)
+            ]
+            for event in ready:
+                await event.wait()
+            if not pool.seats:
+                raise EngineUnavailable("; ".join(failures))
+            for failure in failures:
+                told(failure)
+            keepers.append(tasks.create_task(pool.watch(), name="watching the engines"))
+            yield pool
+            for keeper in keepers:
+                keeper.cancel()
+    finally:
+        await pool.aclose()
+
+
+def _own_names(count: int) -> list[str]:
+    return ["engine"] if count == 1 else [f"engine-{i}" for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Keeps processes of this run alive."""
+
+    settings: EngineSettings
+    pool: EnginePool
+    told: Told
+
+    async def keep(self, name: str, ready: asyncio.Event) -> None:
+        """Starts the engine again whenever it ends. Raises `ChildDied` when it does not live."""
+        short_lives = 0
+        while True:
+            began_s = time.monotonic()
+            try:
+                how = await self._life(name, ready)
+            except ChildDied as error:
+                if not ready.is_set():
+                    raise
+                how = str(error)
+            short_lives = short_lives + 1 if time.monotonic() - began_s < SHORT_LIFE_S else 0
+            if short_lives == SHORT_LIVES:
+                raise ChildDied(f"{how}; it ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s, go on with --resume")
+            self.told(how)
+
+    async def _life(self, name: str, ready: asyncio.Event) -> str:
+        """One process from its start to its end; how it ended."""
+        async with self._child(name) as child:
+            url = (await child.line(START_TIMEOUT_S)).decode().strip()
+            ended = asyncio.create_task(child.died(), name=f"{name} process")
+            try:
+                with contextlib.suppress(EngineUnavailable):  # it ended before it was in
+                    await self.pool.join(name, HttpEngine(url))
+                ready.set()
+                return str(await ended)
+            finally:
+                ended.cancel()
+                await self.pool.leave(name)
+
+    def _child(self, name: str) -> Child:
+        settings = self.settings
+        return engine_child(
+            settings.model_dir,
+            settings.engine,
+            settings.model,
+            max_model_len=settings.max_model_len,
+            threads=max(1, settings.threads // settings.engine.count),
+            log=settings.logs / f"{name}.log",
+            name=name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """Keeps asking for servers that are not there."""
+
+    settings: EngineSettings
+    pool: EnginePool
+    failures: list[str]
+
+    async def keep(self, url: str, ready: asyncio.Event) -> None:
+        """Returns when the engine at `url` has joined: from there on the pool looks after it."""
+        while True:
+            try:
+                engine = await connected(
+                    url,
+                    on_update=self.settings.engine.on_update,
+                    model_dir=self.settings.model_dir,
+                    sampling=self.settings.sampling,
+                )
+                await self.pool.join(url, engine)
+                return
+            except EngineUnavailable as error:
+                if not ready.is_set():
+                    self.failures.append(str(error))
+            finally:
+                ready.set()
+            await asyncio.sleep(ASK_AGAIN_S)
