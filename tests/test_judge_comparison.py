@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from shoal.judge.arm import Arm
 from shoal.judge.comparison import (
     EXACT_UP_TO,
-    Arm,
     Judged,
     benjamini_hochberg,
     binned,
@@ -107,7 +107,7 @@ def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score()
     found = compared(results, bin_rounds=10)
     assert [point.solo.mean for point in found.cohort] == [0.4, 0.4, 0.6]
     assert [point.solo.nodes for point in found.raw] == [1, 0, 1]
-    assert math.isnan(found.raw[1].solo.mean)
+    assert found.raw[1].solo.mean is None
     assert found.raw[1].test is None
     assert found.raw[1].q is None
 

@@ -13,6 +13,7 @@
     ├── TrainerError          the trainer process failed or refused a batch
     ├── SandboxUnavailable    this machine has no sandbox to run untrusted programs in
     ├── ExchangeUnavailable   no server of the swarm can be reached; the node goes on alone
+    ├── JudgeError            a judge that cannot be reached, or that refuses what was asked of it
     ├── ChildDied             a child process ended without being asked to
     └── WireError             bytes that are not what they claim to be
 
@@ -70,6 +71,10 @@ class SandboxUnavailable(ShoalError):
 
 class ExchangeUnavailable(ShoalError):
     """No server of the swarm can be reached; trying again may help."""
+
+
+class JudgeError(ShoalError):
+    """A judge that cannot be reached, or that refuses what was asked of it."""
 
 
 class ChildDied(ShoalError):

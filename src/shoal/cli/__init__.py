@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli import judge as judge_commands
 from shoal.cli import rewards as rewards_commands
 from shoal.cli import status as status_command
 from shoal.cli.output import JsonFlag, fail, show
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.add_typer(rewards_commands.app)
+app.add_typer(judge_commands.app)
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 

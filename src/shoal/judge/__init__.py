@@ -7,6 +7,7 @@ judging     one judge: issues challenges, marks answers
 server      the judge over HTTP, with its leaderboard
 page        the leaderboard
 taking      a taker: gets a challenge, asks a model, hands in the answers
+arm         how a node is trained
 comparison  swarm against solo: tests, bands, cohorts (pure)
 figure      the comparison as a picture
 """

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.judge.comparison import Arm, Judged
+from shoal.judge.arm import Arm
+from shoal.judge.comparison import Judged
 from shoal.judge.messages import Challenge, Mark
 from shoal.types import RewardStatus
 

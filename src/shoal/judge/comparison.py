@@ -15,22 +15,16 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import fmean
 
 import numpy as np
+
+from shoal.judge.arm import Arm
 
 EXACT_UP_TO = 100
 """Nodes of both arms together up to which p is exact; beyond it is approximated by the normal distribution."""
 SIGNIFICANT = 0.05
 TEST = "two-sided Mann-Whitney U test per bin of rounds, p adjusted by Benjamini-Hochberg over the bins"
-
-
-class Arm(StrEnum):
-    """How a node is trained."""
-
-    SWARM = "swarm"
-    SOLO = "solo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +51,15 @@ class RankTest:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The nodes of one arm in one bin. Without nodes the numbers are NaN."""
+    """The nodes of one arm in one bin; None where there are none."""
 
     nodes: int
-    mean: float
-    low: float
-    high: float
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{'-' if self.mean is None else f'{self.mean:.3f}'} ({self.nodes})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ def _points(curves: Mapping[Arm, Mapping[str, Mapping[int, float]]], bin_rounds:
 
 def _band(values: Sequence[float]) -> Band:
     if not values:
-        return Band(0, math.nan, math.nan, math.nan)
+        return Band(0)
     return Band(len(values), fmean(values), min(values), max(values))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.errors import ShoalError, TaskError, WireError
+from shoal.errors import JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.judge.book import Book, KeptSitting, Record
 from shoal.judge.commitment import SEED_BYTES, commitment_of, question_index
@@ -67,7 +67,7 @@ class Rules:
     """Challenges of one peer."""
 
 
-class Refused(ShoalError):
+class Refused(JudgeError):
     """A request that is not granted; `status` is HTTP's."""
 
     def __init__(self, status: int, why: str) -> None:

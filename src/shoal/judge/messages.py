@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from shoal import wire
 from shoal.errors import WireError
-from shoal.judge.comparison import Arm
+from shoal.judge.arm import Arm
 from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
 from shoal.types import Message, RewardStatus
 

@@ -1,0 +1,135 @@
+"""`shoal judge ...`: models asked and marked by somebody without a stake in the answers."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import JsonFlag, show
+from shoal.errors import RunDirError
+from shoal.judge.arm import Arm
+
+app = typer.Typer(name="judge", help="Challenge models and mark their answers.", no_args_is_help=True)
+
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the judge.")]
+JudgeOption = Annotated[str | None, typer.Option(help="The judge's peer id, if any other is to be refused.")]
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Whose [[tasks]] are asked; SAPO's nine if none.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Its key and its book.")] = Path("runs/judge"),
+    host: Annotated[str, typer.Option(help="Loopback unless told otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8300,
+    questions: Annotated[int, typer.Option(min=1, max=50, help="Of every specialty in a challenge.")] = 3,
+    sitting_s: Annotated[float, typer.Option(min=1, help="Seconds that one seed is used.")] = 3600.0,
+    answer_s: Annotated[float, typer.Option(min=1, help="Seconds to answer a challenge.")] = 600.0,
+    every_s: Annotated[float, typer.Option(min=0.01, help="Seconds between a peer's challenges, on average.")] = 30.0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 1,
+) -> None:
+    """Issue challenges and mark answers, until Ctrl-C. Prints the address of the leaderboard."""
+    import uvloop
+
+    from shoal.judge.judging import Rules
+    from shoal.run.judging import serve_judge
+
+    def announce(url: str, peer_id: str) -> None:
+        print(url, f"peer id {peer_id}", sep="\n")
+        sys.stdout.flush()
+
+    rules = Rules(questions, sitting_s, answer_s, peer_every_s=every_s)
+    uvloop.run(serve_judge(config, folder, rules, host=host, port=port, workers=workers, announce=announce))
+
+
+@app.command()
+def take(
+    judge_url: UrlArgument,
+    engine: Annotated[str, typer.Option(help="OpenAI-compatible URL of the model, with /v1.")],
+    model: Annotated[str, typer.Option(help="Its name there, and on the leaderboard.")],
+    identity: Annotated[Path, typer.Option(help="The peer's key; made when there is none.")] = Path(
+        "runs/taker/identity.pem"
+    ),
+    arm: Annotated[Arm, typer.Option(help="How it is trained.")] = Arm.SOLO,
+    round_: Annotated[int, typer.Option("--round", min=0, help="Training rounds that it has behind it.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+    temperature: Annotated[float | None, typer.Option(min=0, help="The server's own when unset.")] = None,
+    key_env: Annotated[str, typer.Option(help="Environment variable with the model's API key.")] = "OPENAI_API_KEY",
+    judge: JudgeOption = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Have a model judged once: get a challenge, answer it, print the verdict."""
+    from shoal.judge.taking import ModelAt
+    from shoal.judge.taking import take as take_challenge
+    from shoal.swarm.identity import Identity
+
+    at = ModelAt(engine, model, os.environ.get(key_env, ""), max_tokens, temperature)
+    key = Identity.load(identity)
+    challenge, verdict = asyncio.run(
+        take_challenge(judge_url.rstrip("/"), at, key, arm=arm, round_=round_, judge=judge)
+    )
+    passed: dict[str, list[bool]] = {}
+    for mark in verdict.marks:
+        passed.setdefault(mark.specialty, []).append(mark.passed)
+    values: dict[str, object] = {
+        "peer_id": key.peer_id,
+        "challenge": challenge.id,
+        "sitting": challenge.sitting,
+        "attempt": challenge.attempt,
+        "pass@1": verdict.score,
+    }
+    show(values | {name: sum(one) / len(one) for name, one in passed.items()}, json_)
+
+
+@app.command()
+def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = False) -> None:
+    """Check a judge: its seeds, its questions and its marks are made again. Exit code 1 when something is wrong."""
+    from shoal.run.judging import audit_judge
+
+    checked, wrong = asyncio.run(audit_judge(judge_url.rstrip("/"), judge))
+    if json_:
+        print(json.dumps({"challenges": checked, "wrong": wrong}))
+    else:
+        print(*wrong, f"{checked} challenges checked, {len(wrong)} complaints", sep="\n")
+    raise typer.Exit(1 if wrong else 0)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the judge.")],
+    bin_: Annotated[int, typer.Option("--bin", min=1, help="Rounds in one point of the curve.")] = 25,
+    reached: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of each arm's nodes that must have reached the horizon.")
+    ] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="The picture; report.png in the folder when unset.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Draw swarm against solo by normalised round, with a test at every point; raw, and of a fixed cohort."""
+    import time
+
+    from shoal.judge.book import FILE, Book
+    from shoal.judge.comparison import TEST, compared
+    from shoal.judge.figure import comparison_png
+
+    if not (folder / FILE).is_file():
+        raise RunDirError(f"{folder} is no judge's folder: {folder / FILE} is missing")
+    book = Book(folder)
+    results = book.judged(time.time())
+    book.close()
+    found = compared(results, bin_rounds=bin_, reached_by=reached)
+    path = out or folder / "report.png"
+    path.write_bytes(comparison_png(found))
+    if json_:
+        print(json.dumps({"test": TEST, "challenges": len(results), **asdict(found), "picture": str(path)}))
+        return
+    for name, points in (("raw", found.raw), ("cohort", found.cohort)):
+        for point in points:
+            q = "  no test" if point.q is None else f"q {point.q:7.4f}"
+            print(f"{name:<6} round {point.round:>6}  swarm {point.swarm}  solo {point.solo}  {q}")
+    print(f"{TEST}\n{path}")

@@ -1,0 +1,91 @@
+"""`shoal judge serve` and `audit`: a judge with all that it needs."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import Config, RewardConfig, TaskConfig, load
+from shoal.errors import ConfigError
+from shoal.judge.book import Book
+from shoal.judge.judging import Judge, Rules
+from shoal.judge.messages import Specialty
+from shoal.judge.server import JudgeServer
+from shoal.judge.taking import audited
+from shoal.rewards.service import RewardService
+from shoal.run.serving import listening_socket
+from shoal.swarm.identity import Identity
+from shoal.tasks.drawer import Drawer
+from shoal.tasks.library import ReasoningGymService
+from shoal.types import Split
+
+NINE = (
+    "base_conversion",
+    "basic_arithmetic",
+    "arc_1d",
+    "bf",
+    "propositional_logic",
+    "fraction_simplification",
+    "decimal_arithmetic",
+    "calendar_arithmetic",
+    "binary_matrix",
+)
+"""SAPO's specialties, with the settings of reasoning-gym."""
+SCORE_TIMEOUT_S = 3.0
+
+
+async def serve_judge(
+    config: Path | None,
+    folder: Path,
+    rules: Rules,
+    *,
+    host: str,
+    port: int,
+    workers: int,
+    announce: Callable[[str, str], None],
+) -> None:
+    """Judges until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`."""
+    tasks = _tasks(load(config)) if config else [TaskConfig(name=name) for name in NINE]
+    identity = Identity.load(folder / "identity.pem")
+    async with AsyncExitStack() as stack:
+        drawer = stack.enter_context(Drawer())
+        specialties = [specialty_of(task, drawer) for task in tasks]
+        book = Book(folder)
+        stack.callback(book.close)
+        rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
+        scorer = await stack.enter_async_context(RewardService(rewards))
+        judge = Judge(book, identity, specialties, drawer, scorer, rules)
+        judge.ledger()  # committed to before anybody can ask
+        listening = stack.enter_context(listening_socket(host, port))
+        bound_host, bound_port = listening.getsockname()[:2]
+        announce(f"http://{bound_host}:{bound_port}", identity.peer_id)
+        app = JudgeServer(judge, [one.dataset for one in specialties]).app
+        await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve(sockets=[listening])
+
+
+async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
+    """How many challenges were checked, and what is wrong with them. Raises a `ShoalError`."""
+    async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
+        with Drawer() as drawer:
+            return await audited(url, drawer, scorer, judge=judge)
+
+
+def specialty_of(task: TaskConfig, drawer: Drawer) -> Specialty:
+    """A task as judges state it; its first question is drawn to see that it can be. Raises `TaskError`."""
+    service = ReasoningGymService(task, 0, drawer)
+    receipt = service.draw(Split.EVAL, 0).receipt
+    assert receipt is not None
+    rewrite = tuple((pattern, replacement) for pattern, replacement in task.rewrite)
+    return Specialty(task.name, receipt.dataset_version, receipt.config, task.system_prompt, rewrite)
+
+
+def _tasks(config: Config) -> list[TaskConfig]:
+    """Raises `ConfigError` for tasks that nobody else could draw again and score."""
+    for task in config.tasks:
+        if task.service != "reasoning_gym" or task.scorer is not None:
+            raise ConfigError(f"tasks.{task.name}: a judge asks reasoning-gym datasets with their own scorers only")
+    names = [task.name for task in config.tasks]
+    if len(set(names)) != len(names):
+        raise ConfigError("tasks: a judge asks each dataset with one configuration")
+    return list(config.tasks)
