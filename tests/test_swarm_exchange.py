@@ -21,7 +21,8 @@ from shoal.clock import run_virtual
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.swarm.exchange import KEPT_PER_AUTHOR, MemoryHub
-from shoal.swarm.nats import NatsExchange, NatsOptions
+from shoal.swarm.nats import NatsExchange
+from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions, server_config
 
 

@@ -282,6 +282,29 @@ class MetricsConfig(Section):
     wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
 
 
+class SwarmConfig(Section):
+    """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
+
+    servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
+    name: str = Field("reef", description="Of the swarm; nodes hear those of the same name only.")
+    external_groups: int = Field(
+        0, ge=0, description="Groups of peers that a step trains besides its own (J), fewer when fewer are there."
+    )
+    share: str = Field(
+        "all",
+        description="Own groups shared: all, informative, budget:N (bytes/s), demand or module:function.",
+    )
+    take: str = Field(
+        "informative",
+        description="Peers' groups taken: informative, usable, rewarding, diverse, trusted or module:function.",
+    )
+    negatives: Literal["keep", "drop", "weight"] = Field(
+        "keep", description="Negative advantages of peers' answers: as they are, 0, or by how likely they are here."
+    )
+    fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
+    reuse: int = Field(1, ge=1, description="How often one group of a peer may be trained.")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -297,6 +320,7 @@ class Config(Section):
     eval: EvalConfig = Field(EvalConfig())
     checkpoint: CheckpointConfig = Field(CheckpointConfig())
     metrics: MetricsConfig = Field(MetricsConfig())
+    swarm: SwarmConfig = Field(SwarmConfig())
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

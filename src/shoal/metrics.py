@@ -72,6 +72,13 @@ STEP_NAMES: Mapping[str, str] = {
     "scorer_run_p99_s": "The same, 99th percentile.",
     "redrawn": "Groups dropped since the step before because their rewards were all equal (dynamic sampling).",
     "failed": "Groups that failed since the step before, for reasons that are not the policy's.",
+    "external": "Groups of peers that the step trained; they are in no other number above but the trainer's.",
+    "external_missing": "Groups of peers that the step would have trained, had they been there.",
+    "reward_external": "Mean reward that this node's scorer gave to peers' answers trained by the step; selected ones.",
+    "offers_shared": "Groups given to the swarm since the step before.",
+    "offers_admitted": "Offers let in since the step before; verified, but not scored yet.",
+    "offers_refused": "What came from the swarm and was refused since the step before, for any reason.",
+    "peers": "Peers that are remembered.",
 }
 EVAL_NAMES: Mapping[str, str] = {
     "sampled": "Mean score on held-out questions, answers drawn as in training.",
@@ -81,7 +88,10 @@ EVAL_NAMES: Mapping[str, str] = {
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }
-COUNTS = frozenset({"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed"})
+COUNTS = frozenset(
+    {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed"}
+    | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
+)
 """Names that count since the step before, so that their sum over the steps is of the whole run."""
 
 

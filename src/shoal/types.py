@@ -241,6 +241,10 @@ class Rollout:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
+EXTERNAL = "external/"
+"""What the ids of groups begin with that peers drew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The rollouts of one task: the unit of advantage, of the buffer and of exchange."""
@@ -249,6 +253,11 @@ class Group:
     task: Task
     rollouts: tuple[Rollout, ...]
     admitted_version: int
+
+    @property
+    def external(self) -> bool:
+        """Whether a peer drew it, as text."""
+        return self.id.startswith(EXTERNAL)
 
     @property
     def finished(self) -> tuple[Rollout, ...]:

@@ -14,6 +14,7 @@ MODULES = {
     "engine": "engine",
     "gateway": "gateway",
     "packing": "packing",
+    "swarm": "swarm",
     "trainer": "trainer",
     "trl": "trl",
 }

@@ -18,6 +18,7 @@ from shoal import wire
 from shoal.buffer.log import RunMeta, read_meta, snapshot
 from shoal.buffer.raw import RawGroup, RawRollout, RawTask, read_groups, rollout_id
 from shoal.errors import WireError
+from shoal.types import EXTERNAL
 
 KEPT_IDS = 100
 """Offending ids remembered per check; all are counted."""
@@ -190,7 +191,8 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
     waiting: dict[int, _Seen] = {}
     for step, horizon, chosen in _choices(connection):
         while ahead is not None and ahead.finished_seq <= horizon:
-            waiting[ahead.finished_seq] = ahead
+            if not ahead.id.startswith(EXTERNAL):  # it was never on offer
+                waiting[ahead.finished_seq] = ahead
             ahead = next(groups, None)
         waiting = {seq: seen for seq, seen in waiting.items() if seq in chosen or seen.waits_at(step)}
         for seq, group_id in chosen.items():
@@ -210,7 +212,9 @@ def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[in
     """(step, horizon, ids of the groups by finished_seq) of each time groups were taken."""
     rows = connection.execute(
         "SELECT step, horizon, finished_seq, COALESCE(group_id, 'finished_seq ' || finished_seq) "
-        "FROM consumed LEFT JOIN groups USING (finished_seq) ORDER BY step, horizon"
+        "FROM consumed LEFT JOIN groups USING (finished_seq) "
+        "WHERE group_id IS NULL OR group_id NOT LIKE ? ORDER BY step, horizon",
+        (f"{EXTERNAL}%",),
     )
     for (step, horizon), chosen in groupby(rows, key=itemgetter(0, 1)):
         yield step, horizon, {seq: group_id for _, _, seq, group_id in chosen}

@@ -15,7 +15,7 @@ from shoal.buffer.gate import AdmissionGate
 from shoal.buffer.log import ConsumedGroup, LockedLog, RunMeta, StepRecord
 from shoal.buffer.writer import LogWriter
 from shoal.errors import RunDirError
-from shoal.types import Group
+from shoal.types import EXTERNAL, Group
 
 STALE = "stale"
 """The reason of groups that were older than eta when they could have been consumed."""
@@ -87,8 +87,12 @@ class Buffer:
         self.wasted_tokens: Counter[str] = Counter()
         """Drawn for groups that were dropped, by task service, since this process began."""
         self._on_room: Callable[[], None] | None = None
+        self._on_finished: Callable[[Group], None] | None = None
         self.recovered = self._recover(opened)
-        self.counts: dict[str, TaskCounts] = read_task_counts(opened.connection)
+        counts = read_task_counts(opened.connection)
+        own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
+        self.counts: dict[str, TaskCounts] = own
+        """Per task service, of the groups that this node drew."""
         self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
 
     @classmethod
@@ -202,8 +206,16 @@ class Buffer:
         self._taken.update({waited.group.id: _Taken(waited, version, self._horizon) for waited in chosen})
         return [waited.group for waited in chosen]
 
-    async def consumed(self, step: int, version: int, group_ids: Sequence[str], *, version_after: int) -> None:
+    def on_finished(self, hear: Callable[[Group], None]) -> None:
+        """Calls `hear` with every usable group as soon as it is durable. It must return at once."""
+        self._on_finished = hear
+
+    async def consumed(
+        self, step: int, version: int, group_ids: Sequence[str], *, version_after: int, external: Sequence[Group] = ()
+    ) -> None:
         """Records, in one transaction, that `step` trains these groups, in this order, under `version`.
+
+        Then the `external` ones, which peers drew: they enter the log here, were never on offer and pass no gate.
 
         `version_after` is `version + 1` when the step ends with a push. Await it before the weights that come of the
         step are published: a log that knows the step can replay it, so nothing that was drawn from them is orphaned.
@@ -223,9 +235,19 @@ class Buffer:
             rows.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from))
             self._counts(one.waited.group.task.service).consumed += 1
             del self._taken[one.waited.group.id]
-        self._last_step = step
+        if any(not group.external or group.oldest_version > version for group in external):
+            raise ValueError(f"step {step}: expected external groups of version {version} or older")
+        after, self._last_step = self._last_step, step
         record = StepRecord(step, version, version_after)
-        await self._writer.commit(lambda c: log.insert_step(c, record, rows))
+
+        def write(connection: sqlite3.Connection) -> None:
+            foreign = []
+            for group in external:
+                seq = log.insert_external(connection, group, after)
+                foreign.append(ConsumedGroup(seq, seq, group.oldest_version))
+            log.insert_step(connection, record, [*rows, *foreign])
+
+        await self._writer.commit(write)
 
     async def drop(self, group_ids: Sequence[str], reason: str) -> None:
         """Gives up groups that were taken and will not be trained on; others may start in their place."""
@@ -276,8 +298,7 @@ class Buffer:
             insort(self._waiting, _Waiting(group.oldest_version, seq, group))
             self._horizon = seq
         version = last.version_after if last else 0
-        used = connection.execute("SELECT COUNT(*) FROM consumed").fetchone()[0]
-        self.gate.recover(version=version, accepted=used + len(self._waiting))
+        self.gate.recover(version=version, accepted=log.count_used(connection) + len(self._waiting))
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
 
     async def _admission(self) -> int:
@@ -325,6 +346,8 @@ class Buffer:
         insort(self._waiting, _Waiting(group.oldest_version, seq, group))
         self._admit_waiting()
         self._wake_taker()
+        if self._on_finished is not None:
+            self._on_finished(group)
 
     def _drop_late(self, version: int) -> None:
         """Drops the groups of which nothing may be trained under `version`."""

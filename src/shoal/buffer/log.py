@@ -9,6 +9,8 @@
     checkpoints  the steps after which a checkpoint was saved
 
 Everything else (counts, staleness, what waits, what a crash interrupted) is derived from these.
+A group that a peer drew (its id begins with "external/") is written whole, in the transaction of the step that trains
+it; no gate counted it, and it waited for nobody.
 `after_step` is the last step consumed when a row was written, -1 before the first.
 
 SQLite runs in WAL mode with synchronous=NORMAL: what is committed survives the death of any process at any moment;
@@ -26,7 +28,7 @@ from typing import IO, Literal
 
 from shoal import wire
 from shoal.errors import RunDirError
-from shoal.types import Group, Rollout, Task
+from shoal.types import EXTERNAL, Group, Rollout, Task
 
 FORMAT = "1"
 FILE = "log.sqlite"
@@ -232,6 +234,12 @@ def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) 
     return seq
 
 
+def insert_external(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
+    """Records a group that a peer drew, which started and finished here at once; gives its finished_seq."""
+    insert_started(connection, group.id, f"{EXTERNAL}{group.task.service}", group.admitted_version, after_step)
+    return insert_group(connection, group, after_step)
+
+
 def insert_ended(
     connection: sqlite3.Connection,
     group_ids: Sequence[str],
@@ -292,6 +300,12 @@ def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
         (step,),
     ).fetchall()
     return [_group(connection, *row) for row in rows]
+
+
+def count_used(connection: sqlite3.Connection) -> int:
+    """How many groups that passed the gate were trained on."""
+    query = "SELECT COUNT(*) FROM consumed JOIN groups USING (finished_seq) WHERE group_id NOT LIKE ?"
+    return int(connection.execute(query, (f"{EXTERNAL}%",)).fetchone()[0])
 
 
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:

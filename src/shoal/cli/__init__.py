@@ -14,6 +14,7 @@ import typer
 from shoal.cli import judge as judge_commands
 from shoal.cli import rewards as rewards_commands
 from shoal.cli import status as status_command
+from shoal.cli import swarm as swarm_commands
 from shoal.cli.output import JsonFlag, fail, show
 from shoal.errors import ShoalError
 
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(swarm_commands.app)
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.add_typer(rewards_commands.app)

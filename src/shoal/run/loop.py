@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -28,6 +29,8 @@ from shoal.metrics import Trackers
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
+from shoal.swarm.negatives import weighed_negatives
+from shoal.swarm.node import Node
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.advantage import is_informative, mask_tokens, step_samples
@@ -59,6 +62,7 @@ class Parts:
     desk: SingleTurn
     eval_tasks: Sequence[Task]
     trackers: Trackers
+    swarm: Node | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +94,7 @@ class TrainLoop:
         self._busy_s = 0.0
         self._recorded_s = time.monotonic()
         self._lost = self._losses()
+        self._exchanged: dict[str, int] = {}
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""
@@ -153,12 +158,17 @@ class TrainLoop:
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
         take = informative_groups if self._config.train.dynamic_sampling else Buffer.take
-        groups = await take(parts.buffer, self._config.train.groups_per_step, version)
-        rows, late_tokens = self._rows(groups, version)
+        async with asyncio.TaskGroup() as both:
+            taking = both.create_task(take(parts.buffer, self._config.train.groups_per_step, version))
+            # While the step waits for groups of its own, the trainer is free to encode those of peers.
+            encoding = both.create_task(self._external_groups(version))
+        groups, external = taking.result(), encoding.result()
+        rows, late_tokens = self._rows([*groups, *external], version)
         version_after = version + 1 if push else version
+        ids = [group.id for group in groups]
         async with asyncio.TaskGroup() as both:
             recorded = both.create_task(
-                parts.buffer.consumed(step, version, [group.id for group in groups], version_after=version_after)
+                parts.buffer.consumed(step, version, ids, version_after=version_after, external=external)
             )
             trained = both.create_task(parts.trainer.step(rows, version))
         assert recorded.done()
@@ -167,11 +177,26 @@ class TrainLoop:
         if push:
             await self._publish(version_after)
             self._serve_newest()
-        parts.trackers.log(step + 1, self._step_values(version, groups, stats, late_tokens))
+        values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external)
+        parts.trackers.log(step + 1, values)
+
+    async def _external_groups(self, version: int) -> list[Group]:
+        """What peers offer of use to a step; none without a swarm."""
+        if self._parts.swarm is None:
+            return []
+        temperature = self._config.rollout.temperature
+        return await self._parts.swarm.external_groups(
+            version, partial(self._parts.trainer.logprobs, temperature=temperature)
+        )
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
         """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
         rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
+        negatives = self._config.swarm.negatives
+        rows = [
+            weighed_negatives(group, group_rows, negatives) if group.external else group_rows
+            for group, group_rows in zip(groups, rows, strict=True)
+        ]
         late_tokens: Counter[str] = Counter()
         if self._config.asynchrony.late != "mask_tokens":
             return rows, late_tokens
@@ -258,6 +283,21 @@ class TrainLoop:
         }
         self._busy_s, self._recorded_s = 0.0, now
         return values
+
+    def _swarm_values(self, external: Sequence[Group]) -> dict[str, float]:
+        """What a step logs of the swarm; nothing without one."""
+        node = self._parts.swarm
+        if node is None:
+            return {}
+        before, self._exchanged = self._exchanged, node.totals()
+        rewards = [rollout.reward.value for group in external for rollout in group.finished]
+        return {
+            "external": len(external),
+            "external_missing": self._config.swarm.external_groups - len(external),
+            **({"reward_external": fmean(rewards)} if rewards else {}),
+            **{name: count - before.get(name, 0) for name, count in self._exchanged.items()},
+            "peers": len(node.door.peers),
+        }
 
     def _losses_since(self) -> dict[str, float]:
         """How many groups were lost since the step before, by cause."""

@@ -29,13 +29,14 @@ from shoal.buffer import Buffer, RunMeta, task_counts
 from shoal.buffer.log import FILE as LOG
 from shoal.config import Config, to_toml
 from shoal.errors import ChildDied, ConfigError, RunDirError
-from shoal.interfaces import Engine, Scorer
+from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.metrics import Record, trackers_of
 from shoal.process import Child
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
+from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, check_run_dir, prepare
 from shoal.run.waits import telling_waits
 from shoal.tasks.adjust import Bounds, Change
@@ -75,6 +76,7 @@ class Outcome:
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
     """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
     run_dir = Path(config.run_dir)
+    check_membership(config)
     check_run_dir(run_dir, resume=resume)
     with prepare(config) as prepared, nothing_left_behind(run_dir):
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
@@ -120,10 +122,11 @@ async def train(
     scorer: Scorer | None = None,
     desk: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
+    exchange: Exchange | None = None,
 ) -> Outcome:
     """Trains to the configured number of steps and measures before and after.
 
-    `scorer` replaces the worker processes, and `desk` how tasks are answered.
+    `scorer` replaces the worker processes, `desk` how tasks are answered, and `exchange` the servers of the swarm.
     """
     threads = threads or compute_threads()
     run_dir = Path(config.run_dir)
@@ -159,8 +162,9 @@ async def train(
             )
             store = WeightStore(run_dir / "weights")
             eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-            parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, eval_tasks, trackers)
-            return await _run_parts(parts, prepared, trainer_child)
+            async with joined(config, prepared, run_dir, answering.scorer, exchange) as node:
+                parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, eval_tasks, trackers, node)
+                return await _run_parts(parts, prepared, trainer_child)
 
 
 @asynccontextmanager
@@ -215,6 +219,9 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
                 tasks.create_task(loop.serve_versions(), name="serving versions"),
                 tasks.create_task(loop.watch_engine(), name="watching the engine"),
             ]
+            if parts.swarm is not None:
+                parts.buffer.on_finished(parts.swarm.own_group)
+                background.append(tasks.create_task(parts.swarm.run(), name="swarm"))
             await loop.run(tasks)
             trained_s = time.monotonic() - training_s
             drawing.cancel()  # what it has in flight must not slow the evaluation

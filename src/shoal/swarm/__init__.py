@@ -7,6 +7,7 @@ trust      which bytes are let in, and what is known of who sent them (pure)
 strategy   what is shared and what is taken (pure)
 encoding   foreign text as rows of this node's tokenizer (pure)
 exchange   envelopes in memory, for tests and simulations
+options    where a swarm meets
 nats       envelopes through NATS JetStream
 server     a nats-server of one's own
 node       all of these beside the buffer of one training run

@@ -9,6 +9,9 @@ from collections import defaultdict, deque
 
 from shoal.errors import ExchangeUnavailable
 
+MOST_BEHIND = 2048
+"""Frames that a member reads up on; one that is further behind skips to the newest half of these, for old offers are
+worth little and in a large swarm there are more of them than anybody can read."""
 KEPT_PER_AUTHOR = 128
 """Frames of one author and kind. An author that floods pushes out its own frames and nobody else's."""
 
@@ -86,6 +89,8 @@ class MemoryExchange:
 
     def _following(self, most: int) -> list[bytes]:
         found: list[bytes] = []
+        if self._hub.end - self._next > MOST_BEHIND:
+            self._next = self._hub.end - MOST_BEHIND // 2
         while len(found) < most and self._next < self._hub.end:
             frame = self._hub.frames.get(self._next)
             if frame is not None:

@@ -13,10 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-import re
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +25,10 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy,
 from nats.js.client import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from shoal.errors import ConfigError, ExchangeUnavailable
+from shoal.errors import ExchangeUnavailable
 from shoal.swarm.envelope import MAX_FRAME_BYTES
-from shoal.swarm.exchange import KEPT_PER_AUTHOR
+from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND
+from shoal.swarm.options import NatsOptions
 
 CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0
@@ -41,36 +39,8 @@ RETRY_S = (0.25, 4.0)
 """First and longest pause between two attempts to connect."""
 CONSUMER_IDLE_S = 60.0
 STREAM_BYTES = 256 * 1024 * 1024
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError)
 # ValueError: nats-py raises it for what a server says that it cannot read.
-
-
-@dataclass(frozen=True, slots=True)
-class NatsOptions:
-    """Where a swarm meets."""
-
-    servers: tuple[str, ...]
-    """URLs: nats://, tls:// or ws://, with user and password or a token in them if the server wants these."""
-    swarm: str
-    history_s: float = 3600.0
-    """How long the stream keeps frames, and how far back a late joiner reads."""
-    credentials: Path | None = None
-    """A NATS .creds file, or an nkey seed."""
-    tls_ca: Path | None = None
-    """Whom to trust besides the system's authorities."""
-
-    def __post_init__(self) -> None:
-        if not self.servers:
-            raise ConfigError("swarm.servers: expected at least one URL, got none")
-        for url in self.servers:
-            if url.partition("://")[0] not in ("nats", "tls", "ws", "wss"):
-                raise ConfigError(f"swarm.servers: expected nats://HOST:PORT or tls://HOST:PORT, got {url!r}")
-        if not _NAME.fullmatch(self.swarm):
-            raise ConfigError(f"swarm.name: expected letters, digits, - and _, got {self.swarm!r}")
-        for field, path in (("credentials", self.credentials), ("tls_ca", self.tls_ca)):
-            if path is not None and not path.is_file():
-                raise ConfigError(f"swarm.{field}: {path} does not exist")
 
 
 class NatsExchange:
@@ -146,7 +116,14 @@ class NatsExchange:
         except TimeoutError:
             await self._consumer.consumer_info()  # a server that lost its state has no such consumer, and says nothing
             return []
-        return [message.data for message in messages if self._is_next(message)]
+        frames = [message.data for message in messages if self._is_next(message)]
+        behind = messages[-1].metadata.num_pending if messages else 0
+        if behind > MOST_BEHIND:
+            await self._consumer.unsubscribe()
+            self._consumer = await self._follow(
+                self._client.jetstream(), skip_to=self._last_number + behind - MOST_BEHIND // 2
+            )
+        return frames
 
     def _is_next(self, message: Msg) -> bool:
         """Whether a message is one to read, and not the last one once more."""
@@ -187,12 +164,13 @@ class NatsExchange:
                 return client
         raise failure
 
-    async def _follow(self, stream: JetStreamContext) -> JetStreamContext.PullSubscription:
-        """A consumer of everything after the last frame that was read."""
+    async def _follow(self, stream: JetStreamContext, skip_to: int | None = None) -> JetStreamContext.PullSubscription:
+        """A consumer of everything after the last frame that was read, or from a number of the stream on."""
         await self._ensure_stream(stream)
         config = ConsumerConfig(
-            deliver_policy=DeliverPolicy.BY_START_TIME,
-            opt_start_time=self._last_time,
+            deliver_policy=DeliverPolicy.BY_START_TIME if skip_to is None else DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_time=self._last_time if skip_to is None else None,
+            opt_start_seq=skip_to,
             ack_policy=AckPolicy.NONE,
             inactive_threshold=CONSUMER_IDLE_S,
             mem_storage=True,
@@ -249,13 +227,3 @@ def _where(credentials: Path | None, *, jwt: bool) -> str | None:
     if credentials is None or ("BEGIN NATS USER JWT" in credentials.read_text()) != jwt:
         return None
     return str(credentials)
-
-
-def options_of(servers: Sequence[str], swarm: str, *, credentials: str | None, tls_ca: str | None) -> NatsOptions:
-    """Options from plain settings. Raises `ConfigError`."""
-    return NatsOptions(
-        tuple(servers),
-        swarm,
-        credentials=Path(credentials).expanduser() if credentials else None,
-        tls_ca=Path(tls_ca).expanduser() if tls_ca else None,
-    )

@@ -20,7 +20,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import TaskError
 from shoal.process import receive_frame, send_frame
-from shoal.types import Split, Task
+from shoal.types import Receipt, Split, Task
 
 DRAW_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
@@ -55,11 +55,22 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     index: int
 
 
+class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
+    """The question of a receipt, please."""
+
+    spec: Spec
+    receipt: Receipt
+
+
 class Reply(msgspec.Struct, frozen=True):
-    """The config of a `Check`, the task of a `Draw`, or why there is none."""
+    """The config of a `Check`, the task of a `Draw` or `Redraw`, or why there is none."""
 
     config: str = ""
     task: Task | None = None
+    question: str = ""
+    """Of a `Redraw`: as the dataset gives it, before it is rewritten."""
+    split: Split | None = None
+    """Of a `Redraw`: where the question belongs."""
     error: str = ""
 
 
@@ -99,6 +110,16 @@ class Drawer:
         assert task is not None
         return task
 
+    def redraw(self, spec: Spec, receipt: Receipt) -> tuple[str, Task, Split]:
+        """The raw question of a receipt, the task that `spec` makes of it, and the split it belongs to.
+
+        Raises `TaskError` when this process has another release of the dataset, or the receipt gives no question.
+        """
+        reply = self._ask(Redraw(spec, receipt), spec.dataset)
+        assert reply.task is not None
+        assert reply.split is not None
+        return reply.question, reply.task, reply.split
+
     def close(self) -> None:
         """Ends the child."""
         with self._turn:
@@ -106,7 +127,7 @@ class Drawer:
                 self._child.kill()
                 self._child = None
 
-    def _ask(self, request: Check | Draw, dataset: str) -> Reply:
+    def _ask(self, request: Check | Draw | Redraw, dataset: str) -> Reply:
         with self._turn:
             try:
                 reply = self._answer(wire.encode(request))

@@ -7,7 +7,7 @@ import socket
 from shoal import procedural, wire
 from shoal.errors import TaskError
 from shoal.process import die_with_parent, receive_frame, send_frame
-from shoal.tasks.drawer import Check, Draw, Reply, Spec
+from shoal.tasks.drawer import Check, Draw, Redraw, Reply, Spec
 from shoal.tasks.split import prompt, rewritten, split_of
 from shoal.types import Receipt, Split, Task, seed_for
 
@@ -39,12 +39,24 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
     raise TaskError(f"{spec.dataset}: {reason}")
 
 
-def reply_to(request: Check | Draw) -> Reply:
+def redrawn(spec: Spec, receipt: Receipt) -> Reply:
+    """The question and the task of a receipt. Raises `TaskError`."""
+    entry = procedural.entry_of(receipt)
+    question = rewritten(entry.question, spec.rewrite)
+    messages = prompt(spec.system_prompt, question)
+    task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
+    task = Task(task_id, spec.dataset, messages, entry.truth, receipt=receipt)
+    return Reply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
+
+
+def reply_to(request: Check | Draw | Redraw) -> Reply:
     """What the main process is told."""
     try:
         if isinstance(request, Check):
             params = json.loads(request.params)
             return Reply(config=procedural.config_json(request.dataset, params, request.level))
+        if isinstance(request, Redraw):
+            return redrawn(request.spec, request.receipt)
         return Reply(task=drawn_task(request.spec, request.split, request.seed, request.index))
     except TaskError as error:
         return Reply(error=str(error))
@@ -58,7 +70,7 @@ def main() -> None:
     with socket.socket(fileno=parser.parse_args().fd) as connection:
         send_frame(connection, wire.encode(Reply()))
         while (frame := receive_frame(connection)) is not None:
-            request: Check | Draw = wire.decode(frame, Check | Draw)  # type: ignore[arg-type]
+            request: Check | Draw | Redraw = wire.decode(frame, Check | Draw | Redraw)  # type: ignore[arg-type]
             send_frame(connection, wire.encode(reply_to(request)))
 
 

@@ -46,6 +46,10 @@ class JsonlService:
         """As configured."""
         return self._name
 
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """All of a split, in the order of the file."""
+        return self._tasks[split]
+
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; each epoch goes through all questions of the split once."""
         tasks = self._tasks[split]

@@ -36,6 +36,11 @@ class ReasoningGymService:
         """Of the dataset."""
         return self._spec.dataset
 
+    @property
+    def spec(self) -> Spec:
+        """What its questions depend on besides split, seed and index."""
+        return self._spec
+
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; mostly 0.3 ms, for some puzzles 0.1 s. Raises `TaskError`."""
         task = self._drawer.draw(self._spec, split, self._seed, index)

@@ -44,9 +44,12 @@ class TrainerProcess:
         """One training step, after `version` was published."""
         return (await self._ask(m.Step(tuple(groups), version), m.Stepped)).stats
 
-    async def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
-        """For each row of L tokens the L - 1 logprobs (nats, temperature 1) of tokens 1..L-1."""
-        return (await self._ask(m.Logprobs(tuple(tuple(row) for row in rows)), m.Scored)).logprobs
+    async def logprobs(
+        self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> tuple[tuple[float, ...], ...]:
+        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
+        request = m.Logprobs(tuple(tuple(row) for row in rows), temperature)
+        return (await self._ask(request, m.Scored)).logprobs
 
     async def publish(self, path: Path, *, push: bool = True) -> float:
         """Writes the weights to a safetensors file; seconds it took. `push` says whether it counts as a push."""

@@ -93,9 +93,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the logprobs of whole rows, at temperature 1 as `Engine.score` gives them."""
+    """Asks for the logprobs of whole rows; at temperature 1 they are what `Engine.score` gives."""
 
     rows: tuple[tuple[int, ...], ...]
+    temperature: float = 1.0
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):

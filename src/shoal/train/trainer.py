@@ -115,15 +115,15 @@ class Trainer:
             seconds=time.perf_counter() - started,
         )
 
-    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each row of L tokens the L - 1 logprobs (nats) at temperature 1 of tokens 1..L-1.
+    def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1.
 
-        What `Engine.score` gives for the same weights, up to rounding.
+        At temperature 1 what `Engine.score` gives for the same weights, up to rounding.
         """
         result: list[list[float]] = []
         with torch.no_grad(), self._precision():
             for row in rows:
-                logp_T, _ = packed_logprobs(self.model, self._long(row), [len(row)])
+                logp_T, _ = packed_logprobs(self.model, self._long(row), [len(row)], temperature=temperature)
                 result.append(logp_T[1:].tolist())
         return result
 

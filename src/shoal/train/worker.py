@@ -94,8 +94,8 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
     match request:
         case Step(groups, version):
             return Stepped(trainer.step(groups, version))
-        case Logprobs(rows):
-            return Scored(tuple(tuple(row) for row in trainer.logprobs(rows)))
+        case Logprobs(rows, temperature):
+            return Scored(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
         case Publish(path, push):
             trainer.write_weights(Path(path))
             if push:

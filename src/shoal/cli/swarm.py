@@ -1,0 +1,112 @@
+"""`shoal swarm ...`: a place to meet, and what goes on there."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import JsonFlag, show
+from shoal.errors import ConfigError, RunDirError
+
+app = typer.Typer(name="swarm", help="Nodes that learn from each other's text.", no_args_is_help=True)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a node.")]
+
+
+@app.command()
+def serve(
+    folder: Annotated[Path, typer.Option(help="Where its streams are kept.")] = Path("runs/swarm-server"),
+    host: Annotated[
+        str, typer.Option(help="Loopback unless told otherwise; beyond it, set a token and TLS.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 4222,
+    name: Annotated[str, typer.Option(help="Of this server, unique in a cluster.")] = "",
+    cluster_port: Annotated[int | None, typer.Option(help="Where the other servers of a cluster reach it.")] = None,
+    route: Annotated[list[str] | None, typer.Option(help="nats://HOST:CLUSTER_PORT of another server.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key.")] = None,
+    token: Annotated[str | None, typer.Option(help="What nodes must know.", envvar="SHOAL_SWARM_TOKEN")] = None,
+    include: Annotated[Path | None, typer.Option(help="More nats-server configuration: accounts, leaf nodes.")] = None,
+) -> None:
+    """Run a server where nodes meet, until Ctrl-C. What it keeps survives its restart."""
+    from shoal.swarm.server import NatsServer, ServerOptions
+
+    options = ServerOptions(
+        folder,
+        host=host,
+        port=port,
+        name=name,
+        cluster_port=cluster_port,
+        routes=tuple(route or ()),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        token=token,
+        include=include,
+    )
+
+    async def run() -> None:
+        async with NatsServer(options) as server:
+            known = server.url.replace("://", "://TOKEN@") if token else server.url
+            print(f"shoal train CONFIG.toml --swarm.servers='[\"{known}\"]' --swarm.external_groups=4")
+            sys.stdout.flush()
+            raise RunDirError(f"{await server.died()}; see {folder / 'server.log'}")
+
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        print("stopped")
+
+
+@app.command()
+def status(run: RunArgument, json_: JsonFlag = False) -> None:
+    """Say how a node of a swarm is doing: connection, what it shared, took and refused, and its peers."""
+    from shoal.run.membership import FOLDER
+    from shoal.swarm.node import STATUS_FILE
+
+    path = run / FOLDER / STATUS_FILE
+    try:
+        values: dict[str, object] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunDirError(f"{run} is not the run of a swarm's node: {path} is missing") from None
+    show(values, json_)
+
+
+@app.command()
+def offers(
+    server: Annotated[list[str], typer.Argument(metavar="URL...", help="Servers of the swarm.")],
+    name: Annotated[str, typer.Option(help="Of the swarm.")] = "reef",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to listen.")] = 3.0,
+    json_: JsonFlag = False,
+) -> None:
+    """List what a swarm has on offer; a line each, signatures checked, nothing trained or scored."""
+    from shoal.swarm.listing import listed
+
+    found, refused = asyncio.run(listed(server, name, seconds))
+    if json_:
+        print(json.dumps({"offers": found, "refused": refused}))
+        return
+    now_s = time.time()
+    for one in found:
+        age_s = now_s - float(str(one["sent_s"]))
+        print(
+            f"{one['peer']}  {age_s:6.0f} s  {one['service']:<20} {one['rollouts']:>3} x "
+            f"{one['generator']} {one['model']}"
+        )
+    print(f"{len(found)} offers; refused: {refused or 'none'}")
+
+
+@app.command()
+def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal swarm status` shows it.")]) -> None:
+    """Hear a peer no more; a running node follows within seconds."""
+    from shoal.run.membership import FOLDER
+    from shoal.swarm.node import ban_in
+
+    if len(peer_id) != 32 or not all(digit in "0123456789abcdef" for digit in peer_id):
+        raise ConfigError(f"peer id: expected 32 hexadecimal digits, got {peer_id!r}")
+    if not run.is_dir():
+        raise RunDirError(f"{run} is no run directory")
+    ban_in(run / FOLDER, [peer_id])

@@ -1,0 +1,55 @@
+"""Joins a run to a swarm: the exchange, the identity and what knows the node's own tasks; nothing without servers."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.interfaces import Exchange, Scorer
+from shoal.run.plan import Prepared
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Means, Node
+from shoal.swarm.options import options_of
+from shoal.swarm.strategy import sharer_of, taker_of
+from shoal.tasks.mixture import Mixture
+from shoal.tasks.recognise import OwnTasks
+
+FOLDER = "swarm"
+"""Of a run directory: identity, ban list, status."""
+
+
+def check_membership(config: Config) -> None:
+    """Raises `ConfigError` for settings that no swarm could fulfil; before anything is written or started."""
+    settings = config.swarm
+    sharer_of(settings.share), taker_of(settings.take)
+    if settings.servers:
+        options_of(settings.servers, settings.name)
+    elif settings.external_groups:
+        raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
+
+
+@asynccontextmanager
+async def joined(
+    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None = None
+) -> AsyncIterator[Node | None]:
+    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`."""
+    settings = config.swarm
+    if exchange is None and not settings.servers:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        if exchange is None:
+            from shoal.swarm.nats import NatsExchange  # loaded by those who join
+
+            options = options_of(settings.servers, settings.name)
+            exchange = await stack.enter_async_context(NatsExchange(options))
+        folder = run_dir / FOLDER
+        identity = Identity.load(folder / "identity.pem")
+        service = prepared.service
+        own = OwnTasks(service.services if isinstance(service, Mixture) else [service])
+        stack.callback(own.close)
+        means = Means(
+            exchange, own, prepared.renderer, scorer, prepared.max_model_len, Path(config.model.path).name or "model"
+        )
+        yield Node(means, settings, identity, folder, seed=config.seed)

@@ -1,0 +1,111 @@
+"""Foreign text as rows of this node's own tokenizer and template, and as a group that can be trained on. Pure.
+
+The prompt is the node's own, of its own task. An answer is taken only if it reads back as it was written: a text that
+holds the name of a special token, or characters that the tokenizer does not know, would be trained as something that
+nobody said.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import SessionError
+from shoal.interfaces import Renderer
+from shoal.swarm.offer import Offer
+from shoal.swarm.trust import Reason
+from shoal.types import (
+    EXTERNAL,
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Task,
+    Turn,
+)
+
+GENERATOR_LOGPROB = "generator_logprob"
+"""The part of a reward that remembers what the generator itself said of a text, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The rollouts of an offer that this node can read, as token ids."""
+
+    task: Task
+    offer: Offer
+    prompt_ids: tuple[int, ...]
+    kept: tuple[int, ...]
+    """Which of the offer's rollouts."""
+    answer_ids: tuple[tuple[int, ...], ...]
+    """Of each kept one, with the stop token if it is complete."""
+
+    @property
+    def answers(self) -> list[str]:
+        """The kept texts."""
+        return [self.offer.rollouts[i].text for i in self.kept]
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Prompt and answer of each kept rollout."""
+        return [self.prompt_ids + ids for ids in self.answer_ids]
+
+
+def encoded(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:
+    """What of an offer can be read as answers to the node's own `task`, and why the rest cannot."""
+    refused: Counter[Reason] = Counter()
+    kept, answers = [], []
+    try:
+        prompt_ids = tuple(renderer.prompt_ids(task.messages))
+    except SessionError:
+        refused[Reason.UNREADABLE] += len(offer.rollouts)
+        return Encoded(task, offer, (), (), ()), refused
+    for i, rollout in enumerate(offer.rollouts):
+        ids = renderer.token_ids(rollout.text)
+        if renderer.text(ids) != rollout.text:
+            refused[Reason.UNREADABLE] += 1
+            continue
+        ids = [*ids, *renderer.stop_token_ids[:1]] if rollout.complete else ids
+        if not ids or len(prompt_ids) + len(ids) > max_model_len:
+            refused[Reason.TOO_LONG if ids else Reason.UNREADABLE] += 1
+            continue
+        kept.append(i)
+        answers.append(tuple(ids))
+    return Encoded(task, offer, prompt_ids, tuple(kept), tuple(answers)), refused
+
+
+def group_of(
+    group_id: str,
+    source: Encoded,
+    rewards: Sequence[Reward],
+    logprobs: Sequence[Sequence[float]],
+    version: int,
+) -> Group:
+    """A group as if this node had drawn it under `version`.
+
+    `rewards` are the node's own, one per kept rollout; `logprobs` its own of each whole row but the first token (nats,
+    at the rollout temperature), so that the behaviour is the node itself at the time of encoding.
+    """
+    assert group_id.startswith(EXTERNAL), group_id
+    rollouts = []
+    for position, (i, ids, reward, row) in enumerate(
+        zip(source.kept, source.answer_ids, rewards, logprobs, strict=True)
+    ):
+        offered = source.offer.rollouts[i]
+        own = tuple(min(0.0, value) for value in row[-len(ids) :])
+        reason = FinishReason.STOP if offered.complete else FinishReason.LENGTH
+        completion = Completion(ids, own, (version,) * len(ids), reason)
+        parts = reward.parts
+        if offered.logprob is not None:
+            parts = (*parts, (GENERATOR_LOGPROB, offered.logprob))
+        rollouts.append(
+            Rollout(
+                id=f"{group_id}#{position}",
+                messages=(*source.task.messages, Message(Role.ASSISTANT, offered.text)),
+                turns=(Turn(source.prompt_ids, completion),),
+                reward=Reward(reward.value, reward.status, parts, reward.evidence),
+            )
+        )
+    return Group(group_id, source.task, tuple(rollouts), version)

@@ -1,0 +1,44 @@
+"""What a swarm has on offer, for people."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from shoal.swarm.nats import NatsExchange
+from shoal.swarm.offer import Offer
+from shoal.swarm.options import options_of
+from shoal.swarm.trust import Door, Letter, Limits
+
+UNLIMITED = 1e9
+
+
+async def listed(
+    servers: Sequence[str], swarm: str, seconds: float
+) -> tuple[list[dict[str, str | int | float]], dict[str, int]]:
+    """Every offer heard within some seconds, oldest first, and how much was refused by reason."""
+    limits = Limits(rate_per_s=UNLIMITED, burst=UNLIMITED, newcomers_rate_per_s=UNLIMITED, newcomers_burst=UNLIMITED)
+    door, found = Door(swarm, "", limits), list[dict[str, str | int | float]]()
+    async with NatsExchange(options_of(servers, swarm)) as exchange:
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    for frame in await exchange.receive(256):
+                        letter = door.admit(frame, time.time())
+                        if isinstance(letter, Letter) and isinstance(letter.content, Offer):
+                            found.append(_line(letter, letter.content))
+        except TimeoutError:
+            pass
+    return found, {reason.value: count for reason, count in door.refused.items()}
+
+
+def _line(letter: Letter, content: Offer) -> dict[str, str | int | float]:
+    return {
+        "id": letter.id,
+        "peer": letter.peer_id,
+        "sent_s": letter.sent_s,
+        "service": content.claim.service,
+        "question": content.claim.question[:200],
+        "rollouts": len(content.rollouts),
+        "generator": content.generator.value,
+        "model": content.model,
+    }

@@ -1,0 +1,456 @@
+"""One node of a swarm, beside the buffer of its training run.
+
+    listen   consumes frames of the exchange; the door admits them; fills `pending`
+    verify   consumes `pending`: is it one of our tasks, can we read it, what does our scorer say; fills `ready`
+    speak    consumes own groups that were chosen; waits for the exchange; drops the oldest when it is away
+    tell     says now and then what this node lacks, and writes status.json
+
+The training run asks for `external_groups` and never waits for any of them: what is ready is chosen at once, and only
+its logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
+`listen` pulls no more frames per second than `INTAKE_PER_S`, whoever sends how many, and `verify` rests as long as it
+works. Nothing that comes from outside, and no absence of it, ends a run.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol, TypeAlias
+
+from shoal.errors import ExchangeUnavailable, TaskError, WireError
+from shoal.interfaces import Exchange, NotOurs, Recogniser, Renderer, Scorer
+from shoal.swarm import offer as offers
+from shoal.swarm.encoding import Encoded, encoded, group_of
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.identity import Identity
+from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
+from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
+from shoal.swarm.trust import Door, Letter, Reason
+from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
+
+INTAKE_PER_S = 250
+"""Frames read per second at most: 0.2 ms each, 5 % of a core."""
+INTAKE_BATCH = 32
+PENDING = 512
+PENDING_PER_AUTHOR = 32
+READY_PER_GROUP = 8
+"""Verified offers kept at hand, per group that a step wants: enough to choose from, few enough to be fresh."""
+OUTBOX = 64
+RETRY_S = 0.5
+TELL_EVERY_S = 10.0
+NEED_DECAY = 0.95
+"""Of the mean reward of a task, with every group of one's own."""
+BANNED_FILE = "banned.txt"
+STATUS_FILE = "status.json"
+
+Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
+"""For each row of L tokens the L - 1 logprobs (nats, at the rollout temperature) under the weights being trained."""
+
+
+class Settings(Protocol):
+    """What a node reads of `config.SwarmConfig`."""
+
+    @property
+    def name(self) -> str:
+        """Of the swarm."""
+        ...
+
+    @property
+    def external_groups(self) -> int:
+        """Groups of peers that a step wants."""
+        ...
+
+    @property
+    def share(self) -> str:
+        """Name of a sharer."""
+        ...
+
+    @property
+    def take(self) -> str:
+        """Name of a taker."""
+        ...
+
+    @property
+    def fresh_s(self) -> float:
+        """Age above which nothing is taken."""
+        ...
+
+    @property
+    def reuse(self) -> int:
+        """How often one group may be taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a node works with."""
+
+    exchange: Exchange
+    recogniser: Recogniser
+    renderer: Renderer
+    scorer: Scorer
+    max_model_len: int
+    model: str
+    """Its name, told to others."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """A verified offer with this node's rewards."""
+
+    letter: Letter
+    source: Encoded
+    rewards: tuple[Reward, ...]
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a node did so far."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    unsent: int = 0
+    """Own groups that were to be shared and could not be: too old by the time, too many, or not portable."""
+    taken: int = 0
+    missing: int = 0
+    """Groups that steps wanted and were not there."""
+
+
+class Node:
+    """Shares and takes. One event loop; `run` has to run for anything to happen."""
+
+    def __init__(
+        self,
+        means: Means,
+        settings: Settings,
+        identity: Identity,
+        folder: Path,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.time,
+        intake_per_s: float = INTAKE_PER_S,
+        threads: bool = True,
+    ) -> None:
+        """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
+
+        Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
+        """
+        self._threads = threads
+        self._means = means
+        self._settings = settings
+        self._identity = identity
+        self._folder = folder
+        self._clock = clock
+        self._pause_s = 1 / intake_per_s
+        self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
+        self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
+        self._newcomers = NewcomerShare()
+        self.door = Door(settings.name, identity.peer_id, banned=_read_lines(folder / BANNED_FILE))
+        self._known_bans = set(self.door.banned)
+        self._seal = Seal(identity, settings.name, session=int(clock() * 1000))
+        self._pending: OrderedDict[str, tuple[Letter, Offer]] = OrderedDict()
+        self._pending_of: Counter[str] = Counter()
+        self._ready: list[Ready] = []
+        self._author_uses: Counter[str] = Counter()
+        self._outbox: deque[tuple[Group, float]] = deque()
+        self._rewards: dict[str, float] = {}
+        self._needs: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._work, self._mail = asyncio.Event(), asyncio.Event()
+        self.tally = Tally()
+
+    async def run(self) -> None:
+        """Listens, verifies and speaks for ever."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._listen(), name="swarm: listening")
+            loops.create_task(self._verify(), name="swarm: verifying")
+            loops.create_task(self._speak(), name="swarm: speaking")
+            loops.create_task(self._tell(), name="swarm: telling")
+
+    def own_group(self, group: Group) -> None:
+        """A group of this node is finished: it may be shared. Returns at once."""
+        service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
+        if rewards:
+            mean = fmean(rewards)
+            self._rewards[service] = NEED_DECAY * self._rewards.get(service, mean) + (1 - NEED_DECAY) * mean
+        size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
+        if not self._sharer(Own(service, rewards, size), self._wanted(), self._clock()):
+            return
+        if len(self._outbox) >= OUTBOX:
+            self._outbox.popleft()
+            self.tally.unsent += 1
+        self._outbox.append((group, self._clock()))
+        self._mail.set()
+
+    async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
+        """What one step takes of peers, encoded under the weights being trained, whose newest Version is `version`."""
+        wanted = self._settings.external_groups
+        chosen = self._chosen(wanted)
+        self.tally.missing += wanted - len(chosen)
+        if not chosen:
+            return []
+        rows = [row for ready in chosen for row in ready.source.rows]
+        own = iter(await logprobs(rows))
+        groups = []
+        for ready in chosen:
+            group_id = f"{EXTERNAL}{ready.letter.id}/{ready.uses}"
+            computed = [next(own) for _ in ready.source.kept]
+            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version))
+        self.tally.taken += len(groups)
+        return groups
+
+    @property
+    def ready(self) -> int:
+        """Verified offers at hand."""
+        return len(self._ready)
+
+    def totals(self) -> dict[str, int]:
+        """What steps log, as counts since the start."""
+        return {
+            "offers_shared": self.tally.shared,
+            "offers_admitted": self.door.admitted,
+            "offers_refused": self.door.refused.total() - self.door.refused[Reason.OWN],
+        }
+
+    def ban(self, peer_id: str) -> None:
+        """Hears this peer no more, in later runs of this node neither."""
+        self.door.banned.add(peer_id)
+        self._forget_banned()
+
+    def status(self) -> dict[str, object]:
+        """What `shoal swarm status` shows."""
+        peers = {
+            peer_id: {
+                "trust": round(self.door.trust(peer_id), 3),
+                "newcomer": author.newcomer,
+                "taken": self._author_uses[peer_id],
+                "gaps": author.gaps,
+            }
+            for peer_id, author in self.door.peers.items()
+        }
+        return {
+            "peer_id": self._identity.peer_id,
+            "swarm": self._settings.name,
+            "connected": self._means.exchange.connected,
+            "time_s": self._clock(),
+            "admitted": self.door.admitted,
+            "pending": len(self._pending),
+            "ready": len(self._ready),
+            **asdict(self.tally),
+            "refused": {reason.value: count for reason, count in self.door.refused.items()},
+            "banned": sorted(self.door.banned),
+            "peers": peers,
+        }
+
+    async def _listen(self) -> None:
+        while True:
+            frames = await self._means.exchange.receive(INTAKE_BATCH)
+            for frame in frames:
+                letter = self.door.admit(frame, self._clock())
+                if isinstance(letter, Letter):
+                    self._file(letter)
+            await asyncio.sleep(self._pause_s * len(frames))
+
+    def _file(self, letter: Letter) -> None:
+        """Puts an offer where it waits to be verified, and remembers a want."""
+        if isinstance(letter.content, Want):
+            self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
+            self._needs.move_to_end(letter.peer_id)
+            while len(self._needs) > PENDING:
+                self._needs.popitem(last=False)
+            return
+        if not self._settings.external_groups:
+            return  # this node only gives
+        if self._pending_of[letter.peer_id] >= PENDING_PER_AUTHOR:
+            oldest = next(key for key, (one, _) in self._pending.items() if one.peer_id == letter.peer_id)
+            self._drop_pending(oldest, Reason.CROWDED)
+        while len(self._pending) >= PENDING:
+            self._drop_pending(next(iter(self._pending)), Reason.CROWDED)
+        self._pending[letter.id] = (letter, letter.content)
+        self._pending_of[letter.peer_id] += 1
+        self._work.set()
+
+    def _drop_pending(self, key: str, reason: Reason | None = None) -> tuple[Letter, Offer]:
+        letter, content = self._pending.pop(key)
+        self._pending_of[letter.peer_id] -= 1
+        if not self._pending_of[letter.peer_id]:
+            del self._pending_of[letter.peer_id]
+        if reason is not None:
+            self.door.refuse(letter.peer_id, reason)
+        return letter, content
+
+    async def _verify(self) -> None:
+        """Keeps enough offers at hand."""
+        while True:
+            self._drop_stale()
+            if len(self._ready) >= READY_PER_GROUP * self._settings.external_groups or not self._pending:
+                self._work.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TELL_EVERY_S):
+                        await self._work.wait()
+                continue
+            letter, content = self._drop_pending(self._next_pending())
+            began_s = time.monotonic()
+            found = await self._verified(letter, content)
+            if isinstance(found, Reason):
+                self.door.refuse(letter.peer_id, found)
+                self._forget_banned()
+            elif letter.peer_id not in self.door.banned:
+                self.door.praise(letter.peer_id)
+                self._ready.append(found)
+            await asyncio.sleep(time.monotonic() - began_s)
+
+    def _next_pending(self) -> str:
+        """Uniformly one of the established, mostly; a crowd of newcomers does not keep them waiting."""
+        known = [key for key, (letter, _) in self._pending.items() if not self.door.is_newcomer(letter.peer_id)]
+        new = len(self._pending) - len(known)
+        if known and (not new or self._rng.random() < 0.5):
+            return self._rng.choice(known)
+        return self._rng.choice(list(self._pending))
+
+    async def _verified(self, letter: Letter, content: Offer) -> Ready | Reason:
+        """From dear to dearest: the question is drawn again, the text is encoded, the answers are scored."""
+        if letter.sent_s < self._clock() - self._settings.fresh_s:
+            return Reason.STALE
+        task = await self._means.recogniser.task(content.claim)
+        if isinstance(task, NotOurs):
+            return Reason(task.value)
+        means = self._means
+        arguments = (content, task, means.renderer, means.max_model_len)
+        source, refused = await asyncio.to_thread(encoded, *arguments) if self._threads else encoded(*arguments)
+        if len(source.kept) < 2:
+            return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
+        self.door.refused.update(refused)
+        rewards = tuple(await means.scorer.score(task, source.answers))
+        if any(reward.status is not RewardStatus.SCORED for reward in rewards):
+            return Reason.UNSCORED
+        if not differ([reward.value for reward in rewards]):
+            return Reason.UNINFORMATIVE
+        return Ready(letter, source, rewards)
+
+    def _chosen(self, wanted: int) -> list[Ready]:
+        """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
+        self._drop_stale()
+        now_s = self._clock()
+        candidates = [
+            Candidate(
+                peer_id=ready.letter.peer_id,
+                service=ready.source.task.service,
+                rewards=tuple(reward.value for reward in ready.rewards),
+                age_s=max(0.0, now_s - ready.letter.sent_s),
+                uses=ready.uses,
+                author_uses=self._author_uses[ready.letter.peer_id],
+                trust=self.door.trust(ready.letter.peer_id),
+                newcomer=self.door.is_newcomer(ready.letter.peer_id),
+            )
+            for ready in self._ready
+        ]
+        chosen = [self._ready[i] for i in taken(self._taker, candidates, wanted, self._rng, self._newcomers)]
+        for ready in chosen:
+            ready.uses += 1
+            self._author_uses[ready.letter.peer_id] += 1
+        self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
+        self._work.set()
+        return chosen
+
+    def _drop_stale(self) -> None:
+        bound_s = self._clock() - self._settings.fresh_s
+        for ready in [ready for ready in self._ready if ready.letter.sent_s < bound_s]:
+            self._ready.remove(ready)
+            if not ready.uses:
+                self.door.refuse(ready.letter.peer_id, Reason.STALE)
+
+    def _forget_banned(self) -> None:
+        """What a banned peer said before is not used either, and the ban is written down."""
+        new = self.door.banned - self._known_bans
+        if not new:
+            return
+        for key in [key for key, (letter, _) in self._pending.items() if letter.peer_id in new]:
+            self._drop_pending(key, Reason.BANNED)
+        self._ready = [ready for ready in self._ready if ready.letter.peer_id not in new]
+        self._known_bans |= new
+        ban_in(self._folder, sorted(new))
+
+    async def _speak(self) -> None:
+        while True:
+            while not self._outbox:
+                self._mail.clear()
+                await self._mail.wait()
+            group, made_s = self._outbox.popleft()
+            try:
+                claim = await self._means.recogniser.claim(group.task)
+                made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._means.model, made_s=made_s)
+                if made is None or not await self._published(Kind.OFFER, offers.encode(made), made_s):
+                    self.tally.unsent += 1
+                else:
+                    self.tally.shared += 1
+            except (TaskError, WireError, ValueError):
+                self.tally.unsent += 1
+
+    async def _published(self, kind: Kind, payload: bytes, made_s: float) -> bool:
+        """Whether the exchange took a payload before it was too old."""
+        frame: bytes | None = None
+        while self._clock() < made_s + self._settings.fresh_s:
+            if frame is None and self._means.exchange.connected:
+                frame = self._seal.frame(kind, payload, self._clock())
+            try:
+                if frame is not None:
+                    await self._means.exchange.publish(kind, self._identity.peer_id, frame)
+                    self.tally.shared_bytes += len(frame)
+                    return True
+            except ExchangeUnavailable:
+                pass
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _tell(self) -> None:
+        try:
+            await self._tell_for_ever()
+        finally:
+            self._write_status()
+
+    async def _tell_for_ever(self) -> None:
+        while True:
+            self.door.banned |= set(_read_lines(self._folder / BANNED_FILE))
+            self._forget_banned()
+            needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
+            if needs and self._means.exchange.connected:
+                with contextlib.suppress(ExchangeUnavailable):
+                    frame = self._seal.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
+                    await self._means.exchange.publish(Kind.WANT, self._identity.peer_id, frame)
+            self._write_status()
+            await asyncio.sleep(TELL_EVERY_S)
+
+    def _write_status(self) -> None:
+        """Replaces status.json, whole or not at all."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._folder / f"{STATUS_FILE}.unfinished"
+        unfinished.write_text(json.dumps(self.status()))
+        unfinished.replace(self._folder / STATUS_FILE)
+
+    def _wanted(self) -> dict[str, float]:
+        """The largest need that somebody has of each service, of those who said so lately."""
+        result: dict[str, float] = {}
+        bound_s = self._clock() - self._settings.fresh_s
+        for said_s, needs in self._needs.values():
+            if said_s >= bound_s:
+                for service, need in needs.items():
+                    result[service] = max(result.get(service, 0.0), need)
+        return result
+
+
+def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
+    """Adds peers to the ban list in a node's folder; a running node reads it within seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / BANNED_FILE).open("a") as file:
+        file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
