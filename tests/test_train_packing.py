@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.packing import even_slices, first_fit, micro_batches
+from shoal.train.packing import even_bins, even_slices, first_fit, micro_batches
 from shoal.types import Sample
 
 
@@ -25,17 +25,27 @@ row_lists = st.lists(
 )
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.integers(1, 5))
-def test_first_fit_holds_everything_once_within_the_budget(sizes: list[int], budget: int, at_least: int) -> None:
-    bins = first_fit(sizes, budget, at_least)
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
+def test_first_fit_holds_everything_once_within_the_budget(sizes: list[int], budget: int) -> None:
+    bins = first_fit(sizes, budget)
     assert sorted(i for bin_ in bins for i in bin_) == list(range(len(sizes)))
     assert all(len(bin_) <= 1 or sum(sizes[i] for i in bin_) <= budget for bin_ in bins)
-    assert len(bins) >= at_least
 
 
-@given(row_lists, st.integers(1, 80))
-def test_micro_batches_hold_every_row_once_within_the_budget(rows: list[Sample], budget: int) -> None:
-    batches = micro_batches(rows, budget)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_even_bins_hold_everything_once_and_differ_by_one_thing_at_most(sizes: list[int], count: int) -> None:
+    bins = even_bins(sizes, count)
+    assert sorted(i for bin_ in bins for i in bin_) == list(range(len(sizes)))
+    filled = [sum(sizes[i] for i in bin_) for bin_ in bins]
+    assert max(filled) - min(filled) <= max(sizes)
+
+
+@given(row_lists, st.integers(1, 80), st.integers(1, 4))
+def test_micro_batches_hold_every_row_once_within_the_budget_and_as_many_for_each_rank(
+    rows: list[Sample], budget: int, ranks: int
+) -> None:
+    batches = micro_batches(rows, budget, ranks)
+    assert len(batches) % ranks == 0
     assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
     for batch in batches:
         prompts = {rows[i].tokens[: rows[i].mask.index(1)] for i in batch}

@@ -248,6 +248,9 @@ class TrainConfig(Section):
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
+    ranks: int = Field(
+        1, ge=1, description="Processes that train together, weights and moments sharded over them; on GPUs one each."
+    )
 
 
 class RewardConfig(Section):
@@ -342,6 +345,11 @@ class Config(Section):
             raise ValueError(
                 "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "
                 "a critic learns from every token of a row"
+            )
+        if self.train.advantage == "gae" and self.train.ranks > 1:
+            raise ValueError(
+                f"train.ranks: expected 1 with train.advantage = 'gae', whose critic is not sharded, "
+                f"got {self.train.ranks}"
             )
         if self.train.advantage == "gae" and self.train.turn_discount != 1:
             raise ValueError(

@@ -24,6 +24,8 @@ class MicroBatch:
     """Which of the rows, from 0."""
     weight_N: Tensor
     """What each token's loss is multiplied with: see `reduction.py`."""
+    idle: bool = False
+    """Stands for no rows: its weights are 0, it is computed because ranks compute in step, and it counts nowhere."""
     prox_N: Tensor | None = None
     """Logprobs before the first update of the step, where they were computed; the others are for the critic."""
     value_N: Tensor | None = None
@@ -37,14 +39,18 @@ class Minibatch:
     """The rows of one optimizer update."""
 
     batches: tuple[MicroBatch, ...]
-    """Only rows that are computed."""
+    """Only rows that are computed, of them this rank's."""
+    informative: bool
+    """Whether its rows, on all ranks, give a gradient."""
     tokens: int
     """Trained ones of all rows, computed or not."""
     skipped_tokens: int
     """Trained tokens of the rows that are not computed."""
 
 
-def micro_batch(rows: Sequence[Sample], weights: Sequence[float], device: torch.device | str) -> MicroBatch:
+def micro_batch(
+    rows: Sequence[Sample], weights: Sequence[float], device: torch.device | str, *, idle: bool = False
+) -> MicroBatch:
     """Rows end to end, each with at least one trained token and the weight of its tokens."""
     trained = [sum(row.mask) for row in rows]
     at = [i for i, m in enumerate(m for row in rows for m in row.mask) if m]
@@ -67,4 +73,5 @@ def micro_batch(rows: Sequence[Sample], weights: Sequence[float], device: torch.
         version_N=longs([version[i] for i in at]),
         row_N=longs([row for row, n in enumerate(trained) for _ in range(n)]),
         weight_N=floats([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
+        idle=idle,
     )

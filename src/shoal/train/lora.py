@@ -59,12 +59,12 @@ def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
     seen: set[int] = set()
     result: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if ".lora_" in name or tensor.data_ptr() in seen:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(tensor) in seen:
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(id(tensor))
         plain = name.replace(".base_layer.", ".")
-        result[plain] = tensor + deltas[plain] if plain in deltas else tensor
+        result[plain] = tensor + deltas[plain] if plain in deltas else tensor.detach()
     return result
 
 

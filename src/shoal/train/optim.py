@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config import TrainConfig
 from shoal.errors import ConfigError, TrainerError
+from shoal.train.parallel import like, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -81,7 +82,7 @@ class Optimizer:
     def update(self) -> Update:
         """Clips the accumulated gradient, takes one update and clears the gradient."""
         parameters = list(self._named.values())
-        grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        grad_norm = float(whole(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)))
         lr = learning_rate(self._config, self.updates, self._since_reset)
         if not torch.isfinite(torch.tensor(grad_norm)):
             self._adam.zero_grad()
@@ -91,7 +92,7 @@ class Optimizer:
         before = [p.detach().clone() for p in parameters]
         self._adam.step()
         torch._foreach_sub_(before, [p.detach() for p in parameters])
-        update_norm = float(nn.utils.get_total_norm(before))
+        update_norm = float(whole(nn.utils.get_total_norm(before)))
         self._adam.zero_grad()
         self.updates += 1
         if self._since_reset is not None:
@@ -105,7 +106,7 @@ class Optimizer:
             self._since_reset = 0
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name, and the counters: what `load_state` takes."""
+        """Moments by parameter name, sharded as the parameters are, and the counters."""
         tensors = {"updates": torch.tensor(self.updates)}
         tensors["since_reset"] = torch.tensor(-1 if self._since_reset is None else self._since_reset)
         for name, parameter in self._named.items():
@@ -116,7 +117,7 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from a `state`. Raises `TrainerError` when it is that of another model."""
+        """Goes on from a `state` of whole tensors. Raises `TrainerError` when it is that of another model."""
         wanted = {f"{key}/{name}": p for name, p in self._named.items() for key in MOMENTS}
         unknown = {key for key in tensors if "/" in key and not key.startswith("step/")} - wanted.keys()
         if unknown or not {"updates", "since_reset"} <= tensors.keys():
@@ -130,7 +131,9 @@ class Optimizer:
         for name, parameter in self._named.items():
             found = {key: tensors[f"{key}/{name}"] for key in (*MOMENTS, "step") if f"{key}/{name}" in tensors}
             if found:
-                self._adam.state[parameter] = {key: value.clone().to(parameter.device) for key, value in found.items()}
+                step = found.pop("step").clone().to(parameter.device)
+                moments = {key: like(value.clone(), parameter) for key, value in found.items()}
+                self._adam.state[parameter] = {**moments, "step": step}
         self.updates = int(tensors["updates"])
         since = int(tensors["since_reset"])
         self._since_reset = None if since < 0 else since

@@ -8,22 +8,21 @@ from collections.abc import Sequence
 from shoal.types import Sample
 
 
-def first_fit(sizes: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
+def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of things, in bins of total size at most `budget`: first-fit-decreasing.
 
-    A thing larger than the budget is alone in its bin. Within one, things go from large to small. `at_least` asks for
-    more bins than needed, as ranks that must all take the same number do; some may stay empty.
+    A thing larger than the budget is alone in its bin. Within one, things go from large to small.
 
     >>> first_fit([3, 9, 5, 2, 4], budget=10)
     [[1], [2, 4], [0, 3]]
     """
     if budget < 1:
         raise ValueError(f"budget: expected at least 1, got {budget}")
-    bins: list[list[int]] = [[] for _ in range(at_least)]
-    room = [budget] * at_least
+    bins: list[list[int]] = []
+    room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = sizes[index]
-        fit = next((b for b, free in enumerate(room) if size <= free or not bins[b]), None)
+        fit = next((b for b, free in enumerate(room) if size <= free), None)
         if fit is None:
             bins.append([index])
             room.append(budget - size)
@@ -33,15 +32,42 @@ def first_fit(sizes: Sequence[int], budget: int, at_least: int = 1) -> list[list
     return bins
 
 
-def micro_batches(rows: Sequence[Sample], budget_tokens: int, at_least: int = 1) -> list[list[int]]:
+def even_bins(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Indices of things, in `count` bins of about equal size: from large to small, each into the emptiest bin.
+
+    >>> even_bins([3, 9, 5, 2, 4], 2)
+    [[1, 0], [2, 4, 3]]
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        emptiest = filled.index(min(filled))
+        bins[emptiest].append(index)
+        filled[emptiest] += sizes[index]
+    return bins
+
+
+def micro_batches(rows: Sequence[Sample], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Indices of rows, in micro-batches of at most `budget_tokens` tokens; every row is in exactly one.
 
     Rows with the same prompt stay together where the budget allows, because their prompt is computed, and counted,
-    once. A row longer than the budget is alone in its micro-batch.
+    once. A row longer than the budget is alone in its micro-batch. With several ranks the micro-batches are of about
+    equal size, and their number is a multiple of the ranks; some may be empty.
     """
-    families = [part for family in _families(rows) for part in _parts(rows, family, budget_tokens)]
+    # Ranks must not wait for one that has a whole family: it is cut where that makes the shares even.
+    share = min(budget_tokens, max(1, sum(len(row.tokens) for row in rows) // ranks))
+    families = [
+        part for family in _families(rows) for part in _parts(rows, family, share if ranks > 1 else budget_tokens)
+    ]
     sizes = [_tokens(rows, family) for family in families]
-    return [[row for family in bin_ for row in families[family]] for bin_ in first_fit(sizes, budget_tokens, at_least)]
+    bins = first_fit(sizes, budget_tokens)
+    if ranks > 1:
+        count = -(-len(bins) // ranks) * ranks
+        bins = even_bins(sizes, count)
+        while any(len(bin_) > 1 and sum(sizes[i] for i in bin_) > budget_tokens for bin_ in bins):
+            count += ranks
+            bins = even_bins(sizes, count)
+    return [[row for family in bin_ for row in families[family]] for bin_ in bins]
 
 
 def even_slices(count: int, parts: int) -> list[range]:

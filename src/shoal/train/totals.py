@@ -9,6 +9,7 @@ from torch import Tensor
 from shoal.train.loss import TokenLoss
 from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.train.optim import Update
+from shoal.train.parallel import Ranks
 
 
 class Totals:
@@ -20,7 +21,7 @@ class Totals:
         self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
         self._bins = torch.zeros(len(RATIO_BOUNDS) + 1, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
-        self._computed_tokens = 0
+        self._computed_tokens = torch.zeros((), dtype=torch.long, device=device)
         self._value_loss = torch.zeros((), dtype=torch.float64, device=device)
         self.explained_variance: float | None = None
 
@@ -67,6 +68,11 @@ class Totals:
         """The critic's part of a micro-batch."""
         self._value_loss += value_loss_N.sum(dtype=torch.float64)
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Makes these the totals of all ranks."""
+        ranks.add_up(self._sums_K, self._bins, self._computed_tokens, self._value_loss)
+        ranks.largest(self._largest)
+
     def stats(
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
@@ -95,7 +101,7 @@ class Totals:
             explained_variance=self.explained_variance,
             tokens=tokens,
             skipped_tokens=skipped_tokens,
-            computed_tokens=self._computed_tokens,
+            computed_tokens=int(self._computed_tokens),
             updates=len(taken),
             refused_updates=len(updates) - len(taken),
             seconds=seconds,

@@ -26,6 +26,7 @@ from shoal.train.loss import Streams, log_linear_prox, token_loss
 from shoal.train.messages import StepStats
 from shoal.train.optim import Optimizer, Update
 from shoal.train.packing import even_slices, micro_batches
+from shoal.train.parallel import ALONE, Ranks, like
 from shoal.train.reduction import Size, loss_mean, size_of, token_weight
 from shoal.train.regularisers import kl, to_go
 from shoal.train.totals import Totals
@@ -52,16 +53,20 @@ class Trainer:
         temperature: float = 1.0,
         max_tokens: int | None = None,
         skip_uninformative: bool = True,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`temperature` and `max_tokens` are the rollouts'.
 
+        With several `ranks` each has a trainer, and every call below is made on all of them.
         Rows that give no gradient are not computed if `skip_uninformative`. The model as it is at `path` is the
         reference of `train.kl`. Raises `ModelError` and `ConfigError`.
         """
-        self.device = resolve_device(model.device)
+        self.device = ranks.device(resolve_device(model.device))
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
         if train.lora.rank:
             lora.add_adapters(self.model, train.lora)
+        ranks.shard(self.model, self.device)
+        self._ranks = ranks
         self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
         self._dtype = DTYPES[model.dtype]
         self._config = train
@@ -105,8 +110,9 @@ class Trainer:
         for k, minibatch in enumerate(minibatches):
             self.accumulate(minibatch, totals, version=version, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay as they are.
-            if any(self._regularised or bool(batch.advantage_N.any()) for batch in minibatch.batches):
+            if minibatch.informative:
                 updates.append(self._optimizer.update())
+        totals.add_up(self._ranks)
         return totals.stats(
             updates,
             minibatches=len(minibatches),
@@ -128,14 +134,15 @@ class Trainer:
         return result
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, float32, tied ones once; adapters are added to those that they adapt."""
+        """The weights by name, float32, tied ones once, sharded with several ranks; adapters are added to those that
+        they adapt."""
         if self._config.lora.rank:
             return lora.merged_tensors(self.model)
         seen: set[int] = set()
         result: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
                 result[name] = tensor.detach()
         return result
 
@@ -144,21 +151,28 @@ class Trainer:
 
         Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
         """
-        if self._config.lora.rank:
-            tensors, settings = lora.adapter_files(self.model, self._config.lora)
+        # Gathered before anything is written: a rank that fails to write must leave no other one waiting.
+        weights = self._ranks.gathered(self.tensors())
+        adapters, settings = lora.adapter_files(self.model, self._config.lora) if self._config.lora.rank else ({}, "")
+        adapters = self._ranks.gathered(adapters)
+        if not self._ranks.first:
+            return
+        if adapters:
             file, settings_file = lora.adapter_paths(path)
-            _write(file, tensors)
+            _write(file, adapters)
             settings_file.write_text(settings)
-        _write(path, {name: _as(tensor, self._dtype) for name, tensor in self.tensors().items()})
+        _write(path, {name: _as(tensor, self._dtype) for name, tensor in weights.items()})
 
     def pushed(self) -> None:
         """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
         self._optimizer.pushed()
 
     def save(self, directory: Path) -> None:
-        """Writes float32 weights, moments and counters into an existing directory."""
-        _write(directory / WEIGHTS_FILE, self._trained())
-        _write(directory / OPTIMIZER_FILE, self._optimizer.state())
+        """Writes float32 weights, moments and counters into an existing directory; any number of ranks reads them."""
+        weights, state = self._ranks.gathered(self._trained()), self._ranks.gathered(self._optimizer.state())
+        if self._ranks.first:
+            _write(directory / WEIGHTS_FILE, weights)
+            _write(directory / OPTIMIZER_FILE, state)
 
     def load(self, directory: Path) -> None:
         """Goes on from what `save` wrote. Raises `TrainerError` when it is missing or of another model."""
@@ -169,7 +183,7 @@ class Trainer:
         self._optimizer.load_state(state)
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(weights[name])
+                tensor.copy_(like(weights[name], tensor))
 
     def _trained(self) -> dict[str, Tensor]:
         """What is trained and in no other file: the weights, or the adapters, and the value head."""
@@ -200,7 +214,10 @@ class Trainer:
                 raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
 
     def minibatch(self, rows: Sequence[Sample], whole: Size | None = None) -> Minibatch:
-        """The rows of one update, packed. `whole` is the size of the update when these are a part of its rows."""
+        """The rows of one update, packed, and this rank's share of them.
+
+        `whole` is the size of the update when these are a part of its rows.
+        """
         size, mean = whole or size_of(rows), loss_mean(self._config)
         trained = [sum(row.mask) for row in rows]
         wanted = [
@@ -208,15 +225,16 @@ class Trainer:
             for row, count in zip(rows, trained, strict=True)
             if count and (any(row.advantages) or not self._skip_uninformative)
         ]
-        packed = micro_batches(wanted, self.tokens_per_microbatch)
+        packed = micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
 
         def packed_rows(part: Sequence[int]) -> MicroBatch:
-            chosen = [wanted[i] for i in part]
+            chosen = [wanted[i] for i in part or (0,)]
             weights = [token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
-            return micro_batch(chosen, weights, self.device)
+            return micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
 
         return Minibatch(
-            batches=tuple(packed_rows(part) for part in packed if part),
+            batches=tuple(packed_rows(part) for part in self._ranks.share(packed)),
+            informative=any(self._regularised or any(row.advantages) for row in wanted),
             tokens=sum(trained),
             skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
         )
@@ -309,7 +327,10 @@ class Trainer:
                 loss_N = loss_N + config.critic.coefficient * value_loss_N
                 totals.add_value_loss(value_loss_N.detach())
             loss = (loss_N * batch.weight_N).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Sharding takes the mean over the ranks; the weights want the sum.
+            (loss * self._ranks.count).backward()  # type: ignore[no-untyped-call]
+            if batch.idle:
+                continue
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
             # No version is drawn by version -1.
             drawn_now_N = batch.version_N == (-1 if version is None else version)
