@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> None:
     plan = tomllib.loads((HERE / "experiment.toml").read_text())
     if options.quick:
         plan |= {"etas": ["1", "inf"], "seeds": [0], "regimes": {}}
+    losses = plan["objectives"] | plan["variants"]
     keys = [*cells(plan["etas"], plan["objectives"], plan["seeds"])]
     for name, regime in plan["regimes"].items():
         keys += [f"{name}/{key}" for key in cells(regime["etas"], regime["objectives"], regime["seeds"])]
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
         settings = [*(QUICK if options.quick else ()), f"seed={seed}"]
         for name in regime:
             settings += plan["regimes"][name]["settings"]
-        run = {**plan["run"], "train": {**plan["run"]["train"], "loss": plan["objectives"][objective]}}
+        run = {**plan["run"], "train": {**plan["run"]["train"], "loss": losses[objective]}}
         config = parse(run, settings)
         with prepare(config) as prepared:
             course = Driver(config, prepared, float(eta)).course()
