@@ -41,7 +41,7 @@ RANKS = 2
 CONFIGS = [{"loss": loss, "kl": {"coefficient": 0.1}} for loss in LOSSES] + [{"loss_mean": "budget"}]
 ROWS = batch(8, (1, 5, 9, 4, 12, 2, 7))
 SHARDED = {
-    "several updates": {"minibatches": 2, "optimizer": "adamw", "weight_decay": 0.1},
+    "several updates": {"minibatches": 2, "weight_decay": 0.1},
     "small micro-batches": {"tokens_per_microbatch": 16, "reset_optimizer_at_push": True},
     "regularised": {"kl": {"coefficient": 0.1}, "entropy_bonus": 0.01},
     "adapters": {"lora": {"rank": 2, "alpha": 4.0}},

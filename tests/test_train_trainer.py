@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shoal.config import DecoupledLoss, DoubleSidedLoss, GRPOLoss, ModelConfig, TrainConfig
-from shoal.errors import ConfigError, TrainerError
+from shoal.errors import TrainerError
 from shoal.model import load_model, packed_logprobs
 from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.train.totals import Totals
@@ -298,11 +298,6 @@ def test_rows_that_the_model_cannot_read_are_refused(tiny_model_dir: Path) -> No
         ours.step([[Sample((1, 100000), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))]])
     with pytest.raises(TrainerError, match="expected at most 256"):
         ours.step([[row(random.Random(0), (1,), 300, 1.0)]])
-
-
-def test_adam_with_weight_decay_is_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="weight_decay"):
-        trainer(tiny_model_dir, optimizer="adam", weight_decay=0.1)
 
 
 def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_dir: Path) -> None:

@@ -239,11 +239,10 @@ class TrainConfig(Section):
     dynamic_sampling: bool = Field(
         False, description="Draw other groups for those whose rewards are all equal (DAPO), up to a bound."
     )
-    optimizer: Literal["adamw", "adam"] = Field("adamw", description="Decoupled or no weight decay.")
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's moving averages.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW; without it that is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")

@@ -1,4 +1,4 @@
-"""Adam with warm-up, clipping and resets at a push; its state as named tensors."""
+"""AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import TrainConfig
-from shoal.errors import ConfigError, TrainerError
+from shoal.errors import TrainerError
 from shoal.train.parallel import like, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -48,7 +48,7 @@ def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> 
 
 
 class Optimizer:
-    """Adam or AdamW over the trainable parameters of a model.
+    """AdamW over the trainable parameters of a model.
 
     Invariant: `updates` counts the updates that were taken since the start of the run, across resets and resumes; with
     the moments it determines every later update.
@@ -56,10 +56,6 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: TrainConfig, also: Mapping[str, nn.Parameter] | None = None) -> None:
         """`also` are parameters beside those of the model, by names that it has not."""
-        if config.optimizer == "adam" and config.weight_decay:
-            raise ConfigError(
-                f"train.weight_decay: expected 0 with train.optimizer = 'adam', got {config.weight_decay}; use 'adamw'"
-            )
         self._config = config
         # parameters() names tied weights once.
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(also or {})
@@ -70,8 +66,7 @@ class Optimizer:
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-        self._adam = kind([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
+        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
         self._since_reset: int | None = None
 
