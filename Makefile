@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test hostile fuzz tito check lint docs constraints venv clean
+.PHONY: demo test hostile fuzz services tito check lint docs constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -22,6 +22,9 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 
 fuzz: $(VENV)/dev-installed
 	$(BIN)/python tests/gateway_fuzz.py 10000
+
+services: $(VENV)/dev-installed
+	$(BIN)/python tests/services_kill.py 300
 
 tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito

@@ -36,8 +36,8 @@ from shoal.judge.messages import (
 from shoal.judge.page import leaderboard_html
 from shoal.judge.server import JudgeServer
 from shoal.judge.taking import ModelAt, audited, statements, take
+from shoal.listening import listening_socket
 from shoal.run.judging import NINE
-from shoal.run.serving import listening_socket
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer
 from shoal.types import Reward, RewardStatus, Task

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 
 LAYERS = (
     {"types", "errors", "clock"},
-    {"interfaces", "config", "metrics", "wire", "process"},
+    {"interfaces", "config", "metrics", "wire", "process", "listening"},
     {"checker", "model", "render", "procedural", "sandbox"},
     {
         "engine",

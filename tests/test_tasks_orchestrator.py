@@ -30,6 +30,7 @@ class Workshop:
     draw_s: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     buffer: Buffer | None = None
+    max_running: int | None = None
 
     async def draw(self, index: int) -> Task:
         await asyncio.sleep(self.draw_s)

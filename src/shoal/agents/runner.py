@@ -12,6 +12,7 @@ from shoal.gateway.sessions import ContextOverflow, SessionOver
 from shoal.interfaces import Purpose, Scorer
 from shoal.session import Ledger
 from shoal.tasks.rollout import failed
+from shoal.tasks.sdk import PolicyFailed
 from shoal.types import (
     Outcome,
     Reward,
@@ -27,10 +28,17 @@ Play: TypeAlias = Callable[[Task, Seat], Awaitable[Outcome]]
 """Works on a task through a seat's session until it is done. Whatever it raises makes the rollout a failed one."""
 
 OVERFLOW = "context: the conversation did not fit any more"
+GAVE_UP = "policy: "
+ATTEMPTS = 4
+"""Of one rollout, when those who play it are lost."""
 
 
 class AgentFailed(Exception):
     """The rollout failed for a reason that the policy cannot cause; the text is the reason that is recorded."""
+
+
+class AgentLost(AgentFailed):
+    """Whoever played is gone: what was drawn is given up, and the rollout begins again in a new session."""
 
 
 class AgentRunner:
@@ -55,23 +63,33 @@ class AgentRunner:
 
     async def _rollout(self, task: Task, i: int, purpose: Purpose) -> Rollout:
         async with self._places:
-            try:
-                seat = self._host.seat(task, i, purpose, self._timeout_s)
-            except EngineUnavailable as error:
-                return failed(task, i, f"gateway: {error}")
-            try:
-                outcome, reason = await self._played(task, seat)
-            finally:
-                await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
+            for attempts_left in reversed(range(ATTEMPTS)):
+                try:
+                    seat = self._host.seat(task, i, purpose, self._timeout_s)
+                except EngineUnavailable as error:
+                    return failed(task, i, f"gateway: {error}")
+                try:
+                    outcome, reason = await self._played(task, seat)
+                    break
+                except AgentLost as error:
+                    outcome, reason = None, str(error)
+                    if not attempts_left:
+                        break
+                finally:
+                    await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
         return await self._judged(task, i, seat.session.ledger, outcome, reason)
 
     async def _played(self, task: Task, seat: Seat) -> tuple[Outcome | None, str]:
-        """What the agent says, or why it says nothing."""
+        """What the agent says, or why it says nothing. Raises `AgentLost`."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await self._play(task, seat), ""
+        except AgentLost:
+            raise
         except AgentFailed as error:
             return None, str(error)
+        except PolicyFailed as error:
+            return Outcome(reward=0.0), f"{GAVE_UP}{error}"
         except (ContextOverflow, SessionOver):
             return None, OVERFLOW
         except EngineError as error:
@@ -91,7 +109,7 @@ class AgentRunner:
         if ledger.truncated:
             status, reason = RolloutStatus.TRUNCATED, OVERFLOW
         elif reason:
-            status = RolloutStatus.FAILED
+            status = RolloutStatus.TRUNCATED if reason.startswith(GAVE_UP) and turns else RolloutStatus.FAILED
         if not turns and status is RolloutStatus.FINISHED:
             status, reason = RolloutStatus.FAILED, "agent: it asked the model nothing"
         reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)

@@ -13,6 +13,7 @@ MODULES = {
     "async": "asynchrony",
     "engine": "engine",
     "gateway": "gateway",
+    "orchestrator": "orchestrator",
     "packing": "packing",
     "swarm": "swarm",
     "trainer": "trainer",

@@ -74,6 +74,7 @@ class EchoEngine:
 
     def __init__(self, shortest_s: float, longest_s: float) -> None:
         self._shortest_s, self._longest_s = shortest_s, longest_s
+        self.version = 0
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
@@ -83,14 +84,15 @@ class EchoEngine:
         if self._longest_s:
             await asyncio.sleep(answer_s(seed, self._shortest_s, self._longest_s))
         ids = answer_ids(seed)
-        return [Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), FinishReason.STOP)]
+        return [Completion(ids, (-0.5,) * len(ids), (self.version,) * len(ids), FinishReason.STOP)]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Nothing is known."""
         raise NotImplementedError
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """There are none."""
+        """There are none, but they have a version."""
+        self.version = version
 
     async def info(self) -> EngineInfo:
         """Nothing but the context."""

@@ -15,6 +15,7 @@ from shoal.cli import judge as judge_commands
 from shoal.cli import rewards as rewards_commands
 from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
+from shoal.cli import task as task_commands
 from shoal.cli.output import JsonFlag, fail, show
 from shoal.errors import ShoalError
 
@@ -31,6 +32,7 @@ app.add_typer(swarm_commands.app)
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.add_typer(rewards_commands.app)
 app.add_typer(judge_commands.app)
+app.add_typer(task_commands.app)
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 

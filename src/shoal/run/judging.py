@@ -13,8 +13,8 @@ from shoal.judge.judging import Judge, Rules
 from shoal.judge.messages import Specialty
 from shoal.judge.server import JudgeServer
 from shoal.judge.taking import audited
+from shoal.listening import listening_socket
 from shoal.rewards.service import RewardService
-from shoal.run.serving import listening_socket
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer
 from shoal.tasks.library import ReasoningGymService

@@ -6,9 +6,9 @@ from pathlib import Path
 import uvicorn
 
 from shoal.config import RewardConfig
+from shoal.listening import listening_socket
 from shoal.rewards.server import RewardServer
 from shoal.rewards.service import RewardService
-from shoal.run.serving import listening_socket
 
 
 async def serve_rewards(

@@ -1,7 +1,6 @@
 """`shoal serve`: an engine process and the gateway before it, without training."""
 
 import asyncio
-import ipaddress
 import os
 import secrets
 import socket
@@ -14,8 +13,9 @@ import uvicorn
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.launch import engine_child
 from shoal.engine.remote import HttpEngine
-from shoal.errors import ChildDied, ConfigError, ModelError, SessionError
+from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway import Gateway
+from shoal.listening import is_loopback, listening_socket
 from shoal.process import Child, collect_rarely
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.run.engines import START_TIMEOUT_S
@@ -68,25 +68,3 @@ def _check_template(renderer: ChatRenderer, directory: Path) -> None:
         renderer.self_test()
     except SessionError as error:
         raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host name or address.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "", "example.org")]
-    [True, True, True, False, False, False]
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that is ready to be served on. Raises `ConfigError`."""
-    try:
-        listening = socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"port: expected a free one on {host}, got {port} ({error.strerror}); 0 picks one") from error
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves Nagle on for such sockets
-    return listening

@@ -73,6 +73,11 @@ class Source(Protocol):
         """Unique within a run."""
         ...
 
+    @property
+    def max_running(self) -> int | None:
+        """Groups that it can run at once now; None leaves it to the gate."""
+        ...
+
     async def draw(self, index: int) -> Task:
         """The training task at `index`. May take as long as it likes."""
         ...
@@ -93,6 +98,11 @@ class LocalSource:
     def name(self) -> str:
         """The service's."""
         return self.service.name
+
+    @property
+    def max_running(self) -> int | None:
+        """No limit of its own."""
+        return None
 
     async def draw(self, index: int) -> Task:
         """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile."""
@@ -175,6 +185,10 @@ class Orchestrator:
         self._quotas.come(name)
         self._wake.set()
 
+    def wake(self) -> None:
+        """A source can run more than before."""
+        self._wake.set()
+
     async def _keep_drawn(self, source: Source) -> None:
         """Has the next question of a service at hand, always."""
         index = self._admission.counts_of(source.name).started
@@ -210,8 +224,8 @@ class Orchestrator:
         return not self._full(name, load) and not self._ready[name].empty()
 
     def _full(self, name: str, load: Load) -> bool:
-        most = self._terms[name].max_running
-        return most is not None and load.running >= most
+        limits = (self._terms[name].max_running, self._sources[name].max_running)
+        return any(most is not None and load.running >= most for most in limits)
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
         group = Group(group_id, task, await source.rollouts(task), version)

@@ -1,0 +1,50 @@
+"""`shoal task`: tasks in processes of their own."""
+
+import contextlib
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+TOKEN_VARIABLE = "SHOAL_TASKS_TOKEN"
+
+app = typer.Typer(name="task", help="Serve tasks to a run from processes of their own.", no_args_is_help=True)
+
+
+@app.callback()
+def tasks() -> None:
+    """Serve tasks to a run from processes of their own."""
+
+
+@app.command()
+def serve(
+    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="As in `import`, from this folder too.")],
+    orchestrator: Annotated[str, typer.Option(metavar="URL", help="Where the run says that tasks register.")],
+    name: Annotated[str | None, typer.Option(help="As the run calls it; the task's own name when unset.")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Rollouts at once; the task's own when unset.")] = None,
+) -> None:
+    """Draw, roll out and score a task for a run, until told to stop. SHOAL_TASKS_TOKEN is the run's token, if any."""
+    import asyncio
+
+    from shoal.tasks.member import Member
+    from shoal.tasks.sdk import definition_at
+
+    sys.path.insert(0, os.getcwd())
+    served = definition_at(task)
+    if name is not None or max_running is not None:
+        served = served.renamed(name or served.name, max_running or served.max_running)
+
+    def joined(member: str) -> None:
+        print(f"{served.name} {served.version} serves {orchestrator} as {member[:6]}")
+        sys.stdout.flush()
+
+    async def serving() -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        await Member(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined)
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(serving())

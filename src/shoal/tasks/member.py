@@ -1,0 +1,277 @@
+"""A process that serves a task: asks the orchestrator for work, does it, and hands in what came of it.
+
+Nothing listens here. While the orchestrator is away, work goes on and is handed in when it is back; when it does not
+know this process any more, the work is dropped, because somebody else does it, and the process registers again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from shoal.errors import TaskError
+from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
+from shoal.tasks.service import (
+    Acknowledged,
+    Ask,
+    DrawJob,
+    Drawn,
+    Failed,
+    Hello,
+    Job,
+    Played,
+    Result,
+    Results,
+    RolloutJob,
+    Scored,
+    SessionAt,
+    Welcome,
+    Whose,
+    Work,
+)
+from shoal.types import Message, Outcome, Role, ToolCall
+
+RETRY_S = 0.5
+CONNECTIONS = 256
+MOST_RESULTS = 256
+MODEL_RETRIES = 4
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The orchestrator does not know this process (any more)."""
+
+
+@dataclass(slots=True)
+class HttpModel:
+    """The model behind a session's URL. Implements `sdk.Model`."""
+
+    session: SessionAt
+    http: aiohttp.ClientSession
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return self.session.openai_base_url
+
+    @property
+    def api_key(self) -> str:
+        """Of the session."""
+        return self.session.api_key
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        """What the model says next. Raises `PolicyFailed` when the context is full, `EnvironmentFailed` otherwise."""
+        body: dict[str, object] = {"model": "policy", "messages": [wire_of(message) for message in messages]}
+        if tools:
+            body["tools"] = msgspec.Raw(tools.encode())
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        encoded, why = msgspec.json.encode(body), ""
+        for attempt in range(MODEL_RETRIES):
+            headers = {"x-stainless-retry-count": str(attempt)} if attempt else {}
+            try:
+                async with self.http.post(f"{self.base_url}/chat/completions", data=encoded, headers=headers) as reply:
+                    data = await reply.read()
+                    if reply.status == 200:
+                        return msgspec.json.decode(data, type=_Completion).choices[0].message.plain
+                    why = f"HTTP {reply.status}: {data[:300].decode(errors='replace')}"
+                    if reply.status < 500 and reply.status != 429:
+                        raise PolicyFailed(why)  # what of it is a full context, the session's ledger knows
+            except (aiohttp.ClientError, OSError) as error:
+                why = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(RETRY_S * 2**attempt)
+        raise EnvironmentFailed(f"the model does not answer: {why}", retry=True)
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def plain(self) -> Message:
+        calls = tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or [])
+        return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
+
+
+class _Choice(msgspec.Struct):
+    message: _Said
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def wire_of(message: Message) -> dict[str, object]:
+    """A message as OpenAI's clients send it.
+
+    >>> wire_of(Message(Role.USER, "Hello"))
+    {'role': 'user', 'content': 'Hello'}
+    """
+    body: dict[str, object] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        body["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    return body
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What a membership works on. Invariant: a lease is here until its result is acknowledged or it is cancelled."""
+
+    running: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def holding(self) -> list[str]:
+        """All leases."""
+        return [*self.running, *self.results]
+
+    def forget(self, lease: str) -> None:
+        """Nobody waits for it."""
+        self.results.pop(lease, None)
+        task = self.running.pop(lease, None)
+        if task is not None:
+            task.cancel()
+
+
+class Member:
+    """Serves a task for as long as it is not cancelled, whatever becomes of the orchestrator."""
+
+    def __init__(self, served: Definition, url: str, *, token: str = "") -> None:
+        """`url` is the orchestrator's; `token` what it wants of those who serve."""
+        self._served = served
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def run(self, on_joined: Callable[[str], None] = lambda member: None) -> None:
+        """Registers and works. Raises `TaskError` when the orchestrator does not want this task as it is."""
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS)
+        unbounded = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        async with aiohttp.ClientSession(connector=connector, timeout=unbounded) as http:
+            while True:
+                welcome = await self._joined(http)
+                on_joined(welcome.member)
+                with contextlib.suppress(Gone):
+                    await self._membership(http, welcome)
+
+    async def _joined(self, http: aiohttp.ClientSession) -> Welcome:
+        """Tries until the orchestrator is there."""
+        served = self._served
+        hello = msgspec.json.encode(Hello(served.name, served.version, served.capabilities, served.max_running))
+        while True:
+            try:
+                async with http.post(f"{self._url}/v1/members", data=hello, headers=self._headers) as reply:
+                    body = await reply.read()
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(RETRY_S)
+                continue
+            if reply.status == 200:
+                return msgspec.json.decode(body, type=Welcome)
+            if reply.status < 500:
+                raise TaskError(f"the orchestrator at {self._url} said: {body.decode(errors='replace')}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _membership(self, http: aiohttp.ClientSession, welcome: Welcome) -> None:
+        """Works until the orchestrator does not know this process any more: raises `Gone`."""
+        desk, at = _Desk(), f"{self._url}/v1/members/{welcome.member}"
+        handing_in = asyncio.create_task(self._hand_in(http, at, desk), name="handing in results")
+        try:
+            while True:
+                asked = Ask(desk.holding)
+                work = await self._posted(http, f"{at}/work", asked, Work, welcome.lease_s + welcome.beat_s)
+                for lease in work.cancelled:
+                    desk.forget(lease)
+                for job in work.jobs:
+                    doing = asyncio.create_task(self._do(http, job, desk), name=f"job {job.lease}")
+                    desk.running[job.lease] = doing
+                if handing_in.done():
+                    handing_in.result()
+        finally:
+            handing_in.cancel()
+            doing_all = list(desk.running.values())
+            for doing in doing_all:
+                doing.cancel()
+            await asyncio.gather(handing_in, *doing_all, return_exceptions=True)
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(1.0), http.delete(at, headers=self._headers):
+                    pass
+
+    async def _hand_in(self, http: aiohttp.ClientSession, at: str, desk: _Desk) -> None:
+        """Sends what is done, as much at once as there is."""
+        while True:
+            await desk.wake.wait()
+            desk.wake.clear()
+            while desk.results:
+                sent = list(desk.results.values())[:MOST_RESULTS]
+                await self._posted(http, f"{at}/results", Results(sent), Acknowledged, 60.0)
+                for result in sent:
+                    desk.results.pop(result.lease, None)
+
+    async def _posted(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
+        """The answer, asked for again while the orchestrator is away. Raises `Gone`."""
+        encoded = msgspec.json.encode(body)
+        while True:
+            try:
+                async with (
+                    asyncio.timeout(timeout_s),
+                    http.post(url, data=encoded, headers=self._headers) as reply,
+                ):
+                    answer = await reply.read()
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                await asyncio.sleep(RETRY_S)
+                continue
+            if reply.status == 200:
+                return msgspec.json.decode(answer, type=kind)
+            if reply.status < 500:
+                raise Gone
+            await asyncio.sleep(RETRY_S)
+
+    async def _do(self, http: aiohttp.ClientSession, job: Job, desk: _Desk) -> None:
+        result = await self._result(http, job)
+        if desk.running.pop(job.lease, None) is not None:
+            desk.results[job.lease] = result
+            desk.wake.set()
+
+    async def _result(self, http: aiohttp.ClientSession, job: Job) -> Result:
+        """What came of a job, whatever the author's code raised."""
+        try:
+            async with asyncio.timeout(job.deadline_s):
+                return await self._done(http, job)
+        except PolicyFailed as failure:
+            return Failed(job.lease, Whose.POLICY, str(failure)[:4096])
+        except EnvironmentFailed as failure:
+            return Failed(job.lease, Whose.ENVIRONMENT, str(failure)[:4096], failure.retry)
+        except TimeoutError:
+            return Failed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
+        except Exception as error:  # an author's code is anybody's: its failure is a result
+            return Failed(job.lease, Whose.ENVIRONMENT, f"{type(error).__name__}: {error}"[:4096])
+
+    async def _done(self, http: aiohttp.ClientSession, job: Job) -> Result:
+        if isinstance(job, DrawJob):
+            return Drawn(job.lease, await asyncio.to_thread(self._served.draw, job.split, job.index))
+        if isinstance(job, RolloutJob):
+            outcome: Outcome = await self._served.rollout(job.task, HttpModel(job.session, http))
+            return Played(job.lease, outcome)
+        return Scored(job.lease, await self._served.score(job.task, job.answers))

@@ -1,0 +1,217 @@
+"""What a task is written with: a class, or only a function that draws questions.
+
+    @task("sums", version="1")
+    class Sums:
+        def draw(self, rng):                              # -> Question, or a text
+            a, b = rng.randrange(100), rng.randrange(100)
+            return Question(f"What is {a} + {b}?", answer=str(a + b))
+
+        async def rollout(self, task, model):             # optional: many turns, tools, any agent framework
+            said = await model.answer(task.messages)
+            return said.content                           # -> the answer, a reward, an Outcome, or nothing
+
+        def score(self, task, answer):                    # optional: else the checker that the question names
+            return float(answer.strip() == task.answer)
+
+`draw` gets a generator whose seed is the hash of the task's name, the split and the index, and a question that belongs
+to the other split by its text is drawn anew: draws can be repeated, and held-out questions stay held out. Methods may
+be `async` or not; those that are not run in threads. The class is made once in each process that serves it.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from shoal import checker
+from shoal.errors import TaskError
+from shoal.interfaces import Chat, TaskService
+from shoal.tasks.service import Capability
+from shoal.tasks.split import prompt, split_of
+from shoal.types import Json, Outcome, Receipt, Reward, Split, Task, seed_for
+
+MOST_ATTEMPTS = 256
+
+
+class EnvironmentFailed(Exception):
+    """The task could not be worked on, through no fault of the policy: the rollout is not trained with.
+
+    With `retry` another attempt may help, and is made. Any other exception counts as this, without one.
+    """
+
+    def __init__(self, reason: str, *, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.retry = retry
+
+
+class PolicyFailed(Exception):
+    """The policy made it impossible to go on: the rollout ends here and is trained with, with a reward of 0."""
+
+
+class Model(Chat, Protocol):
+    """The model as a rollout has it: ask it here, or hand the URLs and the key to any client of OpenAI or Anthropic."""
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients; also what Anthropic's want, less its `/v1`."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Of the session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a task asks. Without `score` and `rollout` a checker judges: `scorer` is as in a configuration."""
+
+    text: str
+    answer: str | None = None
+    scorer: Json = None
+    system: str = ""
+    info: Json = None
+    receipt: Receipt | None = None
+
+
+class Definition:
+    """A task as the rest of Shoal sees it, whatever it was written with."""
+
+    def __init__(
+        self, name: str, author: object, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64
+    ) -> None:
+        """`author` has `draw`, and perhaps `rollout` and `score`. Raises `TaskError`."""
+        if not callable(getattr(author, "draw", None)):
+            raise TaskError(f"{name}: expected a method `draw`, found none in {type(author).__name__}")
+        self._name, self.version, self.max_running = name, version, max_running
+        self._author = author
+        self._eval_share = eval_share
+        self._draws_tasks = list(inspect.signature(author.draw).parameters)[:2] == ["split", "index"]  # type: ignore[attr-defined]
+
+    @property
+    def name(self) -> str:
+        """Unique within a run."""
+        return self._name
+
+    @property
+    def capabilities(self) -> list[Capability]:
+        """What the author wrote."""
+        known = {"draw": Capability.DRAW, "rollout": Capability.ROLLOUT, "score": Capability.SCORE}
+        return [capability for name, capability in known.items() if callable(getattr(self._author, name, None))]
+
+    def renamed(self, name: str, max_running: int) -> "Definition":
+        """The same under another name: other questions of the same kind."""
+        return Definition(
+            name, self._author, version=self.version, eval_share=self._eval_share, max_running=max_running
+        )
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at an index. Raises `TaskError` when none is found that belongs to the split."""
+        if self._draws_tasks:
+            task = cast(TaskService, self._author).draw(split, index)
+            return dataclasses.replace(task, service=self._name)
+        for attempt in range(MOST_ATTEMPTS):
+            seed = seed_for("task", self._name, split, index, attempt)
+            drawn = self._author.draw(random.Random(seed))  # type: ignore[attr-defined]
+            question = drawn if isinstance(drawn, Question) else Question(str(drawn))
+            if split_of(question.text, self._eval_share) is split:
+                return self._task(question, split, index)
+        raise TaskError(f"{self._name}: none of {MOST_ATTEMPTS} questions drawn belongs to the {split} split")
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        """What the author's rollout says, scored here when it gives the answer itself."""
+        outcome = _outcome(await _called(self._author.rollout, task, model))  # type: ignore[attr-defined]
+        if outcome.reward is None and outcome.answer is not None and Capability.SCORE in self.capabilities:
+            (reward,) = await self.score(task, [outcome.answer])
+            return dataclasses.replace(outcome, reward=reward.value)
+        return outcome
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        """The same, as `interfaces.Playable` wants it."""
+        return await self.rollout(task, cast(Model, chat))
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order."""
+        given = [await _called(self._author.score, task, answer) for answer in answers]  # type: ignore[attr-defined]
+        return [one if isinstance(one, Reward) else Reward(float(cast(float, one))) for one in given]
+
+    def _task(self, question: Question, split: Split, index: int) -> Task:
+        info: dict[str, Json] = {} if question.info is None else {"info": question.info}
+        if question.scorer is not None:
+            spec = checker.spec_of(question.scorer, f"{self._name}: scorer")
+            info["scorer"] = checker.to_json(spec)
+        return Task(
+            f"{self._name}/{split}/{index}",
+            self._name,
+            prompt(question.system, question.text),
+            question.answer,
+            json.dumps(info),
+            question.receipt,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A function that draws, in place of a class."""
+
+    draw: Callable[[random.Random], Question | str]
+
+
+def task(
+    name: str, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64
+) -> Callable[[object], Definition]:
+    """Makes a task of a class, or of a function that draws. `max_running` are rollouts at once in one process."""
+
+    def decorated(author: object) -> Definition:
+        made = (
+            author() if inspect.isclass(author) else _Drawing(cast(Callable[[random.Random], Question | str], author))
+        )
+        return Definition(name, made, version=version, eval_share=eval_share, max_running=max_running)
+
+    return decorated
+
+
+def definition_at(path: str) -> Definition:
+    """The task that `module:name` names. Raises `TaskError`.
+
+    It may be a decorated class or function, a `Definition`, something callable that gives one, or a task service that
+    draws `Task`s by split and index.
+    """
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise TaskError(f"task: expected module:name, got {path!r}")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise TaskError(f"task: {path!r} cannot be imported: {error}") from error
+    if not isinstance(found, Definition) and callable(found):
+        try:
+            found = found()
+        except TypeError as error:
+            raise TaskError(f"task: {path!r} is no task: {error}") from error
+    if isinstance(found, Definition):
+        return found
+    if isinstance(getattr(found, "name", None), str) and callable(getattr(found, "draw", None)):
+        return Definition(cast(TaskService, found).name, found)
+    raise TaskError(f"task: {path!r} is no task; decorate it with shoal.tasks.sdk.task")
+
+
+def _outcome(said: object) -> Outcome:
+    if isinstance(said, Outcome):
+        return said
+    if said is None:
+        return Outcome()
+    return Outcome(answer=said) if isinstance(said, str) else Outcome(reward=float(cast(float, said)))
+
+
+async def _called(method: Callable[..., object], *arguments: object) -> object:
+    """What an author's method gives; one that is not `async` runs in a thread, where it may take its time."""
+    if inspect.iscoroutinefunction(method):
+        return await cast(Awaitable[object], method(*arguments))
+    given = await asyncio.to_thread(method, *arguments)
+    return await given if inspect.isawaitable(given) else given
