@@ -88,6 +88,19 @@ def test_functions_that_the_algorithms_name_exist() -> None:
         assert name in defined((SOURCE / "train" / "loss.py").read_text())
 
 
+def test_the_papers_in_the_algorithms_are_settings_that_exist() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    table = text.partition("### Papers as settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!paper|---)(.*)$", table, re.MULTILINE)
+    assert len(rows) >= 10
+    for row in rows:
+        settings = re.findall(r"`([\w.]+ = [^`]+)`", row)
+        config = parse(
+            {"tasks": [{"name": "chain_sum"}]}, [f"train.{setting.replace(' = ', '=')}" for setting in settings]
+        )
+        assert settings[0] == f'loss.name = "{config.train.loss.name}"', row
+
+
 def test_every_room_is_in_the_architecture() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = " ".join(re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE))

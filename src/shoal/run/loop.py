@@ -157,9 +157,11 @@ class TrainLoop:
 
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
-        take = informative_groups if self._config.train.dynamic_sampling else Buffer.take
+        train = self._config.train
+        redraw = partial(informative_groups, discount=train.turn_discount)
+        take = redraw if train.dynamic_sampling else Buffer.take
         async with asyncio.TaskGroup() as both:
-            taking = both.create_task(take(parts.buffer, self._config.train.groups_per_step, version))
+            taking = both.create_task(take(parts.buffer, train.groups_per_step, version))
             # While the step waits for groups of its own, the trainer is free to encode those of peers.
             encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
@@ -273,7 +275,7 @@ class TrainLoop:
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
             **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
             **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
-            "informative_share": fmean(is_informative(group) for group in groups),
+            "informative_share": fmean(is_informative(group, self._config.train.turn_discount) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},

@@ -9,8 +9,10 @@ REDRAWS_PER_GROUP = 3
 """Bound on what one step gives up: on tasks that are all too easy or too hard it would never end."""
 
 
-async def informative_groups(buffer: Buffer, n: int, version: int) -> list[Group]:
+async def informative_groups(buffer: Buffer, n: int, version: int, discount: float = 1.0) -> list[Group]:
     """Takes `n` groups for `version`, dropping those that teach nothing; their budget lets others start.
+
+    `discount` is that of the rewards over turns.
 
     After `REDRAWS_PER_GROUP * n` drops it takes what comes. A dropped group stays in the log, with its reason, and is
     never offered again. Source: dynamic sampling of DAPO (arXiv 2503.14476 §3.2).
@@ -19,7 +21,7 @@ async def informative_groups(buffer: Buffer, n: int, version: int) -> list[Group
     room = REDRAWS_PER_GROUP * n
     while len(kept) < n:
         taken = await buffer.take(n - len(kept), version)
-        idle = {group.id for group in [group for group in taken if not is_informative(group)][:room]}
+        idle = {group.id for group in [group for group in taken if not is_informative(group, discount)][:room]}
         if idle:
             await buffer.drop(sorted(idle), UNINFORMATIVE)
         room -= len(idle)
