@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
-test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
+test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried
 	$(BIN)/python -m pytest
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
@@ -59,6 +59,11 @@ clean:
 # The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
 $(VENV)/bubblewrap-tried: $(VENV)/python-made
 	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy bubblewrap; } || true
+	@touch $@
+
+# The person's page is tested in a browser; without root and apt, its tests say that they were skipped.
+$(VENV)/chromium-tried: $(VENV)/python-made
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || true
 	@touch $@
 
 # Each step leaves a stamp, so that a second call of make starts at once.

@@ -24,7 +24,7 @@ LAYERS = (
         "small_model",
         "small_programs",
     },
-    {"gateway", "judge", "warm_start"},
+    {"desk", "gateway", "judge", "warm_start"},
     {"agents"},
     {"run", "sim", "dashboard", "report", "progress", "doctor"},
     {"demo", "bench"},

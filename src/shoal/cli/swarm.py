@@ -61,6 +61,31 @@ def serve(
         print("stopped")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def desk(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of a node: its tasks are asked.")],
+    folder: Annotated[Path, typer.Option(help="Where its key is kept.")] = Path("runs/desk"),
+    host: Annotated[str, typer.Option(help="Loopback unless told otherwise; put TLS before others.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8400,
+    answers: Annotated[int, typer.Option(min=2, max=16, help="That make a question complete.")] = 4,
+    wait_s: Annotated[float, typer.Option(min=0, help="Since the last answer, after which fewer will do.")] = 30.0,
+) -> None:
+    """Ask people questions on a web page; their answers are offered to the swarm. Settings as for `shoal train`."""
+    import uvloop
+
+    from shoal.config import load
+    from shoal.desk.questions import Pace
+    from shoal.run.desk import serve_desk
+
+    def announce(url: str, peer_id: str) -> None:
+        print(url, f"peer id {peer_id}", sep="\n")
+        sys.stdout.flush()
+
+    settings = load(config, context.args)
+    uvloop.run(serve_desk(settings, folder, Pace(answers, wait_s), host=host, port=port, announce=announce))
+
+
 @app.command()
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
     """Say how a node of a swarm is doing: connection, what it shared, took and refused, and its peers."""

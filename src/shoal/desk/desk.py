@@ -1,0 +1,189 @@
+"""Questions in, offers out: what a desk does between its page and the swarm.
+
+    listen   consumes frames of the exchange; the door admits them; the newest offers may be asked
+    share    looks every moment which questions are complete, signs them as offers, and publishes them
+
+A question is one of the node's own tasks, drawn for the page, or one that a peer offers and that is a task of this node
+too. Peers' answers are shown to those who have answered, with this node's verdict; nothing of a peer is believed.
+"""
+
+import asyncio
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.desk.questions import Given, NotTaken, Other, Pace, Question, Questions, State
+from shoal.errors import ExchangeUnavailable, WireError
+from shoal.interfaces import Exchange, Recogniser, Scorer
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.identity import Identity
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.trust import Door, Letter, Reason
+from shoal.types import Task
+
+INTAKE_BATCH = 32
+INTAKE_PER_S = 250
+"""Frames read per second at most."""
+HEARD = 64
+"""Newest offers of peers that may be asked."""
+HEARD_SHARE = 0.5
+"""Of the questions that are opened, when there are offers of peers."""
+SHOWN_OTHERS = 8
+SHARE_EVERY_S = 0.25
+RETRY_S = 1.0
+OUTBOX = 64
+MODEL = "people"
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a desk works with."""
+
+    exchange: Exchange
+    recogniser: Recogniser
+    scorer: Scorer
+    draw: Callable[[int], Task]
+    """One of the node's training tasks, by any number. Blocks; raises `TaskError`."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a desk did so far."""
+
+    answers: int = 0
+    shared: int = 0
+    unsent: int = 0
+    """Offers that were complete while the exchange was away for too long."""
+
+
+class Desk:
+    """One event loop; `run` has to run for anything to be shared."""
+
+    def __init__(
+        self,
+        means: Means,
+        swarm: str,
+        identity: Identity,
+        pace: Pace | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        seed: int | None = None,
+    ) -> None:
+        """Without a `seed` the questions are random ones."""
+        self.questions = Questions(pace or Pace())
+        self.tally = Tally()
+        self.swarm = swarm
+        self.peer_id = identity.peer_id
+        self._means = means
+        self._clock = clock
+        self._rng = random.Random(seed)
+        self._seal = Seal(identity, swarm, session=int(clock() * 1000))
+        self._door = Door(swarm, identity.peer_id)
+        self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
+        self._outbox: deque[Offer] = deque()
+        self._opening = asyncio.Lock()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the swarm can be reached now."""
+        return self._means.exchange.connected
+
+    async def run(self) -> None:
+        """Listens and shares for ever."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._listen(), name="desk: listening")
+            loops.create_task(self._share(), name="desk: sharing")
+
+    async def question_for(self, visitor: str) -> Question:
+        """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
+        async with self._opening:  # else a crowd that comes at once gets a question each
+            found = self.questions.next_for(visitor)
+            if found is None:
+                found = await self._opened()
+                self.questions.add(found)
+            return found
+
+    async def answer(self, question: Question, visitor: str, text: str) -> Given:
+        """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
+        self.questions.check(question, visitor, text)
+        question.scoring += 1
+        try:
+            (reward,) = await self._means.scorer.score(question.task, [text])
+        finally:
+            question.scoring -= 1
+        given = Given(visitor, text, reward, self._clock())
+        if self.questions.state(question.id) is not State.OPEN:
+            raise NotTaken("this question is closed")
+        self.questions.take(question, given)
+        self.tally.answers += 1
+        return given
+
+    async def _opened(self) -> Question:
+        """A new question: of a peer, if there is one that is ours too, or of our own tasks."""
+        while self._heard and self._rng.random() < HEARD_SHARE:
+            letter, content = self._heard.pop()
+            found = await self._means.recogniser.task(content.claim)
+            if isinstance(found, Task):
+                return await self._question(found, content)
+            self._door.refuse(letter.peer_id, Reason(found.value))
+        task = await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32))
+        return await self._question(task)
+
+    async def _question(self, task: Task, offered: Offer | None = None) -> Question:
+        claim = await self._means.recogniser.claim(task)
+        others: tuple[Other, ...] = ()
+        if offered is not None:
+            texts = [rollout.text for rollout in offered.rollouts[:SHOWN_OTHERS]]
+            rewards = await self._means.scorer.score(task, texts)
+            others = tuple(
+                Other(offered.generator.value, offered.model, text, reward)
+                for text, reward in zip(texts, rewards, strict=True)
+            )
+        return Question(secrets.token_urlsafe(12), task, claim, self._clock(), others)
+
+    async def _listen(self) -> None:
+        while True:
+            frames = await self._means.exchange.receive(INTAKE_BATCH)
+            for frame in frames:
+                letter = self._door.admit(frame, self._clock())
+                if isinstance(letter, Letter) and isinstance(letter.content, Offer):
+                    self._heard.append((letter, letter.content))
+            await asyncio.sleep(len(frames) / INTAKE_PER_S)
+
+    async def _share(self) -> None:
+        while True:
+            for question in self.questions.due(self._clock()):
+                self._outbox.append(offer_of_people(question, self._clock()))
+                if len(self._outbox) > OUTBOX:
+                    self._outbox.popleft()
+                    self.tally.unsent += 1
+            pause_s = SHARE_EVERY_S
+            while self._outbox:
+                if not await self._publish(self._outbox[0]):
+                    pause_s = RETRY_S
+                    break
+                self._outbox.popleft()
+            await asyncio.sleep(pause_s)
+
+    async def _publish(self, offer: Offer) -> bool:
+        """Whether an offer needs no other try."""
+        try:
+            frame = self._seal.frame(Kind.OFFER, offers.encode(offer), self._clock())
+            await self._means.exchange.publish(Kind.OFFER, self.peer_id, frame)
+        except ExchangeUnavailable:
+            return False
+        except WireError:  # too large, though its answers are not
+            self.tally.unsent += 1
+            return True
+        self.tally.shared += 1
+        return True
+
+
+def offer_of_people(question: Question, now_s: float) -> Offer:
+    """The answers to a question as an offer. Of the people nothing is in it but what they wrote."""
+    rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
+    return Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, now_s)

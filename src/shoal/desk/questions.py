@@ -1,0 +1,179 @@
+"""What a desk asks, who answered what, and when it becomes an offer. Pure: the time comes in as an argument.
+
+An offer is a group: several answers to one question, of several people or of one who tried again. It is of use to nodes
+only if its rewards differ, so a question stays open until they do, and then for a while, for more answers to come. What
+is answered alike by everybody until it expires is dropped, and counted.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal.interfaces import Claim
+from shoal.types import Reward, RewardStatus, Task
+
+MOST_OPEN = 64
+MOST_ANSWERS = 16
+"""Of one question."""
+MOST_CHARACTERS = 4000
+"""Of one answer."""
+TRIES = 3
+"""Of one visitor at one question."""
+REMEMBERED = 1024
+"""Questions whose end is remembered, for whoever waits for it."""
+
+
+class State(StrEnum):
+    """What became of a question."""
+
+    OPEN = "open"
+    SHARED = "shared"
+    """Its answers are an offer."""
+    DROPPED = "dropped"
+    """It expired, and its answers were too few or all worth the same."""
+
+
+class NotTaken(ValueError):
+    """An answer that is not taken; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When answers become an offer."""
+
+    answers: int = 4
+    """As many as make it complete, once their rewards differ."""
+    wait_s: float = 30.0
+    """Since the last answer, after which fewer will do."""
+    open_s: float = 3600.0
+    """How long a question waits for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One answer of a visitor, with this node's verdict."""
+
+    visitor: str
+    text: str
+    reward: Reward
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """An answer of a peer, with this node's verdict."""
+
+    generator: str
+    model: str
+    text: str
+    reward: Reward
+
+
+@dataclass(slots=True)
+class Question:
+    """One question and what people said to it."""
+
+    id: str
+    task: Task
+    claim: Claim
+    opened_s: float
+    others: tuple[Other, ...] = ()
+    answers: list[Given] = field(default_factory=list)
+    passed_by: set[str] = field(default_factory=set)
+    """Visitors who do not want to see it any more."""
+    scoring: int = 0
+    """Answers on their way to a verdict."""
+
+    def of(self, visitor: str) -> list[Given]:
+        """What one visitor said."""
+        return [given for given in self.answers if given.visitor == visitor]
+
+    def tries_left(self, visitor: str) -> int:
+        """How often a visitor may still answer: not after a right one."""
+        own = self.of(visitor)
+        return 0 if any(is_right(given.reward) for given in own) else max(0, TRIES - len(own))
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is something to learn from the answers."""
+        return len({given.reward.value for given in self.answers}) > 1
+
+
+def is_right(reward: Reward) -> bool:
+    """Whether an answer has the full reward."""
+    return reward.status is RewardStatus.SCORED and reward.value >= 1
+
+
+class Questions:
+    """The open ones, oldest first. Invariant: at most `MOST_OPEN`, each with at most `MOST_ANSWERS` answers."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._open: OrderedDict[str, Question] = OrderedDict()
+        self._ended: OrderedDict[str, State] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Question]:
+        return iter(self._open.values())
+
+    def add(self, question: Question) -> None:
+        """Opens a question; the oldest makes room, one without answers if there is any."""
+        if len(self._open) >= MOST_OPEN:
+            self._end(next((one for one in self if not one.answers), next(iter(self))), State.DROPPED)
+        self._open[question.id] = question
+
+    def get(self, id_: str) -> Question | None:
+        """An open question by id."""
+        return self._open.get(id_)
+
+    def state(self, id_: str) -> State | None:
+        """What became of a question; None when nobody remembers it."""
+        return State.OPEN if id_ in self._open else self._ended.get(id_)
+
+    def next_for(self, visitor: str) -> Question | None:
+        """What to ask a visitor: what it was at, else what others have answered; None when it has seen everything."""
+        seen = [one for one in self if visitor not in one.passed_by and one.tries_left(visitor)]
+        seen = [one for one in seen if len(one.answers) + one.scoring < MOST_ANSWERS]
+        return max(seen, key=lambda one: (len(one.of(visitor)), len(one.answers)), default=None)
+
+    def check(self, question: Question, visitor: str, text: str) -> None:
+        """Raises `NotTaken` for an answer that needs no verdict."""
+        if not text.strip():
+            raise NotTaken("write an answer first")
+        if len(text) > MOST_CHARACTERS:
+            raise NotTaken(f"an answer has at most {MOST_CHARACTERS} characters")
+        if not question.tries_left(visitor):
+            raise NotTaken("you have answered this question")
+        if any(given.text == text for given in question.of(visitor)):
+            raise NotTaken("you said that already")
+        if len(question.answers) + question.scoring >= MOST_ANSWERS:
+            raise NotTaken("this question has all the answers that it can have")
+
+    def take(self, question: Question, given: Given) -> None:
+        """Keeps an answer with its verdict; one that could not be scored is no evidence of anything."""
+        if given.reward.status is RewardStatus.SCORED:
+            question.answers.append(given)
+
+    def due(self, now_s: float) -> list[Question]:
+        """The questions that are complete, which are open no more; what has expired is dropped."""
+        complete = [one for one in self if not one.scoring and self._is_complete(one, now_s)]
+        for one in complete:
+            self._end(one, State.SHARED)
+        for one in [one for one in self if one.opened_s + self._pace.open_s < now_s and not one.scoring]:
+            self._end(one, State.DROPPED)
+        return complete
+
+    def _is_complete(self, question: Question, now_s: float) -> bool:
+        if not question.differs:
+            return False
+        waited_s = now_s - question.answers[-1].at_s
+        return len(question.answers) >= self._pace.answers or waited_s >= self._pace.wait_s
+
+    def _end(self, question: Question, state: State) -> None:
+        del self._open[question.id]
+        self._ended[question.id] = state
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
