@@ -4,6 +4,7 @@ Every field has a default that works, a sentence and a unit. What can be derived
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -14,6 +15,9 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from shoal.errors import ConfigError
+
+DEFAULT_ADDRESS = "127.0.0.1:8200"
+"""Where task services of other processes register."""
 
 
 class Section(BaseModel):
@@ -35,11 +39,16 @@ class TaskConfig(Section):
     """One task service of the mixture."""
 
     name: str = Field(description="A reasoning-gym dataset, or any name for a JSONL file.")
-    service: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Who draws the tasks.")
+    service: Literal["reasoning_gym", "jsonl", "python", "remote"] = Field(
+        "reasoning_gym", description="Who draws the tasks: here, or (remote) processes of `shoal task serve`."
+    )
     weight: float = Field(1.0, gt=0, description="Share of the trained groups, relative to the other tasks.")
     params: dict[str, JsonValue] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
     curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
-    path: str | None = Field(None, description="JSONL or Parquet with prompt, answer, info per row (service = jsonl).")
+    path: str | None = Field(
+        None,
+        description="A JSONL or Parquet file, `module:name` (python), or where processes register (remote).",
+    )
     scorer: str | dict[str, JsonValue] | None = Field(
         None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
     )
@@ -324,6 +333,15 @@ class Config(Section):
     metrics: MetricsConfig = Field(MetricsConfig())
     swarm: SwarmConfig = Field(SwarmConfig())
 
+    @property
+    def services_at(self) -> tuple[str, int] | None:
+        """Host and port where task services of other processes register; None when there are none."""
+        for task in self.tasks:
+            if task.service == "remote":
+                host, _, port = (task.path or DEFAULT_ADDRESS).rpartition(":")
+                return host, int(port)
+        return None
+
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         names = [task.name for task in self.tasks]
@@ -355,9 +373,14 @@ class Config(Section):
                 "train.turn_discount: expected 1 with train.advantage = 'gae', whose critic sees whole rows, "
                 f"got {self.train.turn_discount:g}"
             )
+        addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
+        if len(addresses) > 1 or not all(re.fullmatch(r".+:\d{1,5}", address) for address in addresses):
+            raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:
                 raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")
+            if task.service == "python" and ":" not in (task.path or ""):
+                raise ValueError(f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}")
         return self
 
 

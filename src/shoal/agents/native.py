@@ -13,9 +13,11 @@ from shoal.types import Message, Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class SessionChat:
-    """Implements `interfaces.Chat` on a session."""
+    """Implements `interfaces.Chat` on a session; the URL and key are for clients of OpenAI's, where there is HTTP."""
 
     session: Session
+    base_url: str = ""
+    api_key: str = ""
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """What the model says next; messages that go on from an answer are not tokenised again."""
@@ -29,6 +31,6 @@ def native_play(service: Playable) -> Play:
     """Has a task service hold the conversation itself."""
 
     async def play(task: Task, seat: Seat) -> Outcome:
-        return await service.play(task, SessionChat(seat.session))
+        return await service.play(task, SessionChat(seat.session, seat.base_url, seat.api_key))
 
     return play

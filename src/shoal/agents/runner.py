@@ -12,7 +12,7 @@ from shoal.gateway.sessions import ContextOverflow, SessionOver
 from shoal.interfaces import Purpose, Scorer
 from shoal.session import Ledger
 from shoal.tasks.rollout import failed
-from shoal.tasks.sdk import PolicyFailed
+from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import (
     Outcome,
     Reward,
@@ -88,6 +88,10 @@ class AgentRunner:
             raise
         except AgentFailed as error:
             return None, str(error)
+        except EnvironmentFailed as error:
+            if error.retry:
+                raise AgentLost(f"environment: {error}") from error
+            return None, f"environment: {error}"
         except PolicyFailed as error:
             return Outcome(reward=0.0), f"{GAVE_UP}{error}"
         except (ContextOverflow, SessionOver):

@@ -37,11 +37,11 @@ class Size:
     """Rollouts that finish while it is measured."""
 
 
-FULL = Size("Patient", 5000, 5000)
+FULL = Size("Patient", 5000, 12_000)
 QUICK = Size("Fast", 60, 200)
 GROUP_SIZE = 8
-SPARE = 1.08
-"""Groups allowed at once, for each that is wanted: some are being drawn, opened, scored or written."""
+SPARE = 1.7
+"""Groups allowed at once, for each that is wanted: the first rollouts of a group to finish wait for its last."""
 
 
 def measure(quick: bool) -> Report:

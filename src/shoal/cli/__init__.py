@@ -65,6 +65,9 @@ def train(
     from shoal.config import load
 
     settings = load(config, context.args)
+    if remote := [task.name for task in settings.tasks if task.service == "remote"]:
+        at = "http://{}:{}".format(*settings.services_at or ())
+        print(f"waiting for: shoal task serve MODULE:TASK --orchestrator {at}  ({', '.join(remote)})", file=sys.stderr)
     if dry_run:
         from shoal.run.plan import plan
 

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-TOKEN_VARIABLE = "SHOAL_TASKS_TOKEN"
-
 app = typer.Typer(name="task", help="Serve tasks to a run from processes of their own.", no_args_is_help=True)
 
 
@@ -30,6 +28,7 @@ def serve(
 
     from shoal.tasks.member import Member
     from shoal.tasks.sdk import definition_at
+    from shoal.tasks.service import TOKEN_VARIABLE
 
     sys.path.insert(0, os.getcwd())
     served = definition_at(task)

@@ -24,7 +24,7 @@ from shoal.buffer import Buffer
 from shoal.buffer.buffer import STALE
 from shoal.config import Config
 from shoal.engine import canary
-from shoal.interfaces import Engine, EngineInfo, Scorer
+from shoal.interfaces import Engine, EngineInfo, Runner, Scorer
 from shoal.metrics import Trackers
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
@@ -32,6 +32,7 @@ from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.swarm.negatives import weighed_negatives
 from shoal.swarm.node import Node
 from shoal.tasks.evaluation import accuracies
+from shoal.tasks.remote import ServiceScorer
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.advantage import is_informative, mask_tokens, step_samples
 from shoal.train.client import TrainerProcess
@@ -60,6 +61,7 @@ class Parts:
     buffer: Buffer
     store: WeightStore
     desk: SingleTurn
+    runner: Runner
     eval_tasks: Sequence[Task]
     trackers: Trackers
     swarm: Node | None = None
@@ -132,8 +134,8 @@ class TrainLoop:
 
     async def evaluate(self, steps_done: int) -> None:
         """Held-out accuracy, sampled as in training and greedy."""
-        desk, tasks = self._parts.desk, self._parts.eval_tasks
-        sampled, greedy = await accuracies(tasks, desk)
+        tasks = self._parts.eval_tasks
+        sampled, greedy = await accuracies(tasks, self._parts.runner)
         self.totals.evals.append((sampled.overall, greedy.overall))
         self._parts.trackers.log_eval(
             steps_done,
@@ -322,4 +324,5 @@ class TrainLoop:
 def _scorer_values(scorer: Scorer) -> Mapping[str, float]:
     """What the scorer tells of itself; nothing of one that is not a run's own."""
     inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
+    inner = inner.others if isinstance(inner, ServiceScorer) else inner
     return inner.values if isinstance(inner, RewardService) else {}

@@ -16,6 +16,9 @@ from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.sandbox import rungs
 from shoal.tasks.library import Library, library_of
+from shoal.tasks.remote import RemoteService
+from shoal.tasks.sdk import Definition
+from shoal.tasks.service import Capability
 from shoal.types import Split
 
 PROBED_TASKS = 64
@@ -51,8 +54,16 @@ def prepare(config: Config) -> Iterator[Prepared]:
 def _check_sandbox(service: Library) -> None:
     """Raises `SandboxUnavailable` when programs are to be run and this machine has no place for them."""
     tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
-    if any(needs_tests(task_spec(task)) for task in tasks):
+    own = {one.name for one in service.services if _judges(one)}
+    if any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
         rungs.rung()
+
+
+def _judges(service: TaskService) -> bool:
+    """Whether a service says itself what its rollouts are worth."""
+    return isinstance(service, RemoteService | Definition) and (
+        service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)
+    )
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:

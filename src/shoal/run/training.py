@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -38,11 +37,12 @@ from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
 from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, check_run_dir, prepare
+from shoal.run.playing import playing, scoring, sources
 from shoal.run.waits import telling_waits
 from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
-from shoal.tasks.mixture import Mixture
-from shoal.tasks.orchestrator import Adjustment, LocalSource, Orchestrator, Terms
+from shoal.tasks.library import Library
+from shoal.tasks.orchestrator import Adjustment, Orchestrator, Terms
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -162,8 +162,13 @@ async def train(
             )
             store = WeightStore(run_dir / "weights")
             eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-            async with joined(config, prepared, run_dir, answering.scorer, exchange) as node:
-                parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, eval_tasks, trackers, node)
+            async with (
+                joined(config, prepared, run_dir, answering.scorer, exchange) as node,
+                playing(prepared, engine, answering, _sampling(config, prepared)) as runner,
+            ):
+                parts = Parts(
+                    config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node
+                )
                 return await _run_parts(parts, prepared, trainer_child)
 
 
@@ -193,7 +198,8 @@ async def serving(
         if scorer is None:
             rewards = await stack.enter_async_context(RewardService(config.reward, run_dir / "logs" / "reward.log"))
             correct_only = {task.name for task in config.tasks if task.reward == "correct"}
-            scorer = FullMarks(rewards, correct_only) if correct_only else rewards
+            scorer = scoring(prepared, rewards)
+            scorer = FullMarks(scorer, correct_only) if correct_only else scorer
         pool = await stack.enter_async_context(engines(settings, told))
         yield pool, desk(pool, prepared.renderer, scorer, sampling)
 
@@ -248,22 +254,32 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
 
 def _orchestrator(parts: Parts, prepared: Prepared) -> Orchestrator:
     """Of the task services that the configuration names, each with its weight."""
-    service, config = prepared.service, parts.config
-    services = service.services if isinstance(service, Mixture) else (service,)
-    weights = {task.name: task.weight for task in config.tasks}
-    answer = partial(parts.desk.rollouts, n=config.rollout.group_size)
+    config, loop = parts.config, asyncio.get_running_loop()
+    hub = prepared.service.hub if isinstance(prepared.service, Library) else None
 
     def tell(change: Change) -> None:
         parts.trackers.log_event(
             "ratio", task=change.name, before=change.before, after=change.after, reason=change.reason
         )
 
-    return Orchestrator(
-        [LocalSource(one, answer) for one in services],
-        {one.name: Terms(weights[one.name]) for one in services},
+    def presence(name: str, present: bool) -> None:
+        (orchestrator.come if present else orchestrator.leave)(name)
+        parts.trackers.log_event("service", task=name, state="there" if present else "away")
+
+    def members(name: str, number: int) -> None:
+        loop.call_soon_threadsafe(orchestrator.wake)
+
+    if hub is not None:
+        hub.hub.registry.on_members = members
+    weights = {task.name: task.weight for task in config.tasks}
+    drawn = sources(config, prepared, parts.runner, presence)
+    orchestrator = Orchestrator(
+        drawn,
+        {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
         parts.buffer,
         adjustment=Adjustment(Bounds(), tell) if config.rollout.ratios == "automatic" else None,
     )
+    return orchestrator
 
 
 async def _recover(parts: Parts, loop: TrainLoop) -> None:
@@ -319,8 +335,11 @@ async def _watch(child: Child) -> None:
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-    async with serving(config, prepared, folder) as (_, desk):
-        sampled, greedy = await accuracies(tasks, desk)
+    async with (
+        serving(config, prepared, folder) as (engine, desk),
+        playing(prepared, engine, desk, _sampling(config, prepared)) as runner,
+    ):
+        sampled, greedy = await accuracies(tasks, runner)
     return {
         "sampled": sampled.overall,
         "greedy": greedy.overall,

@@ -1,6 +1,8 @@
 """The task services that a configuration names."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,10 +12,16 @@ from shoal import checker
 from shoal.config import Config, TaskConfig
 from shoal.interfaces import TaskService
 from shoal.tasks.drawer import Drawer, Spec
+from shoal.tasks.hub import ServingHub
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
+from shoal.tasks.remote import RemoteService
+from shoal.tasks.sdk import definition_at
+from shoal.tasks.service import TOKEN_VARIABLE
 from shoal.tasks.split import check_rewrite
 from shoal.types import Split, Task
+
+PRESENT_TIMEOUT_S = 120.0
 
 
 class ReasoningGymService:
@@ -47,22 +55,45 @@ class ReasoningGymService:
         return task if self._info is None else replace(task, info=self._info)
 
 
-class Library(Mixture):
-    """The mixture that a configuration describes, and the process that draws its questions. A context manager."""
+def _service(config: TaskConfig, seed: int, drawer: Drawer | None, hub: ServingHub | None) -> TaskService:
+    """The one that a task names. Raises `TaskError`."""
+    match config.service:
+        case "jsonl":
+            return JsonlService(config, seed)
+        case "python":
+            sys.path.insert(0, os.getcwd())  # as `python -m` does: the task is the user's own, beside the configuration
+            served = definition_at(config.path or "")
+            return served.renamed(config.name, served.max_running)
+        case "remote":
+            assert hub is not None
+            service = RemoteService(config.name, hub)
+            service.present(PRESENT_TIMEOUT_S)
+            return service
+        case "reasoning_gym":
+            assert drawer is not None
+            return ReasoningGymService(config, seed, drawer)
 
-    def __init__(self, tasks: Sequence[TaskConfig], seed: int) -> None:
-        """Checks every task, by drawing its first question too. Raises `TaskError`."""
+
+class Library(Mixture):
+    """The mixture that a configuration describes, and what its services need: a process that draws, a hub.
+
+    A context manager.
+    """
+
+    def __init__(self, tasks: Sequence[TaskConfig], seed: int, at: tuple[str, int] | None = None) -> None:
+        """Checks every task, by drawing its first question too. Raises `TaskError`.
+
+        Waits for the processes that serve tasks elsewhere; they register `at` this host and port.
+        """
         with ExitStack() as stack:
-            services: list[TaskService] = []
-            drawer: Drawer | None = None
+            drawer = hub = None
             if any(config.service == "reasoning_gym" for config in tasks):
                 drawer = stack.enter_context(Drawer())
-            for config in tasks:
-                if config.service == "jsonl":
-                    services.append(JsonlService(config, seed))
-                else:
-                    assert drawer is not None
-                    services.append(ReasoningGymService(config, seed, drawer))
+            if remote := [config.name for config in tasks if config.service == "remote"]:
+                (host, port), token = at or ("127.0.0.1", 0), os.environ.get(TOKEN_VARIABLE, "")
+                hub = stack.enter_context(ServingHub(remote, host=host, port=port, token=token))
+            services = [_service(config, seed, drawer, hub) for config in tasks]
+            self.hub = hub
             super().__init__(services, [config.weight for config in tasks])
             for service in services:
                 for split in Split:
@@ -78,10 +109,10 @@ class Library(Mixture):
         self.close()
 
     def close(self) -> None:
-        """Ends the process that draws."""
+        """Ends the process that draws, and the hub."""
         self._open.close()
 
 
 def library_of(config: Config) -> Library:
     """The task services of a run. Raises `TaskError`."""
-    return Library(config.tasks, config.seed)
+    return Library(config.tasks, config.seed, config.services_at)

@@ -179,7 +179,9 @@ class Member:
     async def _joined(self, http: aiohttp.ClientSession) -> Welcome:
         """Tries until the orchestrator is there."""
         served = self._served
-        hello = msgspec.json.encode(Hello(served.name, served.version, served.capabilities, served.max_running))
+        hello = msgspec.json.encode(
+            Hello(served.name, served.version, served.capabilities, served.max_running, served.timeout_s)
+        )
         while True:
             try:
                 async with http.post(f"{self._url}/v1/members", data=hello, headers=self._headers) as reply:

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from shoal.errors import TaskError
 from shoal.interfaces import Scorer
@@ -54,6 +54,11 @@ class RemoteService:
             f"tasks.{self.name}: expected a process that serves it, none registered within {timeout_s:g} s; start one "
             f"with: shoal task serve MODULE:TASK --orchestrator {self.hub.url}"
         )
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one rollout, as its processes have it."""
+        return max((one.timeout_s for one in self.hub.hub.registry.members_of(self.name)), default=300.0)
 
     @property
     def max_running(self) -> int:
@@ -122,11 +127,23 @@ class RemoteService:
         return replace(task, id=f"{self.name}/{split}/{index}", service=self.name)
 
 
+class Scoring(Protocol):
+    """A task service that may score answers itself."""
+
+    def has(self, capability: Capability) -> bool:
+        """Whether it does."""
+        ...
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceScorer:
     """Implements `interfaces.Scorer`: what a service scores itself is asked there, the rest of `others`."""
 
-    services: dict[str, RemoteService]
+    services: Mapping[str, Scoring]
     others: Scorer
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:

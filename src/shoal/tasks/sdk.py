@@ -33,7 +33,7 @@ from shoal.errors import TaskError
 from shoal.interfaces import Chat, TaskService
 from shoal.tasks.service import Capability
 from shoal.tasks.split import prompt, split_of
-from shoal.types import Json, Outcome, Receipt, Reward, Split, Task, seed_for
+from shoal.types import Json, Outcome, Receipt, Reward, RewardStatus, Split, Task, seed_for
 
 MOST_ATTEMPTS = 256
 
@@ -83,12 +83,19 @@ class Definition:
     """A task as the rest of Shoal sees it, whatever it was written with."""
 
     def __init__(
-        self, name: str, author: object, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64
+        self,
+        name: str,
+        author: object,
+        *,
+        version: str = "1",
+        eval_share: float = 0.2,
+        max_running: int = 64,
+        timeout_s: float = 300.0,
     ) -> None:
         """`author` has `draw`, and perhaps `rollout` and `score`. Raises `TaskError`."""
         if not callable(getattr(author, "draw", None)):
             raise TaskError(f"{name}: expected a method `draw`, found none in {type(author).__name__}")
-        self._name, self.version, self.max_running = name, version, max_running
+        self._name, self.version, self.max_running, self.timeout_s = name, version, max_running, timeout_s
         self._author = author
         self._eval_share = eval_share
         self._draws_tasks = list(inspect.signature(author.draw).parameters)[:2] == ["split", "index"]  # type: ignore[attr-defined]
@@ -104,10 +111,19 @@ class Definition:
         known = {"draw": Capability.DRAW, "rollout": Capability.ROLLOUT, "score": Capability.SCORE}
         return [capability for name, capability in known.items() if callable(getattr(self._author, name, None))]
 
+    def has(self, capability: Capability) -> bool:
+        """Whether the author wrote that."""
+        return capability in self.capabilities
+
     def renamed(self, name: str, max_running: int) -> "Definition":
         """The same under another name: other questions of the same kind."""
         return Definition(
-            name, self._author, version=self.version, eval_share=self._eval_share, max_running=max_running
+            name,
+            self._author,
+            version=self.version,
+            eval_share=self._eval_share,
+            max_running=max_running,
+            timeout_s=self.timeout_s,
         )
 
     def draw(self, split: Split, index: int) -> Task:
@@ -128,6 +144,8 @@ class Definition:
         outcome = _outcome(await _called(self._author.rollout, task, model))  # type: ignore[attr-defined]
         if outcome.reward is None and outcome.answer is not None and Capability.SCORE in self.capabilities:
             (reward,) = await self.score(task, [outcome.answer])
+            if reward.status is not RewardStatus.SCORED:
+                raise EnvironmentFailed(reward.evidence)
             return dataclasses.replace(outcome, reward=reward.value)
         return outcome
 
@@ -137,8 +155,14 @@ class Definition:
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
-        given = [await _called(self._author.score, task, answer) for answer in answers]  # type: ignore[attr-defined]
-        return [one if isinstance(one, Reward) else Reward(float(cast(float, one))) for one in given]
+        return [await self._scored(task, answer) for answer in answers]
+
+    async def _scored(self, task: Task, answer: str) -> Reward:
+        try:
+            given = await _called(self._author.score, task, answer)  # type: ignore[attr-defined]
+            return given if isinstance(given, Reward) else Reward(float(cast(float, given)))
+        except Exception as error:  # an author's code is anybody's: its failure is a status
+            return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {type(error).__name__}: {error}")
 
     def _task(self, question: Question, split: Split, index: int) -> Task:
         info: dict[str, Json] = {} if question.info is None else {"info": question.info}
@@ -163,15 +187,20 @@ class _Drawing:
 
 
 def task(
-    name: str, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64
+    name: str, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64, timeout_s: float = 300.0
 ) -> Callable[[object], Definition]:
-    """Makes a task of a class, or of a function that draws. `max_running` are rollouts at once in one process."""
+    """Makes a task of a class, or of a function that draws.
+
+    `max_running` are rollouts at once in one process, `timeout_s` is the deadline of one.
+    """
 
     def decorated(author: object) -> Definition:
         made = (
             author() if inspect.isclass(author) else _Drawing(cast(Callable[[random.Random], Question | str], author))
         )
-        return Definition(name, made, version=version, eval_share=eval_share, max_running=max_running)
+        return Definition(
+            name, made, version=version, eval_share=eval_share, max_running=max_running, timeout_s=timeout_s
+        )
 
     return decorated
 

@@ -25,6 +25,9 @@ LEASE_S = 6.0
 MOST_JOBS = 256
 """Given out in one answer."""
 
+TOKEN_VARIABLE = "SHOAL_TASKS_TOKEN"
+"""Of the environment, on both sides: who serves a run's tasks must have the run's token."""
+
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -51,6 +54,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capabilities: list[Capability]
     max_running: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     """Rollouts at once."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Deadline of one rollout."""
     protocol: int = PROTOCOL
 
 

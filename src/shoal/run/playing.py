@@ -1,0 +1,90 @@
+"""Who works on which task: the run itself, in one turn, or whoever holds the conversation, through sessions."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeGuard
+
+from shoal.agents.host import Host
+from shoal.agents.native import native_play
+from shoal.agents.runner import AgentRunner, Play
+from shoal.agents.services import RemoteSource, remote_play
+from shoal.config import Config
+from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
+from shoal.run.plan import Prepared
+from shoal.tasks.mixture import Mixture
+from shoal.tasks.orchestrator import LocalSource, Source
+from shoal.tasks.remote import RemoteService, Scoring, ServiceScorer
+from shoal.tasks.rollout import Runners, SingleTurn
+from shoal.tasks.sdk import Definition
+from shoal.tasks.service import Capability
+from shoal.types import Rollout, Sampling, Task
+
+TIMEOUT_S = 300.0
+
+
+def services_of(prepared: Prepared) -> Mapping[str, TaskService]:
+    """The task services of a run, by name."""
+    service = prepared.service
+    services = service.services if isinstance(service, Mixture) else (service,)
+    return {one.name: one for one in services}
+
+
+def scoring(prepared: Prepared, others: Scorer) -> Scorer:
+    """A scorer that leaves to task services what they score themselves."""
+    own: dict[str, Scoring] = {
+        name: service
+        for name, service in services_of(prepared).items()
+        if isinstance(service, RemoteService | Definition) and service.has(Capability.SCORE)
+    }
+    return ServiceScorer(own, others) if own else others
+
+
+@asynccontextmanager
+async def playing(prepared: Prepared, engine: Engine, desk: SingleTurn, sampling: Sampling) -> AsyncIterator[Runner]:
+    """Each task service's own runner; sessions are served, on loopback, when any of them wants some."""
+    services = services_of(prepared)
+    plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
+    if not plays:
+        yield desk
+        return
+    hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling)
+    async with hosted as host:
+        yield Runners(
+            {
+                name: AgentRunner(host, play, desk.scorer, timeout_s=_timeout_s(services[name]))
+                for name, play in plays.items()
+            },
+            desk,
+        )
+
+
+def _play_of(service: TaskService) -> Play | None:
+    """How a service plays its tasks; None when the run answers them in one turn."""
+    if isinstance(service, RemoteService):
+        return remote_play(service) if service.has(Capability.ROLLOUT) else None
+    if isinstance(service, Definition) and not service.has(Capability.ROLLOUT):
+        return None
+    return native_play(service) if _is_playable(service) else None
+
+
+def _timeout_s(service: TaskService) -> float:
+    """Deadline of one rollout."""
+    return service.timeout_s if isinstance(service, RemoteService | Definition) else TIMEOUT_S
+
+
+def _is_playable(service: TaskService) -> TypeGuard[Playable]:
+    return callable(getattr(service, "play", None))
+
+
+def sources(
+    config: Config, prepared: Prepared, runner: Runner, on_presence: Callable[[str, bool], None]
+) -> list[Source]:
+    """What the orchestrator draws from."""
+    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]] = partial(runner.rollouts, n=config.rollout.group_size)
+    return [
+        RemoteSource(service, answer, config.rollout.group_size, on_presence)
+        if isinstance(service, RemoteService)
+        else LocalSource(service, answer)
+        for service in services_of(prepared).values()
+    ]
