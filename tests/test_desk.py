@@ -83,7 +83,7 @@ def test_answers_of_equal_worth_are_never_an_offer_and_expire() -> None:
 
 def test_an_answer_on_its_way_is_waited_for() -> None:
     found, one = asked(1, 0, 1)
-    one.scoring = 1
+    one.scoring.add("ann")
     assert found.due(1000.0) == []
     assert found.state("q") is State.OPEN
 
@@ -122,6 +122,14 @@ def test_answers_that_need_no_verdict_are_not_taken() -> None:
     one.answers += [said(0, f"visitor {n}") for n in range(MOST_ANSWERS - TRIES)]
     with pytest.raises(NotTaken, match="all the answers"):
         found.check(one, "bob", "c")
+
+
+def test_a_visitor_has_one_answer_at_a_time() -> None:
+    found, one = asked()
+    one.scoring.add("ann")
+    with pytest.raises(NotTaken, match="wait"):
+        found.check(one, "ann", "b")
+    found.check(one, "bob", "b")
 
 
 def test_open_questions_are_bounded_and_those_with_answers_go_last() -> None:

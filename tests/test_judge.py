@@ -92,7 +92,13 @@ def ask(judge: Judge, identity: Identity = ME, model: str = "m") -> bytes:
     return signed(identity, Ask(judge.peer_id, model, Arm.SOLO, 7, judge.now_s()))
 
 
+def tick(judge: Judge) -> None:
+    """A moment later: no two messages of a peer are of the same time."""
+    judge._clock.now_s += 0.001  # type: ignore[attr-defined]  # the clock of this file
+
+
 async def challenged(judge: Judge, identity: Identity = ME, model: str = "m") -> Challenge:
+    tick(judge)
     return opened(await judge.challenge(ask(judge, identity, model)), Challenge, author=HERE.peer_id)[1]
 
 
@@ -195,7 +201,22 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
     async def too_many_open() -> bytes:
         for _ in range(3):
             await challenged(judge)
+        tick(judge)
         return await judge.challenge(ask(judge))
+
+    async def repeated() -> bytes:
+        tick(judge)
+        asked = ask(judge)
+        await judge.challenge(asked)
+        return await judge.challenge(asked)
+
+    async def at_the_same_time() -> bytes:
+        challenge = await challenged(judge)
+        both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(found[0], bytes)
+        assert isinstance(found[1], Refused)
+        raise found[1]
 
     async def hoarding() -> bytes:
         for _ in range(11):
@@ -212,6 +233,8 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         "no such challenge": of_another,
         "expected 4, got 1": too_few,
         "open challenges first": too_many_open,
+        "you asked for this": repeated,
+        "being marked": at_the_same_time,
         "one challenge every": hoarding,
         "newcomers": crowd,
         "signature": lambda: judge.challenge(signed(ME, Answers("", "", ()))),
@@ -230,6 +253,8 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         "no such challenge",
         "expected 4, got 1",
         "open challenges first",
+        "you asked for this",
+        "being marked",
         "one challenge every",
         "newcomers",
         "signature",

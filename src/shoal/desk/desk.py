@@ -1,6 +1,7 @@
 """Questions in, offers out: what a desk does between its page and the swarm.
 
     listen   consumes frames of the exchange; the door admits them; the newest offers may be asked
+    weigh    scores what peers answered to a question that is asked; rests as long as it works
     share    looks every moment which questions are complete, signs them as offers, and publishes them
 
 A question is one of the node's own tasks, drawn for the page, or one that a peer offers and that is a task of this node
@@ -23,15 +24,13 @@ from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Door, Letter, Reason
-from shoal.types import Task
+from shoal.types import RewardStatus, Task
 
 INTAKE_BATCH = 32
 INTAKE_PER_S = 250
 """Frames read per second at most."""
 HEARD = 64
 """Newest offers of peers that may be asked."""
-HEARD_SHARE = 0.5
-"""Of the questions that are opened, when there are offers of peers."""
 SHOWN_OTHERS = 8
 SHARE_EVERY_S = 0.25
 RETRY_S = 1.0
@@ -85,7 +84,9 @@ class Desk:
         self._door = Door(swarm, identity.peer_id)
         self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
         self._outbox: deque[Offer] = deque()
+        self._peers_turn = True
         self._opening = asyncio.Lock()
+        self._unweighed: asyncio.Queue[tuple[Question, Offer]] = asyncio.Queue(HEARD)
 
     @property
     def connected(self) -> bool:
@@ -96,6 +97,7 @@ class Desk:
         """Listens and shares for ever."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._listen(), name="desk: listening")
+            loops.create_task(self._weigh(), name="desk: weighing")
             loops.create_task(self._share(), name="desk: sharing")
 
     async def question_for(self, visitor: str) -> Question:
@@ -110,11 +112,11 @@ class Desk:
     async def answer(self, question: Question, visitor: str, text: str) -> Given:
         """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
         self.questions.check(question, visitor, text)
-        question.scoring += 1
+        question.scoring.add(visitor)
         try:
             (reward,) = await self._means.scorer.score(question.task, [text])
         finally:
-            question.scoring -= 1
+            question.scoring.remove(visitor)
         given = Given(visitor, text, reward, self._clock())
         if self.questions.state(question.id) is not State.OPEN:
             raise NotTaken("this question is closed")
@@ -123,27 +125,35 @@ class Desk:
         return given
 
     async def _opened(self) -> Question:
-        """A new question: of a peer, if there is one that is ours too, or of our own tasks."""
-        while self._heard and self._rng.random() < HEARD_SHARE:
+        """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
+        self._peers_turn, peers = not self._peers_turn, self._peers_turn
+        while peers and self._heard:
             letter, content = self._heard.pop()
-            found = await self._means.recogniser.task(content.claim)
-            if isinstance(found, Task):
-                return await self._question(found, content)
-            self._door.refuse(letter.peer_id, Reason(found.value))
-        task = await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32))
-        return await self._question(task)
+            task = await self._means.recogniser.task(content.claim)
+            if isinstance(task, Task):
+                question = await self._question(task)
+                if not self._unweighed.full():
+                    self._unweighed.put_nowait((question, content))
+                return question
+            self._door.refuse(letter.peer_id, Reason(task.value))
+        return await self._question(await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32)))
 
-    async def _question(self, task: Task, offered: Offer | None = None) -> Question:
+    async def _question(self, task: Task) -> Question:
         claim = await self._means.recogniser.claim(task)
-        others: tuple[Other, ...] = ()
-        if offered is not None:
-            texts = [rollout.text for rollout in offered.rollouts[:SHOWN_OTHERS]]
-            rewards = await self._means.scorer.score(task, texts)
-            others = tuple(
-                Other(offered.generator.value, offered.model, text, reward)
-                for text, reward in zip(texts, rewards, strict=True)
-            )
-        return Question(secrets.token_urlsafe(12), task, claim, self._clock(), others)
+        return Question(secrets.token_urlsafe(12), task, claim, self._clock())
+
+    async def _weigh(self) -> None:
+        """One text at a time: an answer that hangs keeps visitors waiting no longer than one of their own."""
+        while True:
+            question, content = await self._unweighed.get()
+            for rollout in content.rollouts[:SHOWN_OTHERS]:
+                began_s = time.monotonic()
+                (reward,) = await self._means.scorer.score(question.task, [rollout.text])
+                if reward.status is not RewardStatus.SCORED:
+                    break
+                other = Other(content.generator.value, content.model, rollout.text, reward)
+                question.others = (*question.others, other)
+                await asyncio.sleep(time.monotonic() - began_s)
 
     async def _listen(self) -> None:
         while True:

@@ -82,8 +82,8 @@ class Question:
     answers: list[Given] = field(default_factory=list)
     passed_by: set[str] = field(default_factory=set)
     """Visitors who do not want to see it any more."""
-    scoring: int = 0
-    """Answers on their way to a verdict."""
+    scoring: set[str] = field(default_factory=set)
+    """Visitors with an answer on its way to a verdict."""
 
     def of(self, visitor: str) -> list[Given]:
         """What one visitor said."""
@@ -136,7 +136,7 @@ class Questions:
     def next_for(self, visitor: str) -> Question | None:
         """What to ask a visitor: what it was at, else what others have answered; None when it has seen everything."""
         seen = [one for one in self if visitor not in one.passed_by and one.tries_left(visitor)]
-        seen = [one for one in seen if len(one.answers) + one.scoring < MOST_ANSWERS]
+        seen = [one for one in seen if len(one.answers) + len(one.scoring) < MOST_ANSWERS]
         return max(seen, key=lambda one: (len(one.of(visitor)), len(one.answers)), default=None)
 
     def check(self, question: Question, visitor: str, text: str) -> None:
@@ -145,11 +145,13 @@ class Questions:
             raise NotTaken("write an answer first")
         if len(text) > MOST_CHARACTERS:
             raise NotTaken(f"an answer has at most {MOST_CHARACTERS} characters")
+        if visitor in question.scoring:
+            raise NotTaken("wait for the verdict")
         if not question.tries_left(visitor):
             raise NotTaken("you have answered this question")
         if any(given.text == text for given in question.of(visitor)):
             raise NotTaken("you said that already")
-        if len(question.answers) + question.scoring >= MOST_ANSWERS:
+        if len(question.answers) + len(question.scoring) >= MOST_ANSWERS:
             raise NotTaken("this question has all the answers that it can have")
 
     def take(self, question: Question, given: Given) -> None:

@@ -29,9 +29,9 @@ CREATE TABLE IF NOT EXISTS sittings(
     seed BLOB NOT NULL, statement BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS challenges(
     id TEXT PRIMARY KEY, sitting INTEGER NOT NULL REFERENCES sittings(number), peer_id TEXT NOT NULL,
-    model TEXT NOT NULL, arm TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, asked_s REAL NOT NULL,
+    model TEXT NOT NULL, arm TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, sent_s REAL NOT NULL,
     deadline_s REAL NOT NULL, ask BLOB NOT NULL, answers BLOB, score REAL, UNIQUE(sitting, peer_id, model, attempt));
-CREATE INDEX IF NOT EXISTS challenges_of_peer ON challenges(peer_id, model, asked_s);
+CREATE INDEX IF NOT EXISTS challenges_of_peer ON challenges(peer_id, model, sent_s);
 CREATE TABLE IF NOT EXISTS marks(
     challenge TEXT NOT NULL REFERENCES challenges(id), position INTEGER NOT NULL, specialty TEXT NOT NULL,
     value REAL NOT NULL, status TEXT NOT NULL, passed INTEGER NOT NULL, PRIMARY KEY(challenge, position));
@@ -63,7 +63,8 @@ class Record:
     arm: Arm
     round: int
     attempt: int
-    asked_s: float
+    sent_s: float
+    """When the taker says that it asked; later each time."""
     deadline_s: float
     ask: bytes
     """Signed by the taker; and so are the answers."""
@@ -140,7 +141,7 @@ class Book:
         ).fetchone()
         return int(count)
 
-    def issue(self, challenge: Challenge, ask: bytes, now_s: float) -> None:
+    def issue(self, challenge: Challenge, ask: bytes) -> None:
         """Keeps a new challenge with the signed message that asked for it."""
         asked = challenge.ask
         self._connection.execute(
@@ -153,7 +154,7 @@ class Book:
                 asked.arm.value,
                 asked.round,
                 challenge.attempt,
-                now_s,
+                asked.sent_s,
                 challenge.deadline_s,
                 ask,
             ),
@@ -183,21 +184,24 @@ class Book:
         ).fetchone()
         return row is not None
 
-    def mark(self, id_: str, answers: bytes, marks: Sequence[Mark], score: float) -> bool:
-        """Keeps what became of a challenge; once, the first time. Says whether it was this time."""
+    def last_asked_s(self, peer_id: str) -> float:
+        """What a peer's newest message that was granted says of its time; so none is granted twice."""
+        (last,) = self._connection.execute(
+            "SELECT COALESCE(MAX(sent_s), 0) FROM challenges WHERE peer_id = ?", (peer_id,)
+        ).fetchone()
+        return float(last)
+
+    def mark(self, id_: str, answers: bytes, marks: Sequence[Mark], score: float) -> None:
+        """Keeps what became of a challenge; a second time is refused by the primary key of its marks."""
         with self._transaction():
-            changed = self._connection.execute(
-                "UPDATE challenges SET answers = ?, score = ? WHERE id = ? AND score IS NULL", (answers, score, id_)
-            ).rowcount
-            if changed:
-                self._connection.executemany(
-                    "INSERT INTO marks VALUES(?, ?, ?, ?, ?, ?)",
-                    [
-                        (id_, position, mark.specialty, mark.value, mark.status.value, mark.passed)
-                        for position, mark in enumerate(marks)
-                    ],
-                )
-        return bool(changed)
+            self._connection.execute("UPDATE challenges SET answers = ?, score = ? WHERE id = ?", (answers, score, id_))
+            self._connection.executemany(
+                "INSERT INTO marks VALUES(?, ?, ?, ?, ?, ?)",
+                [
+                    (id_, position, mark.specialty, mark.value, mark.status.value, mark.passed)
+                    for position, mark in enumerate(marks)
+                ],
+            )
 
     def marks(self, id_: str) -> tuple[Mark, ...]:
         """Of the answers to a challenge, in order; none of one that was not answered."""
@@ -218,7 +222,7 @@ class Book:
         """The leaderboard, best first."""
         rows = self._connection.execute(
             f"""
-            WITH over AS (SELECT *, ROW_NUMBER() OVER (PARTITION BY peer_id, model ORDER BY asked_s DESC) AS age
+            WITH over AS (SELECT *, ROW_NUMBER() OVER (PARTITION BY peer_id, model ORDER BY sent_s DESC) AS age
                 FROM challenges WHERE {_OVER})
             SELECT peer_id, model, MAX(CASE age WHEN 1 THEN arm END), MAX(CASE age WHEN 1 THEN round END), COUNT(*),
                 SUM(score IS NULL), AVG(CASE WHEN age <= {NEWEST} THEN COALESCE(score, 0) END) AS mean

@@ -98,6 +98,7 @@ class Judge:
         self._scorer = scorer
         self._clock = clock
         self._turn = asyncio.Lock()
+        self._marking: set[str] = set()
         self._peers: OrderedDict[str, Bucket] = OrderedDict()
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
 
@@ -129,6 +130,8 @@ class Judge:
         async with self._turn:  # an attempt's number is given once its questions are there
             now_s = self._clock()
             kept = self._current()
+            if ask.sent_s <= self.book.last_asked_s(peer_id):
+                raise Refused(409, "you asked for this challenge before; sign a new message for a new one")
             if self.book.open_challenges(peer_id, now_s) >= self.rules.open_at_once:
                 raise Refused(429, f"answer one of your {self.rules.open_at_once} open challenges first")
             attempt = self.book.attempts(kept.number, peer_id, ask.model)
@@ -136,7 +139,7 @@ class Judge:
             questions = tuple(Question(task.service, task.messages) for task in tasks)
             id_, deadline_s = secrets.token_hex(16), now_s + self.rules.answer_s
             challenge = Challenge(id_, kept.number, peer_id, ask, attempt, deadline_s, questions)
-            self.book.issue(challenge, data, now_s)
+            self.book.issue(challenge, data)
         return signed(self._identity, challenge)
 
     async def verdict(self, data: bytes) -> bytes:
@@ -149,17 +152,25 @@ class Judge:
             raise Refused(409, "this challenge is answered")
         if record.deadline_s < self._clock():
             raise Refused(409, "the deadline of this challenge is over")
+        if record.id in self._marking:  # else the same answers sent often would keep the scorer busy
+            raise Refused(409, "this challenge is being marked")
+        self._marking.add(record.id)
+        try:
+            marks = await self._marks(record, answers)
+            score = pass_at_1(marks)
+            self.book.mark(record.id, data, marks, score)
+        finally:
+            self._marking.remove(record.id)
+        return signed(self._identity, Verdict(record.id, score, tuple(marks)))
+
+    async def _marks(self, record: Record, answers: Answers) -> list[Mark]:
         kept = self.book.sitting(record.sitting)
         assert kept is not None
         async with self._turn:
-            tasks = await self._tasks(kept, peer_id, record.model, record.attempt)
+            tasks = await self._tasks(kept, record.peer_id, record.model, record.attempt)
         if len(answers.texts) != len(tasks):
             raise Refused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
-        marks = await marked(self._scorer, tasks, answers.texts)
-        score = pass_at_1(marks)
-        if not self.book.mark(record.id, data, marks, score):
-            raise Refused(409, "this challenge is answered")
-        return signed(self._identity, Verdict(record.id, score, tuple(marks)))
+        return await marked(self._scorer, tasks, answers.texts)
 
     def transcripts(self, sitting: int) -> list[str]:
         """The ids of the challenges of a sitting that is over. Raises `Refused`."""
