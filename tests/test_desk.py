@@ -92,6 +92,7 @@ def test_what_could_not_be_scored_is_in_no_offer() -> None:
     found, one = asked(1)
     found.take(one, Given("bob", "x", Reward(0.0, RewardStatus.TIMED_OUT), 0.0))
     assert len(one.answers) == 1
+    assert one.tries_left("bob") == TRIES - 1  # or somebody could have the scorer busy for ever
 
 
 def test_a_visitor_goes_on_with_its_question_then_with_what_others_answered_then_with_nothing() -> None:

@@ -32,6 +32,8 @@ INTAKE_PER_S = 250
 HEARD = 64
 """Newest offers of peers that may be asked."""
 SHOWN_OTHERS = 8
+MOST_SCORING = 32
+"""Answers that wait for a verdict at once."""
 SHARE_EVERY_S = 0.25
 RETRY_S = 1.0
 OUTBOX = 64
@@ -112,6 +114,8 @@ class Desk:
     async def answer(self, question: Question, visitor: str, text: str) -> Given:
         """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
         self.questions.check(question, visitor, text)
+        if sum(len(one.scoring) for one in self.questions) >= MOST_SCORING:
+            raise NotTaken("many answers wait for their verdict; send yours again in a moment")
         question.scoring.add(visitor)
         try:
             (reward,) = await self._means.scorer.score(question.task, [text])

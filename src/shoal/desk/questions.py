@@ -5,7 +5,7 @@ only if its rewards differ, so a question stays open until they do, and then for
 is answered alike by everybody until it expires is dropped, and counted.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,6 +82,8 @@ class Question:
     answers: list[Given] = field(default_factory=list)
     passed_by: set[str] = field(default_factory=set)
     """Visitors who do not want to see it any more."""
+    unscored: Counter[str] = field(default_factory=Counter)
+    """Answers of each visitor on which the scorer gave up: they are in no offer, but they were tries."""
     scoring: set[str] = field(default_factory=set)
     """Visitors with an answer on its way to a verdict."""
 
@@ -92,7 +94,8 @@ class Question:
     def tries_left(self, visitor: str) -> int:
         """How often a visitor may still answer: not after a right one."""
         own = self.of(visitor)
-        return 0 if any(is_right(given.reward) for given in own) else max(0, TRIES - len(own))
+        right = any(is_right(given.reward) for given in own)
+        return 0 if right else max(0, TRIES - len(own) - self.unscored[visitor])
 
     @property
     def differs(self) -> bool:
@@ -158,6 +161,8 @@ class Questions:
         """Keeps an answer with its verdict; one that could not be scored is no evidence of anything."""
         if given.reward.status is RewardStatus.SCORED:
             question.answers.append(given)
+        else:
+            question.unscored[given.visitor] += 1
 
     def due(self, now_s: float) -> list[Question]:
         """The questions that are complete, which are open no more; what has expired is dropped."""

@@ -27,7 +27,7 @@ from shoal.desk.desk import Desk
 from shoal.desk.questions import MOST_CHARACTERS, Given, NotTaken, Question, is_right
 from shoal.errors import ChildDied, TaskError
 from shoal.swarm.trust import Bucket
-from shoal.types import Reward, RewardStatus, Role
+from shoal.types import Reward, Role
 
 COOKIE = "visitor"
 MOST_BODY_BYTES = 8 * MOST_CHARACTERS
@@ -186,7 +186,7 @@ def _asked(question: Question, visitor: str) -> dict[str, object]:
 
 def _verdict(question: Question, visitor: str, given: Given) -> dict[str, object]:
     """Others are shown to who is done, or they would be copied."""
-    left = question.tries_left(visitor) if given.reward.status is RewardStatus.SCORED else 1
+    left = question.tries_left(visitor)
     own = {one.text for one in question.of(visitor)}
     others = [] if left else [(one.generator, one.model, one.text, one.reward) for one in question.others]
     if not left:
