@@ -28,7 +28,7 @@ def experiment(name: str, results: Path, *arguments: str) -> subprocess.Complete
     [
         ("areal_staleness", 6, "| eta | naive | decoupled | double_sided | AReaL naive | AReaL decoupled |"),
         ("async_speedup", 2, "AReaL's throughput"),
-        ("interrupt", 2, "over drain"),
+        ("interrupt", 3, "over drain"),
         ("packing", 2, "useful, packed"),
     ],
 )

@@ -120,3 +120,8 @@ def test_late_tokens_cannot_be_masked_with_a_critic() -> None:
                 "asynchrony": {"late": "mask_tokens"},
             }
         )
+
+
+def test_a_critic_trains_on_one_rank_only() -> None:
+    with pytest.raises(ConfigError, match=r"train\.ranks: expected 1 with train.advantage = 'gae'"):
+        parse({"tasks": [{"name": "chain_sum"}], "train": {"advantage": "gae", "ranks": 2}})

@@ -53,6 +53,7 @@ def summary(runs: Sequence[Record]) -> list[Record]:
                 "sampled_each": sampled,
                 "sampled_deviation": stdev(sampled) if len(sampled) > 1 else 0.0,
                 "greedy": fmean(evaluation["greedy"] for evaluation in last),
+                "course": course(same),
                 "before": fmean(run["evaluations"][0]["sampled"] for run in same),
                 **{
                     name: fmean(run[name] for run in same)
@@ -62,6 +63,13 @@ def summary(runs: Sequence[Record]) -> list[Record]:
             }
         )
     return cells
+
+
+def course(runs: Sequence[Record]) -> list[tuple[int, float]]:
+    """The steps at which all runs were evaluated after the first, and their mean accuracy there."""
+    accuracies = [{e["step"]: e["sampled"] for e in run["evaluations"][1:]} for run in runs]
+    steps = sorted(set.intersection(*map(set, accuracies)))
+    return [(step, fmean(of[step] for of in accuracies)) for step in steps]
 
 
 def tables(cells: Sequence[Record]) -> str:
@@ -91,12 +99,20 @@ def tables(cells: Sequence[Record]) -> str:
         ],
     )
     before = fmean(cell["before"] for cell in cells)
+    steps = sorted(set.intersection(*({step for step, _ in cell["course"]} for cell in cells)))
+    third = markdown(
+        ["eta", *(f"{objective}, step {step}" for step in steps[:-1] for objective in objectives)],
+        [
+            [eta, *(f"{100 * dict(of[eta, o]['course'])[step]:.1f}" for step in steps[:-1] for o in objectives)]
+            for eta in etas
+        ],
+    )
     return (
         f"Held-out accuracy in percent, sampled at temperature 1, after equal data: mean and standard deviation over "
         f"{cells[0]['seeds']} seeds; {100 * before:.1f} before training. AReaL's columns are AIME24 of a 1.5B "
         f"model.\n\n"
         f"{first}\nTokens without gradient (clipped or masked) / effective sample size, both in percent of the tokens; "
-        f"and greedy accuracy.\n\n{second}"
+        f"and greedy accuracy.\n\n{second}\nHeld-out accuracy on the way there.\n\n{third}"
     )
 
 
@@ -108,6 +124,7 @@ def regime_table(regimes: Mapping[str, Sequence[Record]]) -> str:
             cell["eta"],
             cell["objective"],
             f"{100 * cell['sampled']:.1f} ± {100 * cell['sampled_deviation']:.1f}",
+            " ".join(f"{100 * accuracy:.1f}" for _, accuracy in cell["course"]),
             f"{100 * cell['greedy']:.1f}",
             f"{100 * (cell['clipped_share'] + cell['masked_share']):.1f}",
             f"{100 * cell['ess']:.0f}",
@@ -115,8 +132,11 @@ def regime_table(regimes: Mapping[str, Sequence[Record]]) -> str:
         for name, cells in regimes.items()
         for cell in cells
     ]
-    head = ["regime", "eta", "objective", "sampled", "greedy", "without gradient", "effective sample size"]
-    return f"\nOther regimes (experiment.toml says which), the same figures in percent.\n\n{markdown(head, rows)}"
+    head = ["regime", "eta", "objective", "sampled", "every 80 steps", "greedy", "without gradient", "ess"]
+    return (
+        "\nOther regimes (experiment.toml says which), the same figures in percent; ess is the effective sample size."
+        f"\n\n{markdown(head, rows)}"
+    )
 
 
 def draw(path: Path, cells: Sequence[Record], runs: Sequence[Record]) -> None:

@@ -1,6 +1,6 @@
 """`python -m experiments.interrupt [--quick] [--only KEY] [--results D]`; run it on a machine that does nothing else.
 
-A key is update/seed: recompute interrupts running answers at a new Version, drain waits for them.
+A key is update/seed: recompute and keep interrupt running answers at a new Version, drain waits for them.
 """
 
 import argparse
@@ -71,7 +71,8 @@ def summary(runs: Sequence[Record]) -> list[Record]:
     for update in dict.fromkeys(run["update"] for run in runs):
         same = [run for run in runs if run["update"] == update]
         means = {name: fmean(run[name] for run in same) for name in (*NAMES, "staleness_mean", "length_mean")}
-        cells.append({"update": update, "seeds": len(same), **means})
+        each = [run["tokens_per_s"] for run in same]
+        cells.append({"update": update, "seeds": len(same), "tokens_per_s_each": each, **means})
     (drain,) = [cell for cell in cells if cell["update"] == "drain"]
     for cell in cells:
         cell["gain"] = cell["tokens_per_s"] / drain["tokens_per_s"] - 1
@@ -84,6 +85,7 @@ def table(cells: Sequence[Record]) -> str:
         [
             cell["update"],
             f"{cell['tokens_per_s']:.0f}",
+            f"{min(cell['tokens_per_s_each']):.0f} to {max(cell['tokens_per_s_each']):.0f}",
             f"{cell['gain']:+.0%}",
             f"{cell['staleness_mean']:.2f}",
             f"{cell['length_mean']:.0f}",
@@ -95,6 +97,7 @@ def table(cells: Sequence[Record]) -> str:
     head = [
         "at a new Version",
         "tokens/s",
+        "single runs",
         "over drain",
         "mean staleness",
         "mean length",

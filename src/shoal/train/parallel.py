@@ -77,12 +77,12 @@ class Ranks:
             distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors unsharded, on the first rank; nothing on the others, which must ask as well."""
+        """The tensors unsharded, on the first rank and in its main memory; nothing on the others, which must ask too."""
         result = {}
         for name, tensor in tensors.items():
             full = whole(tensor)
             if self.first:
-                result[name] = full
+                result[name] = full.cpu() if self.count > 1 else full
         return result
 
 
