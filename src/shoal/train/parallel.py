@@ -77,7 +77,7 @@ class Ranks:
             distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors unsharded, on the first rank and in its main memory; nothing on the others, which must ask too."""
+        """The tensors unsharded, in the main memory of the first rank; nothing on the others, which ask as well."""
         result = {}
         for name, tensor in tensors.items():
             full = whole(tensor)
