@@ -81,7 +81,7 @@ def test_an_example_answer_stands_in_where_a_dataset_has_many_right_ones() -> No
     [
         ({"name": "chain_sums"}, "did you mean 'chain_sum'"),
         ({"name": "chain_sum", "params": {"min_term": 2}}, "did you mean 'min_terms'"),
-        ({"name": "chain_sum", "curriculum_level": 99}, "curriculum_level: expected 0 to"),
+        ({"name": "chain_sum", "params": 99}, "params: expected a level from 0 to"),
         ({"name": "chain_sum", "rewrite": [["(", ""]]}, "rewrite.0"),
         ({"name": "chain_sum", "rewrite": [["(?s).*", "same"]]}, "belongs to the (train|eval) split"),
         ({"name": "quiz", "service": "jsonl", "path": "nowhere.jsonl"}, "expected a JSONL file"),

@@ -66,7 +66,7 @@ def config(name: str, level: int | None = None, **params: Json) -> str:
         ("chain_sum", None, {"min_terms": "two"}, "params.min_terms: input should be a valid integer"),
         ("chain_sum", None, {"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
         ("chain_sum", None, {"seed": 5}, "params.seed: the run derives it"),
-        ("chain_sum", 99, {}, "curriculum_level: expected 0 to"),
+        ("chain_sum", 99, {}, "params: expected a level from 0 to"),
         ("acre", 0, {}, "no curriculum"),
     ],
 )

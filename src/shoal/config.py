@@ -29,7 +29,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model being trained."""
 
-    path: str = Field("demo", description="A Hugging Face directory or hub name; `demo` and `demo-code` are embedded.")
+    path: str = Field(
+        "demo", description="A Hugging Face directory or hub name; `demo`, `demo-code` and `demo-turns` are embedded."
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
     gradient_checkpointing: bool = Field(False, description="Trades computing for memory in the update.")
@@ -38,16 +40,17 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """One task service of the mixture."""
 
-    name: str = Field(description="A reasoning-gym dataset, or any name for a JSONL file.")
-    service: Literal["reasoning_gym", "jsonl", "python", "remote"] = Field(
+    name: str = Field(description="A reasoning-gym dataset, a task of many turns, or any name.")
+    service: Literal["reasoning_gym", "jsonl", "turns", "python", "remote"] = Field(
         "reasoning_gym", description="Who draws the tasks: here, or (remote) processes of `shoal task serve`."
     )
     weight: float = Field(1.0, gt=0, description="Share of the trained groups, relative to the other tasks.")
-    params: dict[str, JsonValue] = Field(default_factory=dict, description="The reasoning-gym dataset's own settings.")
-    curriculum_level: int | None = Field(None, ge=0, description="Level of the dataset's curriculum instead of params.")
+    params: dict[str, JsonValue] | Annotated[int, Field(ge=0)] = Field(
+        default_factory=dict, description="Settings of the dataset or task itself, or the level of its curriculum."
+    )
     path: str | None = Field(
         None,
-        description="A JSONL or Parquet file, `module:name` (python), or where processes register (remote).",
+        description="A file, `module:name` (python), where processes register (remote), or a task's own name (turns).",
     )
     scorer: str | dict[str, JsonValue] | None = Field(
         None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
@@ -59,6 +62,9 @@ class TaskConfig(Section):
     system_prompt: str = Field("", description="Put before every question; empty for none.")
     rewrite: list[tuple[str, str]] = Field(
         default_factory=list, description="Regular expression and replacement pairs that shorten the question."
+    )
+    agent: str | list[str] | dict[str, JsonValue] | None = Field(
+        None, description="Who holds the conversation: `module:function`, a command, or a table. See docs/agents.md."
     )
 
 
@@ -379,6 +385,11 @@ class Config(Section):
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:
                 raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")
+            if task.agent is not None and (task.service == "remote" or not task.agent):
+                raise ValueError(
+                    f"tasks.{task.name}.agent: expected module:function or a command, and none for a remote task, "
+                    f"got {task.agent!r}"
+                )
             if task.service == "python" and ":" not in (task.path or ""):
                 raise ValueError(f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}")
         return self

@@ -188,11 +188,11 @@ def _refuse_unknown(name: str, params: Mapping[str, Json]) -> None:
 def _curriculum_params(name: str, level: int) -> dict[str, Json]:
     """What the dataset's curriculum sets at a level; attributes with fewer levels stay at their highest."""
     if not factory.has_curriculum(name):
-        raise TaskError(f"{name}: curriculum_level: this dataset has no curriculum; use params")
+        raise TaskError(f"{name}: params: this dataset has no curriculum; expected a table")
     curriculum = factory.create_curriculum(name)
     top = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
     if level > top:
-        raise TaskError(f"{name}: curriculum_level: expected 0 to {top}, got {level}")
+        raise TaskError(f"{name}: params: expected a level from 0 to {top}, got {level}")
     curriculum.set_global_level(level)
     settings = curriculum.generate_configuration()
     config_class: Any = type(settings)

@@ -3,7 +3,8 @@
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
 five letters are rare. So it knows what is asked and often slips itself, which leaves reinforcement learning something
 real to teach. `demo-code` learns to fill in tiny programs in the same way, with some expressions being rare. Only
-questions of the training split are ever shown.
+questions of the training split are ever shown. `demo-turns` learns to move the towers of Hanoi from a teacher who
+mostly makes any move.
 
 `python -m shoal.warm_start DIR` is the child process that does it.
 """
@@ -31,6 +32,7 @@ from shoal.process import die_with_parent, torch_environment
 from shoal.render import ChatRenderer, load_renderer
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
+from shoal.tasks.turns.lessons import played_turns
 from shoal.types import Split, seed_for
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -57,12 +59,13 @@ class Recipe:
     slip_share: float = 0.7
     long_share: float = 0.2
     pool: int = 12000
-    lesson: Literal["spell_backward", "fill_in"] = "spell_backward"
+    lesson: Literal["spell_backward", "fill_in", "hanoi"] = "spell_backward"
 
 
 RECIPES: Mapping[str, Recipe] = {
     "demo": Recipe(),
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
+    "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
 }
 """By the name that `model.path` gives them."""
 CODE_EVAL_SHARE = 0.2
@@ -136,7 +139,19 @@ def slip(generator: random.Random, answer: str) -> str:
 
 def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer tokens of every step's examples, in order."""
-    return _fill_in_lessons(recipe, renderer) if recipe.lesson == "fill_in" else _word_lessons(recipe, renderer)
+    match recipe.lesson:
+        case "fill_in":
+            return _fill_in_lessons(recipe, renderer)
+        case "hanoi":
+            return _tower_lessons(recipe, renderer)
+        case "spell_backward":
+            return _word_lessons(recipe, renderer)
+
+
+def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    turns = itertools.islice(played_turns(recipe.seed, recipe.slip_share), recipe.steps * recipe.batch)
+    stop = renderer.stop_token_ids[0]
+    return [(renderer.prompt_ids(messages), [*renderer.token_ids(said), stop]) for messages, said in turns]
 
 
 def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:

@@ -133,7 +133,11 @@ class AgentRunner:
             return Reward(0.0)
         if outcome.reward is not None:
             return Reward(outcome.reward)
-        (reward,) = await self._scorer.score(task, [_answer(ledger) if outcome.answer is None else outcome.answer])
+        answer = _answer(ledger) if outcome.answer is None else outcome.answer
+        try:
+            (reward,) = await self._scorer.score(task, [answer])
+        except ShoalError as error:  # the task says nothing of how to score it
+            return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
         return reward
 
 

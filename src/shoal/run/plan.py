@@ -3,12 +3,13 @@
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from shoal.agents.clients import Agent, agent_of
 from shoal.checker import needs_tests, task_spec
 from shoal.config import Config
 from shoal.errors import ConfigError, ModelError, RunDirError
@@ -19,6 +20,8 @@ from shoal.tasks.library import Library, library_of
 from shoal.tasks.remote import RemoteService
 from shoal.tasks.sdk import Definition
 from shoal.tasks.service import Capability
+from shoal.tasks.turns.drawn import DrawnGame
+from shoal.tasks.turns.repair import Repair
 from shoal.types import Split
 
 PROBED_TASKS = 64
@@ -36,6 +39,8 @@ class Prepared:
     max_model_len: int
     longest_prompt: int
     """Tokens, among the tasks that were drawn to check."""
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    """Of tasks that name one."""
 
 
 @contextmanager
@@ -44,23 +49,27 @@ def prepare(config: Config) -> Iterator[Prepared]:
     model_dir = _model_directory(config.model.path)
     renderer = load_renderer(model_dir)
     max_model_len = _max_model_len(model_dir, config)
+    agents = {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
     with library_of(config) as service:
         if not config.reward.urls:
             _check_sandbox(service)
         longest = _longest_prompt(service, renderer, max_model_len)
-        yield Prepared(model_dir, renderer, service, max_model_len, longest)
+        yield Prepared(model_dir, renderer, service, max_model_len, longest, agents)
 
 
 def _check_sandbox(service: Library) -> None:
     """Raises `SandboxUnavailable` when programs are to be run and this machine has no place for them."""
     tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
     own = {one.name for one in service.services if _judges(one)}
-    if any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
+    repairs = any(isinstance(one, Repair) for one in service.services)
+    if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
         rungs.rung()
 
 
 def _judges(service: TaskService) -> bool:
     """Whether a service says itself what its rollouts are worth."""
+    if isinstance(service, DrawnGame):
+        return True
     return isinstance(service, RemoteService | Definition) and (
         service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)
     )
@@ -139,7 +148,7 @@ def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
 
 
 def _model_directory(path: str) -> Path:
-    if path in ("demo", "demo-code"):
+    if path in ("demo", "demo-code", "demo-turns"):
         from shoal.warm_start import RECIPES, demo_model
 
         return demo_model(RECIPES[path]).directory

@@ -1,10 +1,11 @@
 """Who works on which task: the run itself, in one turn, or whoever holds the conversation, through sessions."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeGuard
 
+from shoal.agents.clients import TIMEOUT_S
 from shoal.agents.host import Host
 from shoal.agents.native import native_play
 from shoal.agents.runner import AgentRunner, Play
@@ -19,8 +20,6 @@ from shoal.tasks.rollout import Runners, SingleTurn
 from shoal.tasks.sdk import Definition
 from shoal.tasks.service import Capability
 from shoal.types import Rollout, Sampling, Task
-
-TIMEOUT_S = 300.0
 
 
 def services_of(prepared: Prepared) -> Mapping[str, TaskService]:
@@ -45,14 +44,22 @@ async def playing(prepared: Prepared, engine: Engine, desk: SingleTurn, sampling
     """Each task service's own runner; sessions are served, on loopback, when any of them wants some."""
     services = services_of(prepared)
     plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
-    if not plays:
+    if not plays and not prepared.agents:
         yield desk
         return
-    hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling)
-    async with hosted as host:
+    async with AsyncExitStack() as stack:
+        for name, agent in prepared.agents.items():
+            plays[name] = await stack.enter_async_context(agent.play())
+        hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling)
+        host = await stack.enter_async_context(hosted)
+        timeouts_s = {
+            name: one.timeout_s if isinstance(one, RemoteService | Definition) else TIMEOUT_S
+            for name, one in services.items()
+        } | {name: agent.timeout_s for name, agent in prepared.agents.items()}
+        most = {name: agent.max_at_once for name, agent in prepared.agents.items()}
         yield Runners(
             {
-                name: AgentRunner(host, play, desk.scorer, timeout_s=_timeout_s(services[name]))
+                name: AgentRunner(host, play, desk.scorer, timeout_s=timeouts_s[name], max_at_once=most.get(name))
                 for name, play in plays.items()
             },
             desk,
@@ -66,11 +73,6 @@ def _play_of(service: TaskService) -> Play | None:
     if isinstance(service, Definition) and not service.has(Capability.ROLLOUT):
         return None
     return native_play(service) if _is_playable(service) else None
-
-
-def _timeout_s(service: TaskService) -> float:
-    """Deadline of one rollout."""
-    return service.timeout_s if isinstance(service, RemoteService | Definition) else TIMEOUT_S
 
 
 def _is_playable(service: TaskService) -> TypeGuard[Playable]:

@@ -19,9 +19,15 @@ from shoal.tasks.remote import RemoteService
 from shoal.tasks.sdk import definition_at
 from shoal.tasks.service import TOKEN_VARIABLE
 from shoal.tasks.split import check_rewrite
+from shoal.tasks.turns import turns_service
 from shoal.types import Split, Task
 
 PRESENT_TIMEOUT_S = 120.0
+
+
+def _settings(config: TaskConfig) -> tuple[str, int | None]:
+    """A dataset's own settings as JSON, and the level of its curriculum when that is named instead."""
+    return ("{}", config.params) if isinstance(config.params, int) else (json.dumps(config.params), None)
 
 
 class ReasoningGymService:
@@ -30,7 +36,7 @@ class ReasoningGymService:
     def __init__(self, config: TaskConfig, seed: int, drawer: Drawer) -> None:
         """Raises `TaskError` naming the dataset or the setting that is wrong."""
         check_rewrite(config.name, config.rewrite)
-        settings = drawer.config_json(config.name, json.dumps(config.params), config.curriculum_level)
+        settings = drawer.config_json(config.name, *_settings(config))
         self._spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite))
         self._seed = seed
         self._drawer = drawer
@@ -60,6 +66,8 @@ def _service(config: TaskConfig, seed: int, drawer: Drawer | None, hub: ServingH
     match config.service:
         case "jsonl":
             return JsonlService(config, seed)
+        case "turns":
+            return turns_service(config, seed)
         case "python":
             sys.path.insert(0, os.getcwd())  # as `python -m` does: the task is the user's own, beside the configuration
             served = definition_at(config.path or "")

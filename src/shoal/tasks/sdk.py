@@ -141,7 +141,7 @@ class Definition:
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """What the author's rollout says, scored here when it gives the answer itself."""
-        outcome = _outcome(await _called(self._author.rollout, task, model))  # type: ignore[attr-defined]
+        outcome = outcome_of(await _called(self._author.rollout, task, model))  # type: ignore[attr-defined]
         if outcome.reward is None and outcome.answer is not None and Capability.SCORE in self.capabilities:
             (reward,) = await self.score(task, [outcome.answer])
             if reward.status is not RewardStatus.SCORED:
@@ -230,7 +230,8 @@ def definition_at(path: str) -> Definition:
     raise TaskError(f"task: {path!r} is no task; decorate it with shoal.tasks.sdk.task")
 
 
-def _outcome(said: object) -> Outcome:
+def outcome_of(said: object) -> Outcome:
+    """What an author or an agent says in the end: nothing, an answer, a reward or an outcome."""
     if isinstance(said, Outcome):
         return said
     if said is None:
