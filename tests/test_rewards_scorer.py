@@ -18,6 +18,8 @@ import pytest
 from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.rewards.scorer import WorkerScorer
+from shoal.sandbox.program import Rung
+from shoal.sandbox.rungs import why_not
 from shoal.tasks.drawer import Drawer
 from shoal.tasks.library import ReasoningGymService
 from shoal.types import Reward, RewardStatus, Split, Task
@@ -43,11 +45,14 @@ def run(
     workers: int = 1,
     timeout_s: float = 20.0,
     grace_s: float = 60,
+    *,
+    boxed: bool = True,
 ) -> T:
     """What `work` gives with a running scorer."""
+    config = RewardConfig(workers=workers, timeout_s=timeout_s)
 
     async def main() -> T:
-        async with asyncio.timeout(grace_s), WorkerScorer(RewardConfig(workers=workers, timeout_s=timeout_s)) as scorer:
+        async with asyncio.timeout(grace_s), WorkerScorer(config, boxed=boxed) as scorer:
             return await work(scorer)
 
     return asyncio.run(main())
@@ -115,6 +120,21 @@ def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], 
         return [value for rewards in honest for value in values(rewards)]
 
     assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
+
+
+def test_two_that_hang_do_not_change_the_verdict_of_a_hundred_honest_ones(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+    honest = [coin.answer or ""] * 25
+
+    async def work(scorer: WorkerScorer) -> None:
+        hung = [asyncio.create_task(scorer.score(coin, [HANG, *honest])) for _ in range(2)]  # both workers are held up
+        await asyncio.sleep(0.1)
+        waiting = await asyncio.gather(*(scorer.score(coin, honest) for _ in range(2)))
+        assert [values(rewards) for rewards in waiting] == [[1.0] * 25] * 2
+        assert [values(await one) for one in hung] == [["timed_out", *[1.0] * 25]] * 2
+        assert scorer.stats.timed_out == 2
+
+    run(work, workers=2, timeout_s=1.0)
 
 
 def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Task]) -> None:
@@ -233,13 +253,22 @@ def test_a_cancelled_group_leaves_nothing_behind_for_the_next(drawn: Callable[[s
     assert values(run(work)) == [0.0, 1.0]
 
 
-def test_a_worker_has_no_environment_no_files_and_no_right_to_write() -> None:
+def worker_of(pid: int) -> psutil.Process:
+    """The process that scores: the innermost, where others make its sandbox."""
+    process = psutil.Process(pid)
+    while children := process.children():
+        (process,) = children
+    return process
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_a_worker_has_no_environment_no_files_and_no_right_to_write(boxed: bool) -> None:
     async def work(scorer: WorkerScorer) -> None:
-        worker = psutil.Process(scorer.pids[0])
-        folder = Path(f"/proc/{worker.pid}")
+        folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")
         assert {os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.name in "012"} == {os.devnull}
         assert len(list((folder / "fd").iterdir())) == 4
-        assert os.readlink(folder / "cwd").endswith("(deleted)")
+        cwd = os.readlink(folder / "cwd")
+        assert cwd == "/" if boxed else cwd.endswith("(deleted)")
         limits = (folder / "limits").read_text()
         assert "Max file size             0 " in limits
         assert "Max address space         2147483648 " in limits
@@ -247,6 +276,21 @@ def test_a_worker_has_no_environment_no_files_and_no_right_to_write() -> None:
         assert "NoNewPrivs:\t1" in status
         assert "Seccomp:\t2" in status
         assert "CapEff:\t0000000000000000" in status
+
+    run(work, boxed=boxed)
+
+
+@pytest.mark.skipif(all(why_not(rung) for rung in (Rung.BUBBLEWRAP, Rung.NAMESPACES)), reason="needs namespaces")
+def test_a_worker_sees_neither_the_disk_nor_the_network_nor_other_processes() -> None:
+    async def work(scorer: WorkerScorer) -> None:
+        folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")
+        for kind in ("mnt", "net", "pid", "ipc", "uts"):
+            assert os.readlink(folder / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+        root = folder / "root"
+        assert not (root / "proc").exists()
+        assert not (root / "etc" / "passwd").exists()
+        assert not (root / Path(__file__).relative_to("/")).exists()
+        assert list((root / "shoal-work").glob("*.py")) == []
 
     run(work)
 
@@ -271,6 +315,8 @@ import asyncio, resource, pathlib, sys
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
 from shoal.rewards.scorer import WorkerScorer
+from shoal.sandbox.program import Rung
+from shoal.sandbox.rungs import why_not
 
 async def main():
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -7,8 +7,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hostile.arena import EXPECTED, HONEST, PATIENT, Outside, faults, ignoring_usr1, limits_of, outside, run_bare
-from hostile.corpus import CASES, Case
+from shoal.bench.hostile.arena import (
+    EXPECTED,
+    HONEST,
+    PATIENT,
+    Outside,
+    faults,
+    ignoring_usr1,
+    limits_of,
+    outside,
+    run_bare,
+)
+from shoal.bench.hostile.corpus import CASES, Case
 from shoal.sandbox.program import Program, Rung
 from shoal.sandbox.rungs import why_not
 from shoal.sandbox.runner import run

@@ -90,19 +90,22 @@ class Child:
     def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket."""
         self.name = name
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._module = module
+        self._arguments = tuple(arguments)
         self._log = log
         self._env = dict(env)
         self._turn = asyncio.Lock()
+
+    def command(self, fd: int) -> list[str]:
+        """What is run; descriptor `fd` is the child's end of the socket."""
+        return [sys.executable, "-m", self._module, *self._arguments, "--fd", str(fd)]
 
     async def __aenter__(self) -> "Child":
         ours, theirs = socket.socketpair()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                "--fd",
-                str(theirs.fileno()),
+                *self.command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

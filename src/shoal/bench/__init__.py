@@ -15,6 +15,7 @@ MODULES = {
     "gateway": "gateway",
     "orchestrator": "orchestrator",
     "packing": "packing",
+    "rewards": "rewards",
     "swarm": "swarm",
     "trainer": "trainer",
     "trl": "trl",

@@ -5,6 +5,10 @@ import msgspec
 from shoal.checker import Spec
 from shoal.types import Receipt
 
+MEMORY_BYTES = 2 << 30
+"""Address space of a worker."""
+OPEN_FILES = 64
+
 
 class Batch(msgspec.Struct, frozen=True):
     """Answers to one task, and what is needed to score them."""

@@ -18,11 +18,16 @@ from typing import TypeVar
 from shoal import wire
 from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
-from shoal.errors import ChildDied, TaskError
+from shoal.errors import ChildDied, SandboxUnavailable, TaskError
 from shoal.process import FRAME_HEADER, Child
-from shoal.rewards.messages import Batch, Ready, Verdict
+from shoal.rewards.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
+from shoal.sandbox import rungs
+from shoal.sandbox.command import WORK_FOLDER, installed_packages, own_package
+from shoal.sandbox.program import Rung
+from shoal.sandbox.runner import confined
 from shoal.types import Reward, RewardStatus, Task
 
+WORKER = "shoal.rewards.worker"
 START_TIMEOUT_S = 120.0
 PREPARE_TIMEOUT_S = 30.0
 RETRIES = 1
@@ -97,12 +102,22 @@ class WorkerScorer:
     """
 
     def __init__(
-        self, config: RewardConfig, log: Path = Path(os.devnull), *, recycle_after: int = RECYCLE_AFTER
+        self,
+        config: RewardConfig,
+        log: Path = Path(os.devnull),
+        *,
+        recycle_after: int = RECYCLE_AFTER,
+        boxed: bool = True,
     ) -> None:
-        """`log` takes what workers write before they are ready, such as why one cannot start."""
+        """`log` takes what workers write before they are ready, such as why one cannot start.
+
+        Unless they are to be `boxed`, workers confine themselves, as they do where there are no namespaces.
+        """
         self._recycle_after = recycle_after
         self._timeout_s = config.timeout_s
         self._log = log
+        self._boxed = boxed
+        self._rung: Rung | None = None
         self._slots = [_Slot() for _ in range(config.workers)]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
         self._ended: list[_Worker] = []
@@ -112,6 +127,9 @@ class WorkerScorer:
 
     async def start(self) -> None:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
+        if self._boxed:
+            with contextlib.suppress(SandboxUnavailable):
+                self._rung = await asyncio.to_thread(rungs.rung)
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
@@ -227,7 +245,7 @@ class WorkerScorer:
         """The slot's worker, started when there is none."""
         await self._reap()
         if slot.worker is None:
-            worker = _Worker(self._log)
+            worker = _Worker(self._log, self._rung)
             await worker.__aenter__()
             try:
                 await worker.receive(Ready, START_TIMEOUT_S)
@@ -267,12 +285,27 @@ class WorkerScorer:
 class _Worker(Child):
     """A running `python -m shoal.rewards.worker`, with an environment of nothing but where its caches are."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, rung: Rung | None) -> None:
         caches = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")  # of matplotlib's fonts: 1 s of every start otherwise
         env = {name: os.environ[name] for name in caches if name in os.environ}
         env |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__("reward worker", "shoal.rewards.worker", [], log, env)
+        super().__init__("reward worker", WORKER, [], log, env)
+        self._rung = rung
         self._size: int | None = None  # of the frame whose header has come
+
+    def command(self, fd: int) -> list[str]:
+        """In namespaces where there are any; elsewhere the worker confines itself."""
+        if self._rung not in (Rung.BUBBLEWRAP, Rung.NAMESPACES):
+            return super().command(fd)
+        return confined(
+            WORKER,
+            ["--boxed", "--fd", str(fd)],
+            rung=self._rung,
+            memory_bytes=MEMORY_BYTES,
+            open_files=OPEN_FILES,
+            packages=[*installed_packages(), own_package().parent],
+            environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
+        )
 
     def send(self, frame: bytes) -> None:
         """Sends one frame; the worker reads nothing else before it has answered, so no more than one waits."""

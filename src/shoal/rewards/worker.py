@@ -1,8 +1,9 @@
 """A process that scores: `python -m shoal.rewards.worker --fd N`. It may be killed at any moment.
 
-It holds untrusted text, so before the first answer it gives up what it can without privileges: environment, files
-inherited, a working directory, writing to files, new processes, memory beyond a limit. An audit hook refuses what is
-left of the ways out that Python code has. This lessens harm; it is no sandbox.
+It holds untrusted text, so it is started in a sandbox with namespaces where this machine has one (`--boxed`).
+Elsewhere it takes system calls, capabilities and, with Landlock, files from itself before the first answer. In both
+cases it gives up environment, inherited files, writing to files, new processes and memory beyond a limit, and an audit
+hook refuses what is left of the ways out that Python code has.
 """
 
 import argparse
@@ -20,13 +21,11 @@ from shoal import checker, wire
 from shoal.errors import TaskError
 from shoal.process import die_with_parent, receive_frame, send_frame
 from shoal.rewards.judging import judge_of
-from shoal.rewards.messages import Batch, Ready, Verdict
+from shoal.rewards.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
 from shoal.rewards.reasoning import scorer_of
 from shoal.sandbox import kernel, landlock, seccomp
 from shoal.sandbox.command import installed_packages, own_package, visible
 
-MEMORY_BYTES = 2 << 30
-OPEN_FILES = 64
 _REFUSED = (
     *("os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link", "os.mkdir"),
     *("os.posix_spawn", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.spawn", "os.symlink", "os.system"),
@@ -70,14 +69,17 @@ def serve(connection: socket.socket) -> None:
             send_frame(connection, wire.encode(verdict_of(judge, answer)))
 
 
-def confine() -> None:
-    """Gives up what scoring does not need."""
+def confine(*, boxed: bool) -> None:
+    """Gives up what scoring does not need; `boxed` says that this is the inside of a sandbox already."""
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
     sys.dont_write_bytecode = True
-    folder = tempfile.mkdtemp(prefix="shoal-")
-    os.chdir(folder)
-    shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
+    if boxed:
+        os.chdir("/")
+    else:
+        folder = tempfile.mkdtemp(prefix="shoal-")
+        os.chdir(folder)
+        shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
@@ -91,7 +93,8 @@ def confine() -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
-    _enter_sandbox()
+    if not boxed:
+        _enter_sandbox()
     sys.addaudithook(_refuse)
 
 
@@ -117,8 +120,10 @@ def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    connection = socket.socket(fileno=parser.parse_args().fd)
-    confine()
+    parser.add_argument("--boxed", action="store_true")
+    arguments = parser.parse_args()
+    connection = socket.socket(fileno=arguments.fd)
+    confine(boxed=arguments.boxed)
     serve(connection)
 
 

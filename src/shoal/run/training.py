@@ -39,6 +39,7 @@ from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, check_run_dir, prepare
 from shoal.run.playing import playing, scoring, sources
 from shoal.run.waits import telling_waits
+from shoal.sandbox import rungs
 from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.library import Library
@@ -213,6 +214,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     await _recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
+    parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(rungs.in_use))
     await loop.evaluate(first_step)
     orchestrator = _orchestrator(parts, prepared)
     training_s = time.monotonic()

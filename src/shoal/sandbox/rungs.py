@@ -40,3 +40,11 @@ def rung() -> Rung:
             return candidate
     found = "; ".join(f"{candidate.value}: {why}" for candidate, why in probe().items())
     raise SandboxUnavailable(f"no sandbox for untrusted programs works on this machine ({found}); {_ADVICE}")
+
+
+def in_use() -> str:
+    """The name of the strongest that works, or `none`."""
+    try:
+        return rung().value
+    except SandboxUnavailable:
+        return "none"

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.sandbox import rungs
-from shoal.sandbox.command import boxed, environment_of, interpreter, other_uid, visible
+from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
 from shoal.sandbox.plan import NONE, Plan
 from shoal.sandbox.program import Finished, Limits, Program, Rung
 from shoal.sandbox.watch import run_on
 
 _DEFAULT = Limits()
+_FOLDER_BYTES = 16 << 20
 
 
 def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
@@ -48,28 +49,28 @@ def confined(
     rung: Rung,
     memory_bytes: int,
     open_files: int,
-    packages: Sequence[Path] = (),
-    readable: Sequence[Path] = (),
-    environment: Mapping[str, str] | None = None,
+    packages: Sequence[Path],
+    environment: Mapping[str, str],
 ) -> list[str]:
-    """A command that runs a Python module of ours in a sandbox, for as long as its parent wants.
+    """A command that runs a Python module of ours in a sandbox with namespaces, for as long as its parent wants.
 
-    It keeps the descriptors it inherits and may write nowhere. Its parent watches over its time, and kills its whole
-    process group. A sandbox that cannot be set up ends with code 1 and says why on standard error.
+    It keeps the descriptors it inherits, and `WORK_FOLDER` is an empty folder. Its parent watches over its time, and
+    kills its whole process group. A sandbox that cannot be set up ends with code 1 and says why on standard error.
     """
+    assert rung is not Rung.LANDLOCK, "it has no folder of its own to be given"
     plan = Plan(
         rung=rung,
         argv=[interpreter(), "-s", "-S", "-B", "-P", "-m", module, *arguments],
-        environment=environment_of(environment or {}, packages),
-        readable=visible(*packages, *readable),
-        folder="",
-        uid=NONE if rung is Rung.LANDLOCK else other_uid(),
+        environment=environment_of(environment, packages),
+        readable=visible(*packages),
+        folder=WORK_FOLDER,
+        uid=other_uid(),
         status_fd=NONE,
         files_fd=NONE,
         cpu_s=0,
         memory_bytes=memory_bytes,
         processes=0,
-        file_bytes=0,
+        file_bytes=_FOLDER_BYTES,
         open_files=open_files,
     )
     return boxed(plan)

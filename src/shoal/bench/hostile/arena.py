@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostile.corpus import Case, Verdict
+from shoal.bench.hostile.corpus import Case, Verdict
 from shoal.sandbox.program import Ended, Finished, Limits, Program
 
 SECRET = "the secret of the run"
@@ -65,7 +65,10 @@ class Outside:
         for name in ("stream", "datagrams", "abstract", "unix"):
             listener: socket.socket = getattr(self, name)
             with contextlib.suppress(BlockingIOError):
-                _ = listener.recv(1) if name == "datagrams" else listener.accept()[0].close()
+                if name == "datagrams":
+                    listener.recv(1)
+                else:
+                    listener.accept()[0].close()
                 found.append(f"something came in by {name}")
         if self.decoy.poll() is not None:
             found.append("the decoy was killed")
@@ -96,7 +99,8 @@ def outside(folder: Path) -> Iterator[Outside]:
             subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
         )
         stack.callback(decoy.kill)
-        yield Outside(folder, *listening, decoy)
+        stream, datagrams, abstract, unix = listening
+        yield Outside(folder, stream, datagrams, abstract, unix, decoy)
 
 
 def limits_of(case: Case) -> Limits:
