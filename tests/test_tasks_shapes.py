@@ -1,5 +1,6 @@
 """Rows of GSM8K, MATH, MBPP and APPS, as JSONL and as Parquet."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from shoal.config import TaskConfig
+from shoal.config import RewardConfig, TaskConfig
 from shoal.errors import TaskError
+from shoal.rewards.service import RewardService
 from shoal.tasks.jsonl import JsonlService
-from shoal.types import Json, Split, Task
+from shoal.types import Json, Reward, RewardStatus, Split, Task
 
 GSM8K: Json = {"question": "Ann has 3 hens, each lays 6 eggs. How many?", "answer": "3 * 6 = <<3*6=18>>18\n#### 18"}
 MATH: Json = {"problem": "Simplify $4/8$.", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 1"}
@@ -96,3 +98,38 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("{}")
     with pytest.raises(TaskError, match="expected a Parquet file"):
         JsonlService(TaskConfig(name="t", service="jsonl", path=str(tmp_path / "rows.parquet")), 0)
+
+
+SAMPLES = Path(__file__).parents[1] / "examples" / "data"
+
+
+def solution(row: dict[str, str]) -> str:
+    """The right answer that a row comes with."""
+    if "solutions" in row:
+        return str(json.loads(row["solutions"])[0])
+    return row.get("code") or row.get("solution") or row["answer"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "mbpp", "apps"])
+def test_the_solutions_of_the_sample_questions_are_right_and_others_wrong(name: str) -> None:
+    path = SAMPLES / f"{name}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    questions = [str(row.get("question") or row.get("problem") or row.get("text")) for row in rows]
+    service = JsonlService(TaskConfig(name="t", service="jsonl", path=str(path), eval_share=0.5), 0)
+    drawn = {
+        task.id: task for split in Split for index in range(3 * len(rows)) for task in [service.draw(split, index)]
+    }
+
+    async def work() -> list[list[Reward]]:
+        async with RewardService(RewardConfig(workers=1)) as scorer:
+            found = []
+            for task in drawn.values():
+                number = next(i for i, question in enumerate(questions) if question in task.messages[-1].content)
+                found.append(await scorer.score(task, [solution(rows[number]), solution(rows[number - 1])]))
+            return found
+
+    for rewards in asyncio.run(work()):
+        assert [(reward.status, reward.value) for reward in rewards] == [
+            (RewardStatus.SCORED, 1.0),
+            (RewardStatus.SCORED, 0.0),
+        ], rewards
