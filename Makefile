@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test hostile fuzz services tito check lint docs constraints venv clean
+.PHONY: demo test hostile fuzz services adapters tito check lint docs constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -25,6 +25,13 @@ fuzz: $(VENV)/dev-installed
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/services_kill.py 300
+
+# Real verifiers and OpenEnv, which want versions of packages that Shoal's own environment has not.
+adapters: $(VENV)/dev-installed
+	for name in verifiers openenv-core; do \
+		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer; } || exit 1; \
+	done
+	$(BIN)/python tests/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
 
 tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito
@@ -42,7 +49,7 @@ docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup interrupt packing
+EXPERIMENTS := areal_staleness async_speedup balance interrupt packing
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

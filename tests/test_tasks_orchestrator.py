@@ -28,6 +28,8 @@ class Workshop:
     away: tuple[float, float] | None = None
     informative: float = 1.0
     draw_s: float = 0.0
+    times: int = 1
+    """How often each of a rollout's turns is drawn."""
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     buffer: Buffer | None = None
     max_running: int | None = None
@@ -45,7 +47,7 @@ class Workshop:
         drawn = made_group(task.id, (version, version), service=self.name, size=GROUP_SIZE, failed=failed).rollouts
         rewards = (1.0, 0.0 if self.dice.random() < self.informative else 1.0)
         return tuple(
-            type(one)(one.id, one.messages, one.turns, type(one.reward)(value), one.status, one.reason)
+            type(one)(one.id, one.messages, one.turns * self.times, type(one.reward)(value), one.status, one.reason)
             for one, value in zip(drawn, rewards, strict=True)
         )
 
@@ -67,13 +69,15 @@ class Run:
     per_step: list[Counter[str]]
 
 
-def simulate(shops, weights, *, steps, eta=4, per_step=6, step_s=1.0, max_running=200, limits=None, bounds=None) -> Run:
+def simulate(
+    shops, weights, *, steps, eta=4, per_step=6, step_s=1.0, max_running=200, limits=None, bounds=None, tokens=False
+) -> Run:
     """Trains `steps` steps of groups from the workshops; each away workshop is announced to the orchestrator."""
 
     async def main() -> Run:
         buffer = Buffer.in_memory(RunMeta(eta, "train", per_step, 1), max_running=max_running)
         changes: list[Change] = []
-        adjustment = None if bounds is None else Adjustment(bounds, changes.append)
+        adjustment = Adjustment(bounds, changes.append) if bounds or tokens else None
         terms = {
             shop.name: Terms(weight, (limits or {}).get(shop.name)) for shop, weight in zip(shops, weights, strict=True)
         }
@@ -186,3 +190,11 @@ def test_a_task_that_cannot_deliver_its_share_at_full_concurrency_is_asked_for_l
     run = simulate(shops, (1, 1), steps=200, limits={"crawling": 2}, bounds=Bounds(0.05, 4.0))
     assert run.shares["crawling"] < 0.3
     assert any("waited for it" in change.reason for change in run.changes)
+
+
+def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> None:
+    shops = [Workshop("brief", 1.0), Workshop("wordy", 1.0, times=4)]
+    run = simulate(shops, (1, 1), steps=200, tokens=True)
+    late = sum(run.per_step[60:], Counter())
+    assert abs(late["brief"] / late["wordy"] - 4) < 0.6
+    assert "tokens per group" in run.changes[0].reason

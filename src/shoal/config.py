@@ -55,8 +55,9 @@ class TaskConfig(Section):
     scorer: str | dict[str, JsonValue] | None = Field(
         None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
     )
-    reward: Literal["score", "correct"] = Field(
-        "score", description="The scorer's value, or 1 for a full score and 0 for anything less."
+    reward: str | list[str] = Field(
+        "score",
+        description="Steps after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
     )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field("", description="Put before every question; empty for none.")
@@ -79,8 +80,8 @@ class RolloutConfig(Section):
     )
     top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
-    ratios: Literal["fixed", "automatic"] = Field(
-        "fixed", description="Whether the tasks' weights stay, or follow what their groups teach (within 0.1 to 4 x)."
+    ratios: Literal["fixed", "tokens", "automatic"] = Field(
+        "fixed", description="Weights are of groups, of drawn tokens, or follow what groups teach (within 0.1 to 4 x)."
     )
 
 

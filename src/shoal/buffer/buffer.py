@@ -129,6 +129,11 @@ class Buffer:
         """How many groups may start now."""
         return self.gate.capacity
 
+    def run_at_most(self, groups: int) -> None:
+        """At most so many groups run at once from now on; those that run already go on."""
+        self.gate.max_running = groups
+        self._admit_waiting()
+
     def counts_of(self, service: str) -> TaskCounts:
         """What became of a task service's groups."""
         return self._counts(service)

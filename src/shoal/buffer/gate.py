@@ -38,8 +38,8 @@ class AdmissionGate:
 
     @property
     def capacity(self) -> int:
-        """How many groups may start now; below 0 never happens."""
-        return min(self.max_running - self.running, self.budget - (self.accepted + self.running))
+        """How many groups may start now; 0 while more run than may by now."""
+        return max(min(self.max_running - self.running, self.budget - (self.accepted + self.running)), 0)
 
     @property
     def budget(self) -> int:

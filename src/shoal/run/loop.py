@@ -31,6 +31,7 @@ from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.swarm.negatives import weighed_negatives
 from shoal.swarm.node import Node
+from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.remote import ServiceScorer
 from shoal.tasks.rollout import SingleTurn
@@ -41,6 +42,8 @@ from shoal.types import Group, Sample, Task
 from shoal.weights import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
+MOST_GROUPS = 16
+"""Times the groups that fill the engine: for rollouts that mostly wait for tools."""
 PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
 CANARY_TOKENS = 64
 STATS_FIELDS = (
@@ -127,9 +130,15 @@ class TrainLoop:
                 self._served.set()
 
     async def watch_engine(self) -> None:
-        """Asks the engine what it is doing, for ever."""
+        """Asks the engine what it is doing, for ever; more groups run at once while it has little to do."""
+        gate, config = self._parts.buffer.gate, self._parts.config.engine
+        concurrency = Concurrency(gate.max_running, MOST_GROUPS * gate.max_running)
+        places = config.max_running * (len(config.urls) or config.count)
         while True:
-            self._engine_info = await self._parts.engine.info()
+            info = self._engine_info = await self._parts.engine.info()
+            most = concurrency.looked(places=places, running=info.running, waiting=info.waiting, groups=gate.running)
+            if most != gate.max_running:
+                self._parts.buffer.run_at_most(most)
             await asyncio.sleep(POLL_S)
 
     async def evaluate(self, steps_done: int) -> None:

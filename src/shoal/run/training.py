@@ -44,6 +44,7 @@ from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.library import Library
 from shoal.tasks.orchestrator import Adjustment, Orchestrator, Terms
+from shoal.tasks.post import processed, steps_of
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -135,8 +136,8 @@ async def train(
     _write_resolved(config, run_dir)
     async with AsyncExitStack() as stack:
         sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
-        running = ceil(QUEUED_GROUPS * sequences / config.rollout.group_size)
-        buffer = Buffer.open(run_dir, meta, max_running=max(running, 1), resume=resume)
+        running = max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
+        buffer = Buffer.open(run_dir, meta, max_running=running, resume=resume)
         stack.push_async_callback(buffer.close)
         trackers = trackers_of(config.metrics, run_dir, listeners)
         stack.callback(trackers.close)
@@ -198,7 +199,7 @@ async def serving(
     async with AsyncExitStack() as stack:
         if scorer is None:
             rewards = await stack.enter_async_context(RewardService(config.reward, run_dir / "logs" / "reward.log"))
-            correct_only = {task.name for task in config.tasks if task.reward == "correct"}
+            correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
             scorer = scoring(prepared, rewards)
             scorer = FullMarks(scorer, correct_only) if correct_only else scorer
         pool = await stack.enter_async_context(engines(settings, told))
@@ -274,14 +275,22 @@ def _orchestrator(parts: Parts, prepared: Prepared) -> Orchestrator:
     if hub is not None:
         hub.hub.registry.on_members = members
     weights = {task.name: task.weight for task in config.tasks}
+    bounds = Bounds() if config.rollout.ratios == "automatic" else None
+    adjustment = None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell)
+    steps = {task.name: steps_of(task.name, task.reward) for task in config.tasks}
     drawn = sources(config, prepared, parts.runner, presence)
     orchestrator = Orchestrator(
         drawn,
         {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
         parts.buffer,
-        adjustment=Adjustment(Bounds(), tell) if config.rollout.ratios == "automatic" else None,
+        post=lambda group: processed(group, steps.get(group.task.service, [])),
+        adjustment=adjustment,
     )
     return orchestrator
+
+
+def _words(reward: str | list[str]) -> list[str]:
+    return [reward] if isinstance(reward, str) else reward
 
 
 async def _recover(parts: Parts, loop: TrainLoop) -> None:

@@ -89,8 +89,8 @@ class Adjuster:
         """Whether enough groups finished since the last adjustment."""
         return self._since >= ENOUGH * len(self._base) / 2
 
-    def finished(self, name: str, *, informative: bool) -> None:
-        """A usable group of a task came in."""
+    def finished(self, name: str, *, informative: bool, tokens: int) -> None:
+        """A usable group of a task came in, for which so many tokens were drawn."""
         self._since += 1
         self._lately[name].finished += 1
         self._lately[name].informative += informative
@@ -129,3 +129,47 @@ class Adjuster:
         before = self.weights[name]
         self.weights[name] = before + STEP * (target - before)
         return Change(name, before, self.weights[name], reason)
+
+
+MEMORY = 32
+"""Groups after which a task's tokens per group are half forgotten, and weights are taken anew."""
+
+
+class TokenShares:
+    """Keeps each task's share of the *drawn tokens* at what the user gave, whatever the length of its answers.
+
+    A weight in groups is the given one by the tokens that one group takes: the engine's speed is split by the weights.
+    """
+
+    def __init__(self, base: Mapping[str, float]) -> None:
+        """`base` are the weights that the user gave."""
+        self._base = dict(base)
+        self._tokens: dict[str, float] = {}
+        self._since = 0
+        self.weights = dict(base)
+
+    @property
+    def due(self) -> bool:
+        """Whether every task is known and enough groups finished since the last adjustment."""
+        return self._since >= ENOUGH * len(self._base) / 2 and self._tokens.keys() == self._base.keys()
+
+    def finished(self, name: str, *, informative: bool, tokens: int) -> None:
+        """A usable group of a task came in, for which so many tokens were drawn."""
+        self._since += 1
+        before = self._tokens.get(name, float(max(tokens, 1)))
+        self._tokens[name] = before + (tokens - before) * (1 - 0.5 ** (1 / MEMORY))
+
+    def looked(self, name: str, *, holding: bool) -> None:
+        """Who waits for whom makes no difference here."""
+
+    def adjust(self, growth: Mapping[str, float]) -> list[Change]:
+        """Sets the weights by the tokens that groups take of late; they sum to what the given ones do."""
+        self._since = 0
+        raw = {name: weight / max(self._tokens[name], 1.0) for name, weight in self._base.items()}
+        scale = sum(self._base.values()) / sum(raw.values())
+        changes = [
+            Change(name, self.weights[name], scale * weight, f"{self._tokens[name]:.0f} tokens per group")
+            for name, weight in raw.items()
+        ]
+        self.weights = {change.name: change.after for change in changes}
+        return [change for change in changes if abs(change.after - change.before) > WORTH_TELLING * change.before]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.interfaces import TaskService
-from shoal.tasks.adjust import Adjuster, Bounds, Change
+from shoal.tasks.adjust import Adjuster, Bounds, Change, TokenShares
 from shoal.tasks.ratios import Load, Quotas
 from shoal.types import Group, Rollout, Split, Task
 
@@ -127,7 +127,8 @@ class Terms:
 class Adjustment:
     """That ratios follow what the groups teach, how far, and who hears of it."""
 
-    bounds: Bounds
+    bounds: Bounds | None
+    """None keeps shares of the drawn tokens instead of shares of groups."""
     on_change: Callable[[Change], None]
 
 
@@ -141,14 +142,18 @@ class Orchestrator:
         admission: Admission,
         *,
         adjustment: Adjustment | None = None,
+        post: Callable[[Group], Group] = lambda group: group,
     ) -> None:
-        """Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
+        """`post` is what becomes of a group before it is added.
+
+        Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
         self._sources = {source.name: source for source in sources}
         self._terms = dict(terms)
         self._admission = admission
+        self._post = post
         weights = {name: terms[name].weight for name in self._sources}
         self._adjustment = adjustment
-        self._adjuster = Adjuster(weights, adjustment.bounds) if adjustment else None
+        self._adjuster = _adjuster(weights, adjustment) if adjustment else None
         accepted = {name: admission.counts_of(name).finished for name in self._sources}
         window = admission.budget - sum(accepted.values())
         self._quotas = Quotas(weights, lend_at_most=window, accepted=accepted)
@@ -228,11 +233,12 @@ class Orchestrator:
         return any(most is not None and load.running >= most for most in limits)
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
-        group = Group(group_id, task, await source.rollouts(task), version)
+        group = self._post(Group(group_id, task, await source.rollouts(task), version))
         usable = await self._admission.add(group)
         if usable and self._adjuster is not None:
             rewards = {rollout.reward.value for rollout in group.finished}
-            self._adjuster.finished(source.name, informative=len(rewards) > 1)
+            tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
+            self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
         self._wake.set()
 
     def _look(self) -> None:
@@ -251,3 +257,7 @@ class Orchestrator:
         for change in self._adjuster.adjust(growth):
             self._adjustment.on_change(change)
         self._quotas.weigh(self._adjuster.weights)
+
+
+def _adjuster(weights: Mapping[str, float], adjustment: Adjustment) -> Adjuster | TokenShares:
+    return TokenShares(weights) if adjustment.bounds is None else Adjuster(weights, adjustment.bounds)

@@ -1,0 +1,118 @@
+"""`python -m experiments.balance automatic|joint [--steps N] [--results D]`, from the repository's folder.
+
+`joint` wants OPENENV_PYTHON, the Python of an environment with openenv-core: a task is behind OpenEnv's own server.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import matplotlib as mpl
+
+from shoal.buffer.counts import step_counts
+from shoal.report.records import read_run
+
+HERE = Path(__file__).parent
+WINDOW = 20
+GAME, HUB = 8230, 8231
+
+
+def main(arguments: list[str]) -> None:
+    """Trains, and draws what became of each task."""
+    parser = argparse.ArgumentParser(prog="experiments.balance")
+    parser.add_argument("which", choices=["automatic", "joint"], nargs="?", default="automatic")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args(arguments)
+    run_dir = Path("runs") / f"balance-{options.which}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = ["train", str(HERE / f"{options.which}.toml"), f"--run_dir={run_dir}"]
+    command += [f"--train.steps={options.steps}"] if options.steps else []
+    with external() if options.which == "joint" else contextlib.nullcontext():
+        subprocess.run([sys.executable, "-m", "shoal.cli", *command], check=True)
+    options.results.mkdir(exist_ok=True)
+    figures = described(run_dir)
+    (options.results / f"{options.which}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    draw(options.results / f"{options.which}.png", figures)
+
+
+@contextlib.contextmanager
+def external() -> Iterator[None]:
+    """OpenEnv's server, and the process that serves it as a task."""
+    url = f"http://127.0.0.1:{GAME}"
+    game = [os.environ["OPENENV_PYTHON"], str(HERE / "game.py"), str(GAME)]
+    serve = ["task", "serve", "experiments.balance.tasks:external", "--orchestrator", f"http://127.0.0.1:{HUB}"]
+    with subprocess.Popen(game) as server:
+        try:
+            for _ in range(60):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
+                    break
+                time.sleep(1)
+            with subprocess.Popen(
+                [sys.executable, "-m", "shoal.cli", *serve], env={**os.environ, "OPENENV_URL": url}
+            ) as member:
+                yield
+                member.terminate()
+        finally:
+            server.kill()
+
+
+def described(run_dir: Path) -> dict[str, object]:
+    """By task and window of steps: share of the trained groups and mean reward; and how the weights moved."""
+    run = read_run(run_dir)
+    consumed: dict[str, list[int]] = {}
+    for count in step_counts(run_dir):
+        consumed.setdefault(count.service, [0] * len(run.steps))
+        if count.step < len(run.steps):
+            consumed[count.service][count.step] = count.consumed
+    windows = range(0, len(run.steps), WINDOW)
+    total = [sum(sum(counts[at : at + WINDOW]) for counts in consumed.values()) for at in windows]
+    return {
+        "window": WINDOW,
+        "shares": {
+            name: [sum(counts[at : at + WINDOW]) / max(number, 1) for at, number in zip(windows, total, strict=True)]
+            for name, counts in consumed.items()
+        },
+        "rewards": {
+            name: [mean(run.column(f"reward/{name}")[at : at + WINDOW]) for at in windows] for name in consumed
+        },
+        "changes": [event for event in run.events if event.get("name") == "ratio"],
+        "evaluations": run.evals,
+    }
+
+
+def mean(values: list[float]) -> float | None:
+    """Of those that are there."""
+    known = [value for value in values if value == value]
+    return sum(known) / len(known) if known else None
+
+
+def draw(path: Path, figures: dict[str, object]) -> None:
+    """Shares and rewards over steps."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, what in zip(axes, ("shares", "rewards"), strict=True):
+        for name, values in figures[what].items():  # type: ignore[attr-defined]
+            steps = list(accumulate([WINDOW // 2] + [WINDOW] * (len(values) - 1)))
+            axis.plot(steps, [float("nan") if value is None else value for value in values], marker=".", label=name)
+        axis.set_xlabel("step")
+        axis.set_ylim(0, 1)
+    axes[0].set_title("share of the trained groups")
+    axes[1].set_title("reward")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

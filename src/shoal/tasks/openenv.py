@@ -1,0 +1,170 @@
+"""Environments behind OpenEnv's servers, over their WebSocket; tested with openenv-core 0.3, which is not needed here.
+
+    from shoal.tasks.openenv import openenv_task
+    wordle = openenv_task("wordle", "http://127.0.0.1:8000", system="Guess a word of five letters.")
+
+A task is a seed that the environment is reset with. Its first observation is the question; every answer of the model is
+an action, until the environment says that it is done. The reward is the sum of what the steps earned.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import aiohttp
+
+from shoal.tasks.sdk import Definition, EnvironmentFailed, Model, PolicyFailed, Question
+from shoal.tasks.split import prompt, split_of
+from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+
+TIMEOUT_S = 60.0
+CLOSE_S = 1.0
+MOST_BYTES = 16 << 20
+MOST_ATTEMPTS = 256
+
+
+def openenv_task(
+    name: str,
+    url: str,
+    *,
+    system: str = "",
+    most_turns: int = 32,
+    render: "Callable[[dict[str, Json]], str] | None" = None,
+    max_running: int = 16,
+    eval_share: float = 0.2,
+) -> Definition:
+    """A task of one server. `render` makes a text of an observation; by default its text, or all of it as JSON."""
+    author = OpenEnv(name, url, system, most_turns, render or text_of, eval_share)
+    return Definition(name, author, max_running=max_running)
+
+
+class OpenEnv:
+    """What `Definition` is made of."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        system: str,
+        most_turns: int,
+        render: Callable[[dict[str, Json]], str],
+        eval_share: float,
+    ) -> None:
+        self._name, self._url, self._system = name, url.rstrip("/"), system
+        self._most_turns, self._render, self._eval_share = most_turns, render, eval_share
+        self._field: str | None = None
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The first observation after a reset with a seed of the split; blocks."""
+        with ThreadPoolExecutor(1) as thread:  # it has no event loop of its own yet, whoever calls
+            return thread.submit(lambda: asyncio.run(self._drawn(split, index))).result()
+
+    async def _drawn(self, split: Split, index: int) -> Task:
+        async with self._environment() as environment:
+            for attempt in range(MOST_ATTEMPTS):
+                seed = seed_for("openenv", self._name, split, index, attempt) >> 32  # 31 bits: any generator takes it
+                seen = await environment.asked("reset", {"seed": seed})
+                text = self._render(seen.observation)
+                if split_of(text, self._eval_share) is split:
+                    question = Question(text, system=self._system)
+                    messages, info = prompt(question.system, question.text), json.dumps({"seed": seed})
+                    return Task(f"{self._name}/{split}/{index}", self._name, messages, info=info)
+        raise EnvironmentFailed(f"none of {MOST_ATTEMPTS} seeds begins with a question of the {split} split")
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        """Acts until the environment is done, or for as many turns as are allowed."""
+        messages, total = list(task.messages), 0.0
+        async with self._environment() as environment:
+            seen = await environment.asked("reset", {"seed": json.loads(task.info)["seed"]})
+            for _ in range(self._most_turns):
+                if seen.done:
+                    break
+                said = await model.answer(messages)
+                seen = await environment.asked("step", await self._action(said.content))
+                total += seen.reward
+                messages += [said, Message(Role.USER, self._render(seen.observation))]
+        return Outcome(reward=total)
+
+    async def _action(self, said: str) -> dict[str, Json]:
+        """An answer as an action: a JSON object, or the one field that the environment's actions need."""
+        said = said.strip()
+        with contextlib.suppress(ValueError):
+            action = json.loads(said)
+            if isinstance(action, dict):
+                return action
+        if self._field is None:
+            self._field = await self._only_field()
+        if not self._field:
+            raise PolicyFailed(f"expected a JSON object as an action, got {said[:200]!r}")
+        return {self._field: said}
+
+    async def _only_field(self) -> str:
+        async with aiohttp.ClientSession() as http, http.get(f"{self._url}/schema") as reply:
+            schema = cast(dict[str, Any], await reply.json())["action"]
+        required = schema.get("required", [])
+        return str(required[0]) if len(required) == 1 else ""
+
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> "AsyncIterator[_Connection]":
+        """One instance at the server, for as long as the connection lasts."""
+        try:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.ws_connect(f"{self._url}/ws", max_msg_size=MOST_BYTES, heartbeat=TIMEOUT_S / 2) as socket,
+            ):
+                yield _Connection(socket)
+                await socket.send_json({"type": "close"})
+                with contextlib.suppress(TimeoutError):  # leaving first would be an error in the server's log
+                    async with asyncio.timeout(CLOSE_S):
+                        await socket.receive()
+        except (aiohttp.ClientError, OSError) as error:
+            raise EnvironmentFailed(f"{self._url}: {type(error).__name__}: {error}", retry=True) from error
+
+
+class _Seen:
+    """An observation, and what the step before it earned."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.observation: dict[str, Json] = data.get("observation") or {}
+        self.reward = float(data.get("reward") or 0.0)
+        self.done = bool(data.get("done"))
+
+
+class _Connection:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def asked(self, kind: str, data: dict[str, Json]) -> _Seen:
+        """What the environment answers. Raises `PolicyFailed` for an action that it refuses."""
+        await self._socket.send_json({"type": kind, "data": data})
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = cast(dict[str, Any], await self._socket.receive_json())
+        except TimeoutError:
+            raise EnvironmentFailed(f"no answer to {kind} within {TIMEOUT_S:g} s", retry=True) from None
+        except TypeError as error:  # it closed the connection
+            raise EnvironmentFailed(f"the server left: {error}", retry=True) from error
+        if answer.get("type") == "observation":
+            return _Seen(cast(dict[str, Any], answer["data"]))
+        why = json.dumps(answer.get("data"))[:500]
+        if kind == "step" and "VALIDATION" in why:
+            raise PolicyFailed(f"the environment refuses the action: {why}")
+        raise EnvironmentFailed(f"{kind}: {why}")
+
+
+TEXTS = ("text", "message", "prompt", "messages", "content", "observation")
+
+
+def text_of(observation: dict[str, Json]) -> str:
+    """The text of an observation, where it has one; else all of it.
+
+    >>> text_of({"message": "Your turn.", "done": False}), text_of({"board": [0, 1]})
+    ('Your turn.', '{"board": [0, 1]}')
+    """
+    for name in TEXTS:
+        if isinstance(text := observation.get(name), str) and text:
+            return text
+    return json.dumps({name: value for name, value in observation.items() if name != "metadata"})

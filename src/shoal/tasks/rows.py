@@ -1,0 +1,64 @@
+"""Rows of any data set as tasks, each epoch in an order of its own; a share of them, by their text, is held out."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from shoal.errors import TaskError
+from shoal.tasks.split import split_of
+from shoal.types import Json, Message, Role, Split, Task, seed_for
+
+
+class Rows:
+    """Rows with a `prompt`: a text, or messages with role and content. Implements `interfaces.TaskService`."""
+
+    def __init__(self, name: str, rows: Sequence[Mapping[str, Json]], eval_share: float = 0.2) -> None:
+        """Raises `TaskError` for a row without a prompt, or when a split has none."""
+        self.name = name
+        self._rows = [dict(row) for row in rows]
+        self._numbers: dict[Split, list[int]] = {split: [] for split in Split}
+        for number in range(len(self._rows)):
+            text = "\x1f".join(message.content for message in self._messages(number))
+            self._numbers[split_of(text, eval_share)].append(number)
+        for split, numbers in self._numbers.items():
+            if not numbers:
+                raise TaskError(f"{name}: none of {len(self._rows)} rows falls into the {split} split; add rows")
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at an index; each epoch goes through all rows of the split once."""
+        return self.task(split, index)
+
+    def task(self, split: Split, index: int) -> Task:
+        """The same."""
+        numbers = self._numbers[split]
+        epoch, position = divmod(index, len(numbers))
+        order = list(numbers)
+        random.Random(seed_for(split, self.name, epoch)).shuffle(order)
+        number = order[position]
+        answer = self._rows[number].get("answer")
+        return Task(
+            f"{self.name}/{split}/{index}",
+            self.name,
+            self._messages(number),
+            answer if isinstance(answer, str) else None,
+            json.dumps({"row": number}),
+        )
+
+    def row_of(self, task: Task) -> dict[str, Json]:
+        """The row that a task was made of."""
+        number: int = json.loads(task.info)["row"]
+        return self._rows[number]
+
+    def _messages(self, number: int) -> tuple[Message, ...]:
+        prompt = self._rows[number].get("prompt")
+        if isinstance(prompt, str):
+            return (Message(Role.USER, prompt),)
+        if isinstance(prompt, list) and prompt:
+            try:
+                return tuple(
+                    Message(Role(one["role"]), str(one["content"])) for one in cast(list[dict[str, str]], prompt)
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise TaskError(f"{self.name}: row {number}: prompt: expected role and content, got {error}") from error
+        raise TaskError(f"{self.name}: row {number}: expected a prompt, a text or messages, got {prompt!r}")

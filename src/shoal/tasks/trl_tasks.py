@@ -1,0 +1,178 @@
+"""Tasks written for TRL's GRPOTrainer: reward functions, tools and environments, without TRL.
+
+    from shoal.tasks.trl_tasks import trl_task
+    game = trl_task("game", rows, environment_factory=Game)             # service = "python", path = "my_tasks:game"
+    sums = trl_task("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
+
+Reward functions are called as TRL calls them, `f(prompts=..., completions=..., **columns)`, with one rollout at a time:
+one that compares the completions of a batch with each other is not what it was there. None says nothing of a rollout.
+Environments have `reset(**row)`, public methods that are tools, and perhaps `get_reward()` (TRL 1.x).
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from shoal.errors import TaskError
+from shoal.tasks.rows import Rows
+from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
+from shoal.types import Json, Message, Outcome, Role, Split, Task
+
+Row = Mapping[str, Json]
+MOST_TOOL_TURNS = 16
+
+
+def trl_task(
+    name: str,
+    rows: Sequence[Row],
+    *,
+    reward_funcs: Sequence[Callable[..., Any]] = (),
+    reward_weights: Sequence[float] | None = None,
+    environment_factory: Callable[[], Any] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    max_running: int = 64,
+    eval_share: float = 0.2,
+) -> Definition:
+    """A task of rows with `prompt` (a text or messages) and columns for the reward functions. Raises `TaskError`."""
+    weights = list(reward_weights or [1.0] * len(reward_funcs))
+    if len(weights) != len(reward_funcs):
+        raise TaskError(f"{name}: expected {len(reward_funcs)} reward weights, got {len(weights)}")
+    rewards = _Rewards(list(zip(reward_funcs, weights, strict=True)))
+    drawn = Rows(name, rows, eval_share)
+    if environment_factory is None and not tools:
+        if not reward_funcs:
+            raise TaskError(f"{name}: expected reward functions or an environment, got neither")
+        return Definition(name, _Scored(drawn, rewards), max_running=max_running)
+    return Definition(name, _Played(drawn, rewards, environment_factory, tools), max_running=max_running)
+
+
+class _Rewards:
+    """TRL's weighted sum of reward functions."""
+
+    def __init__(self, parts: list[tuple[Callable[..., Any], float]]) -> None:
+        self._parts = parts
+
+    async def of(self, row: Row, messages: Sequence[Message], completion: Sequence[Message], **more: Any) -> float:
+        columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+        given = [plain(message) for message in messages]
+        prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else given]
+        # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
+        said = [plain(message) for message in completion]
+        completions = [said[-1]["content"] if isinstance(prompts[0], str) else said]
+        total = 0.0
+        for function, weight in self._parts:
+            called = function(prompts=prompts, completions=completions, **columns, **more)
+            (value,) = await called if inspect.isawaitable(called) else called
+            total += 0.0 if value is None else weight * float(value)
+        return total
+
+
+class _Scored:
+    """Answered in one turn by whoever draws answers."""
+
+    def __init__(self, rows: Rows, rewards: _Rewards) -> None:
+        self._rows, self._rewards = rows, rewards
+
+    def draw(self, split: Split, index: int) -> Task:
+        return self._rows.task(split, index)
+
+    async def score(self, task: Task, answer: str) -> float:
+        row = self._rows.row_of(task)
+        return await self._rewards.of(row, task.messages, [Message(Role.ASSISTANT, answer)])
+
+
+class _Played:
+    """A conversation in which the model calls tools until it calls none."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        rewards: _Rewards,
+        factory: Callable[[], Any] | None,
+        tools: Sequence[Callable[..., Any]],
+    ) -> None:
+        self._rows, self._rewards, self._factory, self._tools = rows, rewards, factory, tools
+
+    def draw(self, split: Split, index: int) -> Task:
+        return self._rows.task(split, index)
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        row, environment = self._rows.row_of(task), self._factory() if self._factory else None
+        messages, tools = list(task.messages), {tool.__name__: tool for tool in self._tools}
+        if environment is not None:
+            seen = await called(environment.reset, **row)
+            if seen is not None:
+                messages[-1] = Message(messages[-1].role, messages[-1].content + str(seen))
+            tools |= tools_of(environment)
+        begun = len(messages)
+        await converse(model, messages, tools)
+        more = {"environments": [environment]} if environment is not None else {}
+        reward = await self._rewards.of(row, messages[:begun], messages[begun:], **more)
+        if hasattr(environment, "get_reward"):
+            reward += float(cast(float, await called(cast(Any, environment).get_reward)))
+        return Outcome(reward=reward)
+
+
+def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
+    """The public methods that the model may call, as TRL finds them."""
+    methods = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
+    return {name: getattr(environment, name) for name in methods if name[0] != "_" and name not in NOT_TOOLS}
+
+
+NOT_TOOLS = frozenset({"reset", "get_reward"})
+
+
+async def converse(model: Model, messages: list[Message], tools: Mapping[str, Callable[..., Any]]) -> None:
+    """Goes on until the model calls no tool, or `MOST_TOOL_TURNS` times; `messages` gets all that is said."""
+    described = tools_json(tools.values())
+    for _ in range(MOST_TOOL_TURNS):
+        said = await model.answer(messages, tools=described)
+        messages.append(said)
+        if not said.tool_calls:
+            return
+        for call in said.tool_calls:
+            messages.append(Message(Role.TOOL, await _result(tools, call.name, call.arguments), tool_call_id=call.id))
+
+
+async def _result(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
+    """What a tool says. A wrong call is answered with what is wrong, as TRL does: it is the model's to mend."""
+    if name not in tools:
+        return json.dumps({"error": f"there is no tool {name!r}"})
+    try:
+        return str(await called(tools[name], **json.loads(arguments)))
+    except EnvironmentFailed:
+        raise
+    except Exception as error:  # a tool is anybody's code
+        return json.dumps({"error": str(error)})
+
+
+async def called(function: Callable[..., Any], **arguments: Any) -> object:
+    """What a function gives, `async` or not; one that is not runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)
+
+
+def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:
+    """A JSON array of what transformers makes of annotated functions with docstrings, as TRL does."""
+    from transformers.utils import get_json_schema
+
+    described = [get_json_schema(tool) for tool in tools]
+    return json.dumps(described) if described else ""
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as TRL's reward functions see it.
+
+    >>> plain(Message(Role.USER, "Hello"))
+    {'role': 'user', 'content': 'Hello'}
+    """
+    body: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {"type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
+            for one in message.tool_calls
+        ]
+    return body

@@ -1,0 +1,112 @@
+"""Environments written for verifiers 0.4 (`verifiers.v1`), with their own agents, tools and rewards.
+
+    from shoal.tasks.verifiers_tasks import verifiers_task
+    sums = verifiers_task("sums", taskset="my-taskset")              # served by: shoal task serve my_tasks:sums ...
+
+The environment runs an episode as ever; its model is the session. verifiers wants versions of its own of some packages,
+so it mostly is in an environment of its own, where `shoal task serve` needs neither torch nor a model.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+from typing import Any
+
+from shoal.errors import TaskError
+from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
+from shoal.tasks.split import split_of
+from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+
+KEY_VARIABLE = "SHOAL_SESSION_KEY"
+"""verifiers reads keys from the environment; ours is in the URL already."""
+
+
+def verifiers_task(
+    name: str,
+    *,
+    taskset: str,
+    env: "dict[str, Json] | None" = None,
+    most_tasks: int = 10_000,
+    max_running: int = 32,
+    eval_share: float = 0.2,
+) -> Definition:
+    """A task of a verifiers taskset; `env` is the rest of the `[env]` block. Of an infinite one the first are taken.
+
+    Where an agent runs is part of it, as in `{"agent": {"runtime": {"type": "subprocess"}}}`.
+    """
+    made = Verifiers(name, {**(env or {}), "taskset": {**_table(env), "id": taskset}}, most_tasks, eval_share)
+    return Definition(name, made, max_running=max_running)
+
+
+def _table(env: "dict[str, Json] | None") -> dict[str, Json]:
+    given = (env or {}).get("taskset", {})
+    return given if isinstance(given, dict) else {}
+
+
+class Verifiers:
+    """What `Definition` is made of."""
+
+    def __init__(self, name: str, env: dict[str, Json], most_tasks: int, eval_share: float) -> None:
+        from verifiers.v1.utils import loaders
+
+        self._name = name
+        kind = loaders.environment_class(str(_table(env)["id"]), str(env.get("id", "")))
+        self._env: Any = kind(_config_of(kind, env))
+        os.environ.setdefault(KEY_VARIABLE, "none")
+        self._tasks = list(itertools.islice(self._env.taskset, most_tasks))
+        self._numbers: dict[Split, list[int]] = {split: [] for split in Split}
+        for number, task in enumerate(self._tasks):
+            self._numbers[split_of(task.data.prompt_text, eval_share)].append(number)
+        if not all(self._numbers.values()):
+            raise TaskError(f"{name}: {len(self._tasks)} tasks are too few to hold some out")
+        self._serving: asyncio.Future[None] | None = None
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The taskset's own tasks, each epoch in the same order."""
+        numbers = self._numbers[split]
+        number = numbers[seed_for(split, self._name, index) % len(numbers)]
+        data = self._tasks[number].data
+        system = (Message(Role.SYSTEM, data.system_prompt),) if data.system_prompt else ()
+        messages = (*system, Message(Role.USER, data.prompt_text))
+        return Task(f"{self._name}/{split}/{index}", self._name, messages, info=json.dumps({"number": number}))
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        """One episode of the environment; its reward is the sum over the episode's traces."""
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        await self._served()
+        (slot,) = self._env.slots(self._tasks[json.loads(task.info)["number"]], 1)
+        client = EvalClientConfig(base_url=model.base_url, api_key_var=KEY_VARIABLE)
+        episode = await self._env.run_slot(slot, ModelContext("policy", client))
+        errors = [*filter(None, [getattr(episode, "error", None)]), *(e for one in episode.traces for e in one.errors)]
+        if errors:
+            raise EnvironmentFailed(f"{errors[0].type}: {errors[0].message}")
+        return Outcome(reward=float(sum(trace.reward for trace in episode.traces)))
+
+    async def _served(self) -> None:
+        """Has the environment's shared resources up for as long as this process lives."""
+        if self._serving is None:
+            self._serving = asyncio.get_running_loop().create_future()
+            self._holding = asyncio.create_task(self._hold(self._serving), name=f"serving {self._name}")
+        await asyncio.shield(self._serving)
+
+    async def _hold(self, up: "asyncio.Future[None]") -> None:
+        try:
+            async with self._env.serving():
+                up.set_result(None)
+                await asyncio.Event().wait()
+        except (Exception, SystemExit) as error:  # whatever the environment raises: those who wait are told
+            with contextlib.suppress(asyncio.InvalidStateError):
+                up.set_exception(EnvironmentFailed(f"{type(error).__name__}: {error}"))
+            self._serving = None
+
+
+def _config_of(kind: Any, env: dict[str, Json]) -> Any:
+    """The environment's settings, as its class has them."""
+    from verifiers.v1 import EnvConfig
+    from verifiers.v1.env import Env
+    from verifiers.v1.utils.generic import concrete_type
+
+    return (concrete_type(kind, EnvConfig, origin=Env) or EnvConfig).model_validate(env)
