@@ -22,7 +22,7 @@ path = "service_tasks:words"
 [[tasks]]
 name = "fast"
 service = "remote"
-path = "127.0.0.1:{port}"
+path = "127.0.0.2:{port}"
 [rollout]
 group_size = 4
 max_tokens = 8
@@ -37,7 +37,7 @@ every_steps = 0
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.2", 0)) as listening:
         return int(listening.getsockname()[1])
 
 
@@ -52,7 +52,7 @@ def test_a_run_trains_on_tasks_of_the_user_s_own_here_and_elsewhere_and_outlives
 ) -> None:
     config, port, run_dir = tmp_path / "config.toml", free_port(), tmp_path / "run"
     config.write_text(CONFIG.format(model=tiny_model_dir, port=port))
-    serve = ("task", "serve", "service_tasks:Fast", "--orchestrator", f"http://127.0.0.1:{port}")
+    serve = ("task", "serve", "service_tasks:Fast", "--orchestrator", f"http://127.0.0.2:{port}")
     with shoal(*serve) as first, shoal("train", str(config), f"--run_dir={run_dir}", "--json") as run:
         metrics = run_dir / "metrics.jsonl"
         while run.poll() is None and not (metrics.is_file() and '"step"' in metrics.read_text()):
@@ -72,3 +72,4 @@ def test_a_run_trains_on_tasks_of_the_user_s_own_here_and_elsewhere_and_outlives
     tasks = json.loads(status.stdout)["tasks"]
     assert tasks["fast"]["trained"] + tasks["words"]["trained"] == 24
     assert abs(tasks["fast"]["trained"] - 12) <= 4
+    assert tasks["fast"]["tokens_per_s"] > 0

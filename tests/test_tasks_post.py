@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from buffer_values import group as made_group
 from shoal.errors import ConfigError
 from shoal.tasks.concurrency import Concurrency
-from shoal.tasks.post import BEFORE, DUPLICATE, processed, steps_of
+from shoal.tasks.post import BEFORE, DUPLICATE, hooks_of, processed
 from shoal.types import Group, RolloutStatus
 
 
@@ -16,13 +16,13 @@ def group() -> Group:
 
 
 def doubled(one: Group) -> Group:
-    """A step of a user's own."""
+    """A hook of a user's own."""
     raise ValueError("no")
 
 
 def test_a_length_penalty_takes_off_what_was_drawn_and_keeps_the_score() -> None:
     before = group()
-    after = processed(before, steps_of("t", ["correct", "length:0.01"]))
+    after = processed(before, hooks_of("t", ["correct", "length:0.01"]))
     for old, new in zip(before.rollouts, after.rollouts, strict=True):
         assert new.reward.value == pytest.approx(old.reward.value - 0.01 * old.drawn_tokens)
         assert dict(new.reward.parts)[BEFORE] == old.reward.value
@@ -30,23 +30,23 @@ def test_a_length_penalty_takes_off_what_was_drawn_and_keeps_the_score() -> None
 
 
 def test_of_equal_answers_the_first_is_trained_with() -> None:
-    after = processed(group(), steps_of("t", "dedup"))
+    after = processed(group(), hooks_of("t", "dedup"))
     said = [rollout.messages[-1].content for rollout in after.rollouts]
     kept = [one.messages[-1].content for one in after.finished]
     assert len(set(said)) == len(kept) == len(set(kept))
     assert {one.reason for one in after.rollouts if one.status is RolloutStatus.FAILED} <= {DUPLICATE}
 
 
-def test_a_step_of_the_user_s_that_raises_fails_the_group_with_its_reason() -> None:
-    after = processed(group(), steps_of("t", "test_tasks_post:doubled"))
+def test_a_hook_of_the_user_s_that_raises_fails_the_group_with_its_reason() -> None:
+    after = processed(group(), hooks_of("t", "test_tasks_post:doubled"))
     assert not after.finished
     assert after.rollouts[0].reason == "post-processing: ValueError: no"
 
 
 @pytest.mark.parametrize("word", ["unknown", "length:much", "nowhere:f", "math:nothing"])
-def test_a_step_that_is_none_is_refused_by_name(word: str) -> None:
+def test_a_hook_that_is_none_is_refused_by_name(word: str) -> None:
     with pytest.raises(ConfigError, match=r"tasks\.sums\.reward"):
-        steps_of("sums", [word])
+        hooks_of("sums", [word])
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 500), st.integers(0, 400)), max_size=60))

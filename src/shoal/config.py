@@ -57,7 +57,7 @@ class TaskConfig(Section):
     )
     reward: str | list[str] = Field(
         "score",
-        description="Steps after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
+        description="Hooks after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
     )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field("", description="Put before every question; empty for none.")
@@ -383,6 +383,8 @@ class Config(Section):
         addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
         if len(addresses) > 1 or not all(re.fullmatch(r".+:\d{1,5}", address) for address in addresses):
             raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
+        if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
+            raise ValueError("tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0")
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:
                 raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")

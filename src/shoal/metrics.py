@@ -30,6 +30,7 @@ STEP_NAMES: Mapping[str, str] = {
     "staleness_max": "Largest staleness among the consumed groups, in versions.",
     "staleness/<versions>": "How many of the consumed groups were that stale.",
     "tokens_per_s": "Tokens drawn for the consumed rollouts, per second since the step before.",
+    "tokens_per_s/<task>": "The same for one task.",
     "samples_per_s": "Rollouts consumed, per second since the step before.",
     "engine_busy": "Share of the time that the engine spent computing, 0..1.",
     "trainer_busy": "Share of the time that the trainer spent computing, 0..1.",

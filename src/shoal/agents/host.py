@@ -49,15 +49,18 @@ class Host:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, engine: Engine, renderer: Renderer, *, max_model_len: int, sampling: Sampling, http: bool = True
+        cls, engine: Engine, renderer: Renderer, *, max_model_len: int, sampling: Sampling, at: str | None = "127.0.0.1"
     ) -> "AsyncIterator[Host]":
-        """A host on `engine` until the context is left; with `http`, at a free port of loopback."""
+        """A host on `engine` until the context is left, at a free port of an address; None serves no HTTP.
+
+        Beyond loopback, too, nobody gets in without the URL or key of a session.
+        """
         gateway = Gateway(engine, renderer, max_model_len=max_model_len, bounds=Bounds(idle_s=24 * 3600.0))
-        if not http:
+        if at is None:
             async with gateway.app.router.lifespan_context(gateway.app):
                 yield cls(gateway, sampling, "")
             return
-        with socket.create_server(("127.0.0.1", 0), backlog=2048) as listening:
+        with socket.create_server((at, 0), backlog=2048) as listening:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             settings = uvicorn.Config(
                 gateway.app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_GRACE_S
@@ -65,7 +68,7 @@ class Host:
             server = _Server(settings)
             serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
             try:
-                yield cls(gateway, sampling, f"http://127.0.0.1:{listening.getsockname()[1]}")
+                yield cls(gateway, sampling, f"http://{at}:{listening.getsockname()[1]}")
             finally:
                 server.should_exit = True
                 await serving

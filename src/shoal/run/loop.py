@@ -266,7 +266,9 @@ class TrainLoop:
         finished = [rollout for group in groups for rollout in group.finished]
         staleness = [version - group.oldest_version for group in groups]
         by_task: dict[str, list[float]] = {}
+        tokens: Counter[str] = Counter()
         for group in groups:
+            tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.finished)
             by_task.setdefault(group.task.service, []).extend(rollout.reward.value for rollout in group.finished)
         reward = fmean(rollout.reward.value for rollout in finished)
         self.totals.samples += len(finished)
@@ -279,6 +281,7 @@ class TrainLoop:
             **{f"reward/{name}": fmean(rewards) for name, rewards in by_task.items()},
             "staleness_mean": fmean(staleness),
             "staleness_max": max(staleness),
+            **{f"tokens_per_s/{name}": count / elapsed_s for name, count in tokens.items()},
             "tokens_per_s": sum(rollout.drawn_tokens for rollout in finished) / elapsed_s,
             "samples_per_s": len(finished) / elapsed_s,
             "engine_busy": self._engine_info.busy_share if self._engine_info else 0.0,

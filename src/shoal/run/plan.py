@@ -17,7 +17,7 @@ from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.sandbox import rungs
 from shoal.tasks.library import Library, library_of
-from shoal.tasks.post import steps_of
+from shoal.tasks.post import hooks_of
 from shoal.tasks.remote import RemoteService
 from shoal.tasks.sdk import Definition
 from shoal.tasks.service import Capability
@@ -50,7 +50,7 @@ def prepare(config: Config) -> Iterator[Prepared]:
     model_dir = _model_directory(config.model.path)
     renderer = load_renderer(model_dir)
     for task in config.tasks:
-        steps_of(task.name, task.reward)
+        hooks_of(task.name, task.reward)
     max_model_len = _max_model_len(model_dir, config)
     agents = {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
     with library_of(config) as service:

@@ -40,8 +40,10 @@ def scoring(prepared: Prepared, others: Scorer) -> Scorer:
 
 
 @asynccontextmanager
-async def playing(prepared: Prepared, engine: Engine, desk: SingleTurn, sampling: Sampling) -> AsyncIterator[Runner]:
-    """Each task service's own runner; sessions are served, on loopback, when any of them wants some."""
+async def playing(
+    config: Config, prepared: Prepared, engine: Engine, desk: SingleTurn, sampling: Sampling
+) -> AsyncIterator[Runner]:
+    """Each task service's own runner; sessions are served where task services register, else on loopback."""
     services = services_of(prepared)
     plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
     if not plays and not prepared.agents:
@@ -50,7 +52,8 @@ async def playing(prepared: Prepared, engine: Engine, desk: SingleTurn, sampling
     async with AsyncExitStack() as stack:
         for name, agent in prepared.agents.items():
             plays[name] = await stack.enter_async_context(agent.play())
-        hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling)
+        at, _ = config.services_at or ("127.0.0.1", 0)
+        hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling, at=at)
         host = await stack.enter_async_context(hosted)
         timeouts_s = {
             name: one.timeout_s if isinstance(one, RemoteService | Definition) else TIMEOUT_S

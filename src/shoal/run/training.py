@@ -44,7 +44,7 @@ from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.library import Library
 from shoal.tasks.orchestrator import Adjustment, Orchestrator, Terms
-from shoal.tasks.post import processed, steps_of
+from shoal.tasks.post import hooks_of, processed
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -166,7 +166,7 @@ async def train(
             eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
             async with (
                 joined(config, prepared, run_dir, answering.scorer, exchange) as node,
-                playing(prepared, engine, answering, _sampling(config, prepared)) as runner,
+                playing(config, prepared, engine, answering, _sampling(config, prepared)) as runner,
             ):
                 parts = Parts(
                     config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node
@@ -277,13 +277,13 @@ def _orchestrator(parts: Parts, prepared: Prepared) -> Orchestrator:
     weights = {task.name: task.weight for task in config.tasks}
     bounds = Bounds() if config.rollout.ratios == "automatic" else None
     adjustment = None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell)
-    steps = {task.name: steps_of(task.name, task.reward) for task in config.tasks}
+    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
     drawn = sources(config, prepared, parts.runner, presence)
     orchestrator = Orchestrator(
         drawn,
         {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
         parts.buffer,
-        post=lambda group: processed(group, steps.get(group.task.service, [])),
+        post=lambda group: processed(group, hooks.get(group.task.service, [])),
         adjustment=adjustment,
     )
     return orchestrator
@@ -348,7 +348,7 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
     async with (
         serving(config, prepared, folder) as (engine, desk),
-        playing(prepared, engine, desk, _sampling(config, prepared)) as runner,
+        playing(config, prepared, engine, desk, _sampling(config, prepared)) as runner,
     ):
         sampled, greedy = await accuracies(tasks, runner)
     return {

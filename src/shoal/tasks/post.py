@@ -1,6 +1,6 @@
 """What becomes of a group's rewards and rollouts between the scorer and the log: the one place for it. Pure.
 
-`tasks.N.reward` names the steps, in order. They are of training only; evaluation sees what the scorer says.
+`tasks.N.reward` names the hooks, in order. They are of training only; evaluation sees what the scorer says.
 
     "score"            the scorer's value as it is
     "correct"          1 for a full score and 0 for anything less (in `rewards.marks`: evaluation sees that too)
@@ -20,41 +20,41 @@ from typing import TypeAlias
 from shoal.errors import ConfigError
 from shoal.types import Group, Reward, RewardStatus, Role, Rollout, RolloutStatus
 
-Step: TypeAlias = Callable[[Group], Group]
+Hook: TypeAlias = Callable[[Group], Group]
 DUPLICATE = "post-processing: another rollout of the group says the same"
 BEFORE = "before post-processing"
 
 
-def steps_of(name: str, words: str | Sequence[str]) -> list[Step]:
-    """The steps that a task's `reward` names. Raises `ConfigError`.
+def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
+    """The hooks that a task's `reward` names. Raises `ConfigError`.
 
-    >>> steps_of("sums", "correct"), len(steps_of("sums", ["correct", "length:0.01", "dedup"]))
+    >>> hooks_of("sums", "correct"), len(hooks_of("sums", ["correct", "length:0.01", "dedup"]))
     ([], 2)
     """
-    steps: list[Step] = []
+    hooks: list[Hook] = []
     for word in [words] if isinstance(words, str) else words:
         if word in ("score", "correct"):
             continue
         kind, _, parameter = word.partition(":")
         if kind == "dedup" and not parameter:
-            steps.append(without_duplicates)
+            hooks.append(without_duplicates)
         elif kind == "length":
-            steps.append(partial(shorter_is_better, per_token=_number(name, word, parameter)))
+            hooks.append(partial(shorter_is_better, per_token=_number(name, word, parameter)))
         elif parameter:
-            steps.append(_own(name, word))
+            hooks.append(_own(name, word))
         else:
             raise ConfigError(
                 f"tasks.{name}.reward: expected score, correct, length:NUMBER, dedup or module:function, got {word!r}"
             )
-    return steps
+    return hooks
 
 
-def processed(group: Group, steps: Sequence[Step]) -> Group:
-    """The group after all steps; one that raises leaves it without usable rollouts, and says why."""
-    for step in steps:
+def processed(group: Group, hooks: Sequence[Hook]) -> Group:
+    """The group after all hooks; one that raises leaves it without usable rollouts, and says why."""
+    for hook in hooks:
         try:
-            group = step(group)
-        except Exception as error:  # a user's step is anybody's code: its failure is a status
+            group = hook(group)
+        except Exception as error:  # a user's hook is anybody's code: its failure is a status
             reason = f"post-processing: {type(error).__name__}: {error}"
             return replace(group, rollouts=tuple(_failed(rollout, reason) for rollout in group.rollouts))
     return group
@@ -107,10 +107,10 @@ def _number(name: str, word: str, parameter: str) -> float:
         raise ConfigError(f"tasks.{name}.reward: expected a number after 'length:', got {word!r}") from None
 
 
-def _own(name: str, path: str) -> Step:
+def _own(name: str, path: str) -> Hook:
     module, _, attribute = path.partition(":")
     try:
-        found: Step = getattr(import_module(module), attribute)
+        found: Hook = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"tasks.{name}.reward: {path!r} cannot be imported: {error}") from error
     if not callable(found):
