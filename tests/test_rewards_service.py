@@ -288,9 +288,13 @@ def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pyte
             assert await asked_for(other, good, "secret") == 200
             assert await asked_for(other, good, "wrong") == 401
             assert await asked_for(other, b"{", "secret") == 400
+            backwards = b'{"scorer": {"name": "code", "timeout_s": -1}, "answers": ["1"]}'
+            assert await asked_for(other, backwards, "secret") == 400
             for forbidden in (
                 b'{"name": "function", "path": "os:system"}',
                 b'{"name": "judge", "url": "http://x", "model": "m", "rubric": "r"}',
+                b'{"name": "code", "timeout_s": 3600}',
+                b'{"name": "code", "memory_mb": 100000}',
             ):
                 body = b'{"answers": ["1"], "scorer": {"name": "weighted", "parts": [{"scorer": %s}]}}' % forbidden
                 assert await asked_for(other, body, "secret") == 403

@@ -11,24 +11,52 @@ Some datasets loop for ever under settings they accept (base_conversion with one
 and several scorers eval() the answer; so this module is imported by child processes only.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
 import json
 import os
 import random
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
-from reasoning_gym import factory
 
 from shoal.errors import TaskError
 from shoal.types import Json, Receipt
+
+_PICTURES = (
+    *("matplotlib", "matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
+    *("mpl_toolkits", "mpl_toolkits.mplot3d"),
+)
+
+
+@contextlib.contextmanager
+def _without_pictures() -> Iterator[None]:
+    """While reasoning-gym is imported: its cellular automata could be drawn, and bring matplotlib along for that.
+
+    That would be half of the time and memory of a start, and it does not start at all without a folder to write to.
+    """
+    absent = {name: ModuleType(name) for name in _PICTURES if name not in sys.modules}
+    for stub in absent.values():
+        vars(stub)["Axes3D"] = None
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+with _without_pictures():
+    from reasoning_gym import factory
 
 HASH_SEED = "0"
 """PYTHONHASHSEED of every process that draws."""

@@ -20,10 +20,14 @@ from starlette.routing import Route
 
 from shoal import checker
 from shoal.checker import Spec
+from shoal.errors import TaskError
 from shoal.rewards.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
 from shoal.rewards.service import RewardService
 from shoal.sandbox import rungs
 from shoal.types import Task
+
+MOST_TEST_S = 60.0
+MOST_MEMORY_MB = 2048
 
 
 class RewardServer:
@@ -57,6 +61,13 @@ class RewardServer:
                 return self._refused(401, "expected the token that the server was started with")
         if self._waiting >= self._most_waiting:
             return self._refused(503, f"{self._waiting} requests wait already")
+        self._waiting += 1
+        try:
+            return await self._scored(http)
+        finally:
+            self._waiting -= 1
+
+    async def _scored(self, http: Request) -> Response:
         body = bytearray()
         async for part in http.stream():
             body += part
@@ -64,21 +75,17 @@ class RewardServer:
                 return self._refused(413, f"expected at most {MOST_BODY_BYTES} bytes")
         try:
             request = msgspec.json.decode(body, type=ScoreRequest)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            spec = checker.spec_of(checker.to_json(request.scorer), "scorer")
+        except (msgspec.MsgspecError, ValueError, RecursionError, TaskError) as error:
             return self._refused(400, str(error))
         if len(request.answers) > MOST_ANSWERS:
             return self._refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
-        if not is_served(request.scorer):
+        if not is_served(spec):
             return self._refused(403, "function and judge are not run for others; leave reward.urls to the rest")
-        return await self._rewards(request)
-
-    async def _rewards(self, request: ScoreRequest) -> Response:
+        if why := asks_too_much(spec):
+            return self._refused(403, why)
         task = Task("remote", "remote", (), request.truth, request.info, request.receipt)
-        self._waiting += 1
-        try:
-            rewards = await self._service.score_by(request.scorer, task, request.answers)
-        finally:
-            self._waiting -= 1
+        rewards = await self._service.score_by(spec, task, request.answers)
         self._counts["requests"] += 1
         self._counts["answers"] += len(rewards)
         return _json(reply_of(rewards))
@@ -106,6 +113,23 @@ def is_served(spec: Spec) -> bool:
     if isinstance(spec, checker.Weighted):
         return all(is_served(part.scorer) for part in spec.parts)
     return not isinstance(spec, checker.Function | checker.Judge)
+
+
+def asks_too_much(spec: Spec) -> str:
+    """Why a program would get more of this machine than a stranger may have; empty when it would not.
+
+    >>> asks_too_much(checker.Code()), asks_too_much(checker.Code(timeout_s=3600))
+    ('', 'scorer.timeout_s: expected at most 60 seconds for a test, got 3600')
+    """
+    if isinstance(spec, checker.Weighted):
+        return next(filter(None, (asks_too_much(part.scorer) for part in spec.parts)), "")
+    if not isinstance(spec, checker.Code):
+        return ""
+    if spec.timeout_s > MOST_TEST_S:
+        return f"scorer.timeout_s: expected at most {MOST_TEST_S:g} seconds for a test, got {spec.timeout_s:g}"
+    if spec.memory_mb > MOST_MEMORY_MB:
+        return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {spec.memory_mb}"
+    return ""
 
 
 def _json(value: object, status: int = 200) -> Response:
