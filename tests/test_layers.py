@@ -27,7 +27,7 @@ LAYERS = (
     {"desk", "gateway", "judge", "warm_start"},
     {"agents"},
     {"run", "sim", "dashboard", "report", "progress", "doctor"},
-    {"demo", "bench"},
+    {"demo", "swarm_demo", "bench"},
     {"cli"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

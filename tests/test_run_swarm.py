@@ -134,7 +134,7 @@ def test_a_run_trains_on_what_peers_offer_and_its_log_replays_to_the_same_weight
     run = config.parent / "run"
 
     def body(url: str) -> None:
-        options = (f'--swarm.servers=["{url}"]', "--swarm.external_groups=2", "--swarm.negatives=weight")
+        options = (f'--swarm.servers=["{url}"]', "--swarm.external_groups=2", "--swarm.credit=group_weight")
         trained(config, *options)
         # The last checkpoint is gone: the steps after the one before are trained again from the log.
         shutil.rmtree(max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])))

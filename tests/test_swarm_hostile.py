@@ -18,8 +18,9 @@ from shoal.rewards.scorer import WorkerScorer
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
+from shoal.swarm.member import Means
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.node import Means, Node
+from shoal.swarm.node import Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions

@@ -300,6 +300,9 @@ class MetricsConfig(Section):
     wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
 
 
+Credit: TypeAlias = Literal["group", "group_drop", "group_weight", "skill", "skill_drop", "skill_weight"]
+
+
 class SwarmConfig(Section):
     """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
 
@@ -316,8 +319,10 @@ class SwarmConfig(Section):
         "informative",
         description="Peers' groups taken: informative, usable, rewarding, diverse, trusted or module:function.",
     )
-    negatives: Literal["keep", "drop", "weight"] = Field(
-        "keep", description="Negative advantages of peers' answers: as they are, 0, or by how likely they are here."
+    credit: Credit = Field(
+        "group",
+        description="What peers' answers are compared with: their group, or the node's own mean in such tasks (skill); "
+        "negative advantages as they are, 0 (drop), or by how likely the text is here (weight).",
     )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
     reuse: int = Field(1, ge=1, description="How often one group of a peer may be trained.")

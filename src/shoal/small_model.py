@@ -15,6 +15,28 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 ROLES = ("system", "user", "assistant", "tool")
 END = "<|end|>"
 UNKNOWN = "<|unknown|>"
+PAIRS = (
+    "th",
+    "he",
+    "in",
+    "er",
+    "an",
+    "re",
+    "on",
+    "at",
+    "en",
+    "nd",
+    "ti",
+    "es",
+    "or",
+    "te",
+    "of",
+    "ed",
+    "is",
+    "it",
+    "al",
+    "ar",
+)
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     + END
@@ -52,9 +74,27 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def untrained(shape: Shape, seed: int) -> Qwen2ForCausalLM:
-    """A model with random weights."""
-    tokenizer = character_tokenizer()
+def pair_tokenizer() -> PreTrainedTokenizerFast:
+    """Another one: frequent pairs of letters are one token, other names, other numbers, another template."""
+    specials = ["<unk>", "</s>", *(f"<{role}>" for role in ROLES)]
+    vocabulary = {token: i for i, token in enumerate([*specials, *reversed(CHARACTERS), *PAIRS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*PAIRS, r"[\s\S]"])), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="</s>",
+        pad_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=specials[2:],
+    )
+    wrapped.chat_template = TEMPLATE.replace(END, "</s>").replace("<|", "<").replace("|>", ">")
+    return wrapped
+
+
+def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen2ForCausalLM:
+    """A model with random weights, for the character tokenizer unless told otherwise."""
+    tokenizer = tokenizer or character_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -73,8 +113,8 @@ def untrained(shape: Shape, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def save(model: PreTrainedModel, directory: Path) -> None:
-    """Writes the model with its tokenizer as a Hugging Face directory."""
+def save(model: PreTrainedModel, directory: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Writes the model with its tokenizer (the character tokenizer by default) as a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    character_tokenizer().save_pretrained(directory)
+    (tokenizer or character_tokenizer()).save_pretrained(directory)

@@ -60,6 +60,7 @@ class Recipe:
     long_share: float = 0.2
     pool: int = 12000
     lesson: Literal["spell_backward", "fill_in", "hanoi"] = "spell_backward"
+    tokenizer: Literal["characters", "pairs"] = "characters"
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -97,8 +98,9 @@ def demo_model(recipe: Recipe | None = None) -> DemoModel:
     """The embedded model, made now unless it is in the cache. Raises `ModelError`."""
     recipe = recipe or Recipe()
     shown = asdict(recipe)
-    if recipe.lesson == "spell_backward":
-        del shown["lesson"]  # as before there were lessons, so that models made then are found
+    for later, value in (("lesson", "spell_backward"), ("tokenizer", "characters")):
+        if shown[later] == value:
+            del shown[later]  # as before there was a choice, so that models made then are found
     settings = msgspec.json.encode(shown)
     directory = cache_directory() / f"demo-{hashlib.blake2b(settings, digest_size=6).hexdigest()}"
     if (directory / "config.json").is_file():
@@ -194,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from shoal.model import load_model, packed_logprobs
-    from shoal.small_model import Shape, save, untrained
+    from shoal.small_model import Shape, character_tokenizer, pair_tokenizer, save, untrained
 
     die_with_parent()
     torch.set_num_threads(1)
@@ -202,7 +204,8 @@ def main(arguments: Sequence[str]) -> None:
     shape = Shape(
         recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, rope_theta=recipe.rope_theta
     )
-    save(untrained(shape, recipe.seed), directory)
+    tokenizer = pair_tokenizer() if recipe.tokenizer == "pairs" else character_tokenizer()
+    save(untrained(shape, recipe.seed, tokenizer), directory, tokenizer)
     rows = lessons(recipe, load_renderer(directory))
     model = load_model(directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
@@ -225,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
                 f"making the small model (once): step {step + 1} of {recipe.steps}, loss {loss.item():.3f}, "
                 f"{time.monotonic() - began_s:.0f} s\n"
             )
-    save(model, directory)
+    save(model, directory, tokenizer)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,42 @@ def desk(
     uvloop.run(serve_desk(settings, folder, Pace(answers, wait_s), host=host, port=port, announce=announce))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def join(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
+    server: Annotated[list[str] | None, typer.Option(help="Instead of swarm.servers.")] = None,
+    model_url: Annotated[str | None, typer.Option(help="Answer with a frozen model: an OpenAI URL, with /v1.")] = None,
+    model: Annotated[str, typer.Option(help="Its name there.")] = "default",
+    key: Annotated[str, typer.Option(help="Its API key.", envvar="SHOAL_MODEL_KEY")] = "",
+    rule: Annotated[str | None, typer.Option(help="Answer with a program: truth, or module:function.")] = None,
+    every: Annotated[float, typer.Option(min=0.125, help="Seconds between two questions that are answered.")] = 1.0,
+    groups: Annotated[int | None, typer.Option(min=1, help="Stop after as many.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Join without training: answer the tasks of a configuration with a model elsewhere or a rule, and share that.
+
+    A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
+    """
+    from shoal.config import load
+    from shoal.run.generating import answered_by, generate
+    from shoal.swarm.generator import Pace
+
+    options = [f"--swarm.servers={json.dumps(server)}"] if server else []
+    settings = load(config, [*options, *context.args])
+    pace = Pace(settings.rollout.group_size, every, groups)
+    try:
+        asyncio.run(generate(settings, answered_by(settings, model_url, model, key, rule), pace))
+    except KeyboardInterrupt:
+        print("stopped")
+    show(json.loads((Path(settings.run_dir) / "swarm" / "status.json").read_text()), json_)
+
+
 @app.command()
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
     """Say how a node of a swarm is doing: connection, what it shared, took and refused, and its peers."""
     from shoal.run.membership import FOLDER
-    from shoal.swarm.node import STATUS_FILE
+    from shoal.swarm.member import STATUS_FILE
 
     path = run / FOLDER / STATUS_FILE
     try:
@@ -128,10 +159,25 @@ def offers(
 def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal swarm status` shows it.")]) -> None:
     """Hear a peer no more; a running node follows within seconds."""
     from shoal.run.membership import FOLDER
-    from shoal.swarm.node import ban_in
+    from shoal.swarm.member import ban_in
 
     if len(peer_id) != 32 or not all(digit in "0123456789abcdef" for digit in peer_id):
         raise ConfigError(f"peer id: expected 32 hexadecimal digits, got {peer_id!r}")
     if not run.is_dir():
         raise RunDirError(f"{run} is no run directory")
     ban_in(run / FOLDER, [peer_id])
+
+
+@app.command()
+def demo(
+    nodes: Annotated[int, typer.Option(min=4, max=16, help="Two of them do not train.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Of each node, alone and in the swarm.")] = 120,
+    seed: Annotated[int, typer.Option(help="Of questions and sampling.")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where it is written; a new one under runs/.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """See nodes on this machine learn from each other's text, beside the same nodes alone."""
+    from shoal.swarm_demo import Plan, run_swarm_demo
+
+    folder = folder or Path("runs") / time.strftime("swarm-demo-%Y%m%d-%H%M%S")
+    show(run_swarm_demo(Plan(folder.absolute(), nodes, steps, seed)), json_)

@@ -29,7 +29,7 @@ from shoal.metrics import Trackers
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
-from shoal.swarm.negatives import weighed_negatives
+from shoal.swarm.external import external_rows
 from shoal.swarm.node import Node
 from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
@@ -205,9 +205,9 @@ class TrainLoop:
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
         """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
         rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
-        negatives = self._config.swarm.negatives
+        credit = self._config.swarm.credit
         rows = [
-            weighed_negatives(group, group_rows, negatives) if group.external else group_rows
+            external_rows(group, group_rows, credit) if group.external else group_rows
             for group, group_rows in zip(groups, rows, strict=True)
         ]
         late_tokens: Counter[str] = Counter()

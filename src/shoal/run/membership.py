@@ -9,7 +9,8 @@ from shoal.errors import ConfigError
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.plan import Prepared
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Means, Node
+from shoal.swarm.member import Means
+from shoal.swarm.node import Node
 from shoal.swarm.options import options_of
 from shoal.swarm.strategy import sharer_of, taker_of
 from shoal.tasks.mixture import Mixture

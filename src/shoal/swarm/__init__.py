@@ -6,9 +6,12 @@ offer      what is shared: a question with its rollouts as text (pure)
 trust      which bytes are let in, and what is known of who sent them (pure)
 strategy   what is shared and what is taken (pure)
 encoding   foreign text as rows of this node's tokenizer (pure)
+external   what foreign answers are reinforced with (pure)
+member     what a member works with, remembers and counts
 exchange   envelopes in memory, for tests and simulations
 options    where a swarm meets
 nats       envelopes through NATS JetStream
 server     a nats-server of one's own
+generator  a member that does not train; `chat` and `rules` answer for it
 node       all of these beside the buffer of one training run
 """

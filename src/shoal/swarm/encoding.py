@@ -28,6 +28,8 @@ from shoal.types import (
 
 GENERATOR_LOGPROB = "generator_logprob"
 """The part of a reward that remembers what the generator itself said of a text, in nats."""
+OWN_SKILL = "own_skill"
+"""The part that remembers the mean reward which this node had in such tasks, where it is the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,14 @@ def group_of(
     rewards: Sequence[Reward],
     logprobs: Sequence[Sequence[float]],
     version: int,
+    *,
+    skill: float | None = None,
 ) -> Group:
     """A group as if this node had drawn it under `version`.
 
     `rewards` are the node's own, one per kept rollout; `logprobs` its own of each whole row but the first token (nats,
-    at the rollout temperature), so that the behaviour is the node itself at the time of encoding.
+    at the rollout temperature), so that the behaviour is the node itself at the time of encoding. `skill` is a baseline
+    for the log to remember.
     """
     assert group_id.startswith(EXTERNAL), group_id
     rollouts = []
@@ -100,6 +105,8 @@ def group_of(
         parts = reward.parts
         if offered.logprob is not None:
             parts = (*parts, (GENERATOR_LOGPROB, offered.logprob))
+        if skill is not None:
+            parts = (*parts, (OWN_SKILL, skill))
         rollouts.append(
             Rollout(
                 id=f"{group_id}#{position}",

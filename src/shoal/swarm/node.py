@@ -13,22 +13,22 @@ works. Nothing that comes from outside, and no absence of it, ends a run.
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from shoal.errors import ExchangeUnavailable, TaskError, WireError
-from shoal.interfaces import Exchange, NotOurs, Recogniser, Renderer, Scorer
+from shoal.interfaces import NotOurs
 from shoal.swarm import offer as offers
-from shoal.swarm.encoding import Encoded, encoded, group_of
+from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
+from shoal.swarm.member import BANNED_FILE, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
@@ -46,81 +46,9 @@ RETRY_S = 0.5
 TELL_EVERY_S = 10.0
 NEED_DECAY = 0.95
 """Of the mean reward of a task, with every group of one's own."""
-BANNED_FILE = "banned.txt"
-STATUS_FILE = "status.json"
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """For each row of L tokens the L - 1 logprobs (nats, at the rollout temperature) under the weights being trained."""
-
-
-class Settings(Protocol):
-    """What a node reads of `config.SwarmConfig`."""
-
-    @property
-    def name(self) -> str:
-        """Of the swarm."""
-        ...
-
-    @property
-    def external_groups(self) -> int:
-        """Groups of peers that a step wants."""
-        ...
-
-    @property
-    def share(self) -> str:
-        """Name of a sharer."""
-        ...
-
-    @property
-    def take(self) -> str:
-        """Name of a taker."""
-        ...
-
-    @property
-    def fresh_s(self) -> float:
-        """Age above which nothing is taken."""
-        ...
-
-    @property
-    def reuse(self) -> int:
-        """How often one group may be taken."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a node works with."""
-
-    exchange: Exchange
-    recogniser: Recogniser
-    renderer: Renderer
-    scorer: Scorer
-    max_model_len: int
-    model: str
-    """Its name, told to others."""
-
-
-@dataclass(slots=True)
-class Ready:
-    """A verified offer with this node's rewards."""
-
-    letter: Letter
-    source: Encoded
-    rewards: tuple[Reward, ...]
-    uses: int = 0
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a node did so far."""
-
-    shared: int = 0
-    shared_bytes: int = 0
-    unsent: int = 0
-    """Own groups that were to be shared and could not be: too old by the time, too many, or not portable."""
-    taken: int = 0
-    missing: int = 0
-    """Groups that steps wanted and were not there."""
 
 
 class Node:
@@ -152,7 +80,7 @@ class Node:
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._newcomers = NewcomerShare()
-        self.door = Door(settings.name, identity.peer_id, banned=_read_lines(folder / BANNED_FILE))
+        self.door = Door(settings.name, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._known_bans = set(self.door.banned)
         self._seal = Seal(identity, settings.name, session=int(clock() * 1000))
         self._pending: OrderedDict[str, tuple[Letter, Offer]] = OrderedDict()
@@ -201,7 +129,8 @@ class Node:
         for ready in chosen:
             group_id = f"{EXTERNAL}{ready.letter.id}/{ready.uses}"
             computed = [next(own) for _ in ready.source.kept]
-            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version))
+            skill = self._skill(ready.source.task.service)
+            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, skill=skill))
         self.tally.taken += len(groups)
         return groups
 
@@ -324,13 +253,13 @@ class Node:
         means = self._means
         arguments = (content, task, means.renderer, means.max_model_len)
         source, refused = await asyncio.to_thread(encoded, *arguments) if self._threads else encoded(*arguments)
-        if len(source.kept) < 2:
+        if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.door.refused.update(refused)
         rewards = tuple(await means.scorer.score(task, source.answers))
         if any(reward.status is not RewardStatus.SCORED for reward in rewards):
             return Reason.UNSCORED
-        if not differ([reward.value for reward in rewards]):
+        if not differ(self._compared(task.service, rewards)):
             return Reason.UNINFORMATIVE
         return Ready(letter, source, rewards)
 
@@ -342,7 +271,7 @@ class Node:
             Candidate(
                 peer_id=ready.letter.peer_id,
                 service=ready.source.task.service,
-                rewards=tuple(reward.value for reward in ready.rewards),
+                rewards=self._compared(ready.source.task.service, ready.rewards),
                 age_s=max(0.0, now_s - ready.letter.sent_s),
                 uses=ready.uses,
                 author_uses=self._author_uses[ready.letter.peer_id],
@@ -358,6 +287,15 @@ class Node:
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
         return chosen
+
+    def _skill(self, service: str) -> float | None:
+        """This node's own mean reward in tasks of a kind, if peers' are to be compared with that; 0.5 before any."""
+        return self._rewards.get(service, 0.5) if self._settings.credit.startswith("skill") else None
+
+    def _compared(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
+        """The rewards among which there must be a difference: of a group, and of this node itself if it is compared."""
+        skill = self._skill(service)
+        return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
 
     def _drop_stale(self) -> None:
         bound_s = self._clock() - self._settings.fresh_s
@@ -413,26 +351,19 @@ class Node:
         try:
             await self._tell_for_ever()
         finally:
-            self._write_status()
+            write_status(self._folder, self.status())
 
     async def _tell_for_ever(self) -> None:
         while True:
-            self.door.banned |= set(_read_lines(self._folder / BANNED_FILE))
+            self.door.banned |= set(read_lines(self._folder / BANNED_FILE))
             self._forget_banned()
             needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
             if needs and self._means.exchange.connected:
                 with contextlib.suppress(ExchangeUnavailable):
                     frame = self._seal.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
                     await self._means.exchange.publish(Kind.WANT, self._identity.peer_id, frame)
-            self._write_status()
+            write_status(self._folder, self.status())
             await asyncio.sleep(TELL_EVERY_S)
-
-    def _write_status(self) -> None:
-        """Replaces status.json, whole or not at all."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f"{STATUS_FILE}.unfinished"
-        unfinished.write_text(json.dumps(self.status()))
-        unfinished.replace(self._folder / STATUS_FILE)
 
     def _wanted(self) -> dict[str, float]:
         """The largest need that somebody has of each service, of those who said so lately."""
@@ -443,14 +374,3 @@ class Node:
                 for service, need in needs.items():
                     result[service] = max(result.get(service, 0.0), need)
         return result
-
-
-def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
-    """Adds peers to the ban list in a node's folder; a running node reads it within seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / BANNED_FILE).open("a") as file:
-        file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
-
-
-def _read_lines(path: Path) -> list[str]:
-    return path.read_text().split() if path.exists() else []

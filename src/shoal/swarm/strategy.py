@@ -51,7 +51,10 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A verified offer that may be taken, with this node's own rewards."""
+    """A verified offer that may be taken, with this node's own rewards.
+
+    With a `swarm.credit` of `skill` the last of the rewards is what this node gets by itself in such tasks.
+    """
 
     peer_id: str
     service: str
@@ -216,7 +219,7 @@ def sharer_of(name: str) -> Sharer:
         if not amount.isdecimal() or int(amount) < 1:
             raise ConfigError(f"swarm.share: expected budget:N with N bytes per second, got {name!r}")
         return Budget(int(amount))
-    found: Sharer = _own_code("swarm.share", name, [*SHARERS, "budget:N"])
+    found: Sharer = own_code("swarm.share", name, [*SHARERS, "budget:N"])
     return found
 
 
@@ -224,7 +227,7 @@ def taker_of(name: str) -> Taker:
     """The taker of a name or `module:function`. Raises `ConfigError`."""
     if name in TAKERS:
         return TAKERS[name]
-    found: Taker = _own_code("swarm.take", name, list(TAKERS))
+    found: Taker = own_code("swarm.take", name, list(TAKERS))
     return found
 
 
@@ -245,7 +248,8 @@ def _valid(chosen: Sequence[int], n: int, size: int) -> list[int]:
     return list(dict.fromkeys(i for i in chosen if 0 <= i < size))[:n]
 
 
-def _own_code(field: str, name: str, known: Sequence[str]) -> Any:
+def own_code(field: str, name: str, known: Sequence[str]) -> Any:
+    """The function that `module:function` names. Raises `ConfigError`, with the names that there are besides."""
     module, colon, function = name.partition(":")
     if not colon:
         raise ConfigError(f"{field}: expected one of {', '.join(known)} or module:function, got {name!r}")

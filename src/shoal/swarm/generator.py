@@ -1,0 +1,181 @@
+"""A member that does not train: it draws questions, has them answered, signs the answers and shares them.
+
+Who answers is an `Answerer`: a model behind a URL (`chat.py`) or a rule (`rules.py`). What answers are worth is for the
+takers to say; a generator scores and takes nothing, but it hears what others lack and draws more of that.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shoal.errors import EngineError, ExchangeUnavailable, RequestRefused, TaskError, WireError
+from shoal.interfaces import Exchange, Recogniser, TaskService
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.identity import Identity
+from shoal.swarm.member import Tally, write_status
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.trust import Door, Letter
+from shoal.types import Split, Task, seed_for
+
+INTAKE_BATCH = 32
+RETRY_S = 0.5
+FRESH_S = 600.0
+"""Age above which a want is none any more."""
+UNASKED = 0.1
+"""How much of each task is drawn that nobody lacks, beside a need of 1."""
+TELL_EVERY_S = 5.0
+MOST_HEARD = 512
+"""Peers whose wants are remembered."""
+INTAKE_PAUSE_S = 0.1
+"""After each batch: whoever sends how much, reading takes a few percent of a core."""
+
+
+class Answerer(Protocol):
+    """Answers questions."""
+
+    @property
+    def kind(self) -> GeneratorKind:
+        """What it is."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    async def answers(self, task: Task, n: int) -> Sequence[OfferedRollout]:
+        """Up to `n` answers; none when it has none. Raises an `EngineError` when it is away."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much a generator makes."""
+
+    rollouts: int = 8
+    """Answers to one question."""
+    every_s: float = 1.0
+    """Between two questions at least; takers hear at most 8 a second of one author."""
+    groups: int | None = None
+    """After which it ends; None for never."""
+
+
+class Generator:
+    """Draws, asks and shares. One event loop; `run` ends after `pace.groups` or never."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        own: Recogniser,
+        services: Sequence[TaskService],
+        answerer: Answerer,
+        identity: Identity,
+        folder: Path,
+        *,
+        swarm: str,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder` gets status.json."""
+        self._exchange, self._own, self._answerer = exchange, own, answerer
+        self._services = {service.name: service for service in services}
+        self._identity, self._folder, self._swarm = identity, folder, swarm
+        self._pace, self._clock = pace or Pace(), clock
+        self._rng = random.Random(seed_for("generator", identity.peer_id))
+        self._door = Door(swarm, identity.peer_id)
+        self._session = int(clock() * 1000)
+        self._seal = Seal(identity, swarm, session=self._session)
+        self._needs: dict[str, tuple[float, Mapping[str, float]]] = {}
+        self.tally = Tally()
+
+    async def run(self) -> None:
+        """Shares as many groups as it is to, hearing what others lack meanwhile."""
+        async with asyncio.TaskGroup() as tasks:
+            hearing = tasks.create_task(self._listen(), name="generator: listening")
+            telling = tasks.create_task(self._tell(), name="generator: telling")
+            try:
+                await self._speak()
+            finally:
+                hearing.cancel()
+                telling.cancel()
+                write_status(self._folder, self.status())
+
+    def status(self) -> dict[str, object]:
+        """What `shoal swarm status` shows."""
+        return {
+            "peer_id": self._identity.peer_id,
+            "swarm": self._swarm,
+            "generator": self._answerer.kind.value,
+            "model": self._answerer.name,
+            "connected": self._exchange.connected,
+            "time_s": self._clock(),
+            "needs": self._wanted(),
+            **asdict(self.tally),
+            "refused": {reason.value: count for reason, count in self._door.refused.items()},
+        }
+
+    async def _speak(self) -> None:
+        made = 0
+        while self._pace.groups is None or made < self._pace.groups:
+            began_s = time.monotonic()
+            if self._exchange.connected and await self._share(made):
+                made += 1
+            await asyncio.sleep(max(self._pace.every_s - (time.monotonic() - began_s), 0.0) or RETRY_S)
+
+    async def _share(self, number: int) -> bool:
+        """Whether one more group is done. What goes wrong with one ends no other, unless there was never a good one."""
+        service = self._services[self._next_service()]
+        index = seed_for("generator", self._identity.peer_id, self._session, number) % 2**31
+        try:
+            task = await asyncio.to_thread(service.draw, Split.TRAIN, index)
+            answers = await self._answerer.answers(task, self._pace.rollouts)
+            if not answers:
+                self.tally.unsent += 1
+                return True
+            claim = await self._own.claim(task)
+            made = Offer(claim, tuple(answers), self._answerer.kind, self._answerer.name, self._clock())
+            frame = self._seal.frame(Kind.OFFER, offers.encode(made), self._clock())
+            await self._exchange.publish(Kind.OFFER, self._identity.peer_id, frame)
+        except (TaskError, WireError, ValueError, EngineError, ExchangeUnavailable) as error:
+            if isinstance(error, RequestRefused) and not self.tally.shared:
+                raise
+            self.tally.unsent += 1
+            return False
+        self.tally.shared += 1
+        self.tally.shared_bytes += len(frame)
+        return True
+
+    def _next_service(self) -> str:
+        """One of its task services, by what others lack."""
+        wanted = self._wanted()
+        names = list(self._services)
+        return self._rng.choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])[0]
+
+    def _wanted(self) -> dict[str, float]:
+        """The largest need that somebody had lately, of each task service."""
+        result: dict[str, float] = {}
+        for said_s, needs in self._needs.values():
+            if said_s >= self._clock() - FRESH_S:
+                for service, need in needs.items():
+                    result[service] = max(result.get(service, 0.0), need)
+        return result
+
+    async def _listen(self) -> None:
+        while True:
+            for frame in await self._exchange.receive(INTAKE_BATCH):
+                letter = self._door.admit(frame, self._clock())
+                if isinstance(letter, Letter) and isinstance(letter.content, Want):
+                    self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
+                    while len(self._needs) > MOST_HEARD:
+                        del self._needs[next(iter(self._needs))]
+            await asyncio.sleep(INTAKE_PAUSE_S)
+
+    async def _tell(self) -> None:
+        while True:
+            write_status(self._folder, self.status())
+            await asyncio.sleep(TELL_EVERY_S)

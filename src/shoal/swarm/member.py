@@ -1,0 +1,110 @@
+"""What a member of a swarm works with, what it remembers in files, and what it counts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
+from shoal.swarm.encoding import Encoded
+from shoal.swarm.trust import Letter
+from shoal.types import Reward
+
+BANNED_FILE = "banned.txt"
+STATUS_FILE = "status.json"
+
+
+class Settings(Protocol):
+    """What a node reads of `config.SwarmConfig`."""
+
+    @property
+    def name(self) -> str:
+        """Of the swarm."""
+        ...
+
+    @property
+    def external_groups(self) -> int:
+        """Groups of peers that a step wants."""
+        ...
+
+    @property
+    def share(self) -> str:
+        """Name of a sharer."""
+        ...
+
+    @property
+    def take(self) -> str:
+        """Name of a taker."""
+        ...
+
+    @property
+    def credit(self) -> str:
+        """What peers' answers are compared with: begins with `group` or `skill`."""
+        ...
+
+    @property
+    def fresh_s(self) -> float:
+        """Age above which nothing is taken."""
+        ...
+
+    @property
+    def reuse(self) -> int:
+        """How often one group may be taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a node works with."""
+
+    exchange: Exchange
+    recogniser: Recogniser
+    renderer: Renderer
+    scorer: Scorer
+    max_model_len: int
+    model: str
+    """Its name, told to others."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """A verified offer with this node's rewards."""
+
+    letter: Letter
+    source: Encoded
+    rewards: tuple[Reward, ...]
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a node did so far."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    unsent: int = 0
+    """Own groups that were to be shared and could not be: too old by the time, too many, or not portable."""
+    taken: int = 0
+    missing: int = 0
+    """Groups that steps wanted and were not there."""
+
+
+def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
+    """Adds peers to the ban list in a node's folder; a running node reads it within seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / BANNED_FILE).open("a") as file:
+        file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The words of a file; none without one."""
+    return path.read_text().split() if path.exists() else []
+
+
+def write_status(folder: Path, values: Mapping[str, object]) -> None:
+    """Replaces status.json, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{STATUS_FILE}.unfinished"
+    unfinished.write_text(json.dumps(dict(values)))
+    unfinished.replace(folder / STATUS_FILE)

@@ -1,0 +1,51 @@
+"""Programs that solve tasks, as an `Answerer`. `truth` is at hand; own ones come by `module:function`."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from string import ascii_letters, digits
+from typing import TypeAlias
+
+from shoal.swarm.offer import GeneratorKind, OfferedRollout
+from shoal.swarm.strategy import own_code
+from shoal.types import Task
+
+Rule: TypeAlias = Callable[[Task, int, random.Random], Sequence[str]]
+"""(task, how many at most, randomness) -> answers; none where the rule does not apply. Runs in a thread."""
+
+
+def truth(task: Task, n: int, rng: random.Random) -> list[str]:
+    """The known truth and slips from it, half of each, so that there is something to compare.
+
+    >>> from shoal.types import Message, Role
+    >>> truth(Task("1", "t", (Message(Role.USER, "?"),), "abc"), 1, random.Random(0))
+    ['abc']
+    """
+    if not task.answer:
+        return []
+    right = (n + 1) // 2
+    return [task.answer] * right + [slip(task.answer, rng) for _ in range(n - right)]
+
+
+def slip(answer: str, rng: random.Random) -> str:
+    """The answer with one character replaced by another one of its sort."""
+    i = rng.randrange(len(answer))
+    alphabet = digits if answer[i].isdigit() else ascii_letters[:26]
+    return answer[:i] + rng.choice([one for one in alphabet if one != answer[i]]) + answer[i + 1 :]
+
+
+class RuleSolver:
+    """Answers by a rule."""
+
+    kind = GeneratorKind.RULE
+
+    def __init__(self, name: str, seed: int) -> None:
+        """Raises `ConfigError` for a name that is no rule."""
+        self.name = name
+        self._rule: Rule = truth if name == "truth" else own_code("rule", name, ["truth"])
+        self._rng = random.Random(seed)
+
+    async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
+        """What the rule says; nothing else may come of it. Raises what the rule raises."""
+        texts = await asyncio.to_thread(self._rule, task, n, self._rng)
+        return [OfferedRollout(text) for text in texts[:n]]

@@ -1,0 +1,238 @@
+"""`shoal swarm demo`: several nodes on this machine learn from each other's text, beside the same nodes alone.
+
+Each node is a process of its own with its own model, and they meet at a real NATS server. All but two train: models of
+two sizes with two tokenizers, on their own questions. One member answers with a model that stays as it is, behind an
+OpenAI URL, and one by a rule. First the training nodes train alone, with 8 groups of their own per step; then, from the
+same models and seeds, with 4 of their own and up to 4 of the others.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from shoal.config import Config, parse, to_toml
+from shoal.errors import ChildDied
+from shoal.metrics import read_records
+from shoal.process import PARENT
+from shoal.run.membership import FOLDER
+from shoal.swarm.member import STATUS_FILE
+from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust import Reason
+from shoal.warm_start import REWRITE, Recipe, demo_model
+
+GROUPS = 8
+"""Per step: of one's own when alone, half of them from others in the swarm."""
+LARGE = Recipe()
+SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
+FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
+GENERATORS = ("frozen", "rule")
+EXCHANGE: dict[str, JsonValue] = {"share": "informative", "credit": "skill_drop", "reuse": 2}
+"""Peers' answers are compared with the node's own skill, so that a right answer of a better one counts for more."""
+PAUSE_S = 0.25
+"""Between two groups of a generator."""
+START_TIMEOUT_S = 120.0
+MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """A node that trains."""
+
+    name: str
+    recipe: Recipe
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A demonstration."""
+
+    folder: Path
+    nodes: int = 4
+    steps: int = 120
+    seed: int = 0
+    questions: int = 256
+    """Held out, asked of each node."""
+    recipes: tuple[tuple[str, Recipe], ...] = (("large", LARGE), ("small", SMALL))
+    """Of the nodes that train, in turn."""
+    frozen: Recipe = FROZEN
+
+    @property
+    def trainees(self) -> list[Trainee]:
+        """All nodes but the generators, large and small in turn."""
+        found = []
+        for i in range(self.nodes - len(GENERATORS)):
+            turn, place = divmod(i, len(self.recipes))
+            kind, recipe = self.recipes[place]
+            found.append(Trainee(f"{kind}-{turn + 1}" if turn else kind, recipe, 1000 * self.seed + i))
+        return found
+
+
+def run_swarm_demo(plan: Plan) -> dict[str, object]:
+    """All of it: the figures, and where the picture is. Raises a `ShoalError`."""
+    from shoal.swarm_demo.figure import swarm_png  # matplotlib takes half a second to import
+
+    began_s = time.monotonic()
+    models = {trainee.name: demo_model(trainee.recipe).directory for trainee in plan.trainees}
+    frozen = demo_model(plan.frozen).directory
+    made_s = time.monotonic() - began_s
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    solo, swarm = asyncio.run(_both(plan, models, frozen))
+    names = [trainee.name for trainee in plan.trainees]
+    picture = plan.folder / "swarm.png"
+    picture.write_bytes(swarm_png(plan.folder, names, _external_shares(plan)))
+    return {
+        "before": {name: solo[name]["accuracy_before"] for name in names},
+        "solo": {name: solo[name]["accuracy_after"] for name in names},
+        "swarm": {name: swarm[name]["accuracy_after"] for name in names},
+        **_traffic(plan),
+        "external_per_step": _external_shares(plan),
+        "picture": str(picture),
+        "warm_start_s": made_s,
+        "wall_s": time.monotonic() - began_s - made_s,
+    }
+
+
+async def _both(
+    plan: Plan, models: dict[str, Path], frozen: Path
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """What `shoal train` said of each node, alone and in the swarm."""
+    solo = await _trained(plan, [node_config(plan, one, models[one.name], "") for one in plan.trainees])
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
+        configs = [node_config(plan, one, models[one.name], server.url) for one in plan.trainees]
+        url = await stack.enter_async_context(_served(plan, frozen))
+        for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
+            settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
+            path = _written(plan, name, settings)
+            command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
+            await stack.enter_async_context(_child(plan, name, command))
+        return solo, await _trained(plan, configs)
+
+
+def node_config(plan: Plan, trainee: Trainee, model: Path, server: str) -> Config:
+    """Of one node, alone when there is no server; model, seed and all else are the same in both."""
+    return parse(
+        {
+            "run_dir": str(plan.folder / f"{'swarm' if server else 'solo'}-{trainee.name}"),
+            "seed": trainee.seed,
+            "model": {"path": str(model)},
+            "tasks": [
+                {
+                    "name": "spell_backward",
+                    "params": {"min_word_len": 3, "max_word_len": 5},
+                    "rewrite": [list(pair) for pair in REWRITE],
+                    "reward": "correct",
+                }
+            ],
+            "rollout": {"group_size": 8, "max_tokens": 12},
+            "asynchrony": {"eta": 2},
+            "train": {
+                "steps": plan.steps,
+                "groups_per_step": GROUPS // 2 if server else GROUPS,
+                "lr": 3e-4,
+                "warmup_steps": 5,
+            },
+            "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
+            "checkpoint": {"every_steps": max(1, plan.steps)},
+            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if server else {},
+        }
+    )
+
+
+async def _trained(plan: Plan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
+    """Trains all nodes at once; the outcome of each by its name."""
+
+    async def one(config: Config) -> tuple[str, dict[str, float]]:
+        name = Path(config.run_dir).name
+        path = _written(plan, name, config)
+        async with _child(plan, name, ["train", str(path), "--json"]) as process:
+            assert process.stdout is not None
+            said = (await process.stdout.read()).decode()
+            if await process.wait() != 0:
+                raise ChildDied(f"node {name} ended with code {process.returncode}; see {_log(plan, name)}")
+        outcome: dict[str, float] = json.loads(said.splitlines()[-1])
+        return name.partition("-")[2], outcome
+
+    return dict(await asyncio.gather(*(one(config) for config in configs)))
+
+
+@asynccontextmanager
+async def _served(plan: Plan, model: Path) -> AsyncIterator[str]:
+    """The URL, with /v1, of a model that stays as it is."""
+    command = ["serve", "--model", str(model), "--port", "0"]
+    async with _child(plan, "frozen-model", command) as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = (await process.stdout.readline()).decode().strip()
+        if not line:
+            raise ChildDied(f"the frozen model did not start; see {_log(plan, 'frozen-model')}")
+        yield line
+
+
+@asynccontextmanager
+async def _child(plan: Plan, name: str, arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `shoal` command in a process of its own; it ends when this is left, or when this process ends."""
+    with _log(plan, name).open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            MAIN,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, PARENT: str(os.getpid())},
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def _log(plan: Plan, name: str) -> Path:
+    return plan.folder / f"{name}.log"
+
+
+def _written(plan: Plan, name: str, config: Config) -> Path:
+    path = plan.folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def _traffic(plan: Plan) -> dict[str, object]:
+    """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
+    nodes = [f"swarm-{trainee.name}" for trainee in plan.trainees]
+    statuses = {
+        name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
+    }
+    refused = Counter[str]()
+    for name in nodes:
+        refused.update(statuses[name]["refused"])
+    del refused[Reason.OWN.value]
+    given = sum(statuses[name]["shared_bytes"] for name in nodes)
+    return {
+        "offers": {name: status["shared"] for name, status in statuses.items()},
+        "refused": dict(refused),
+        "bytes_per_step": given / (plan.steps * len(nodes)),
+    }
+
+
+def _external_shares(plan: Plan) -> dict[str, float]:
+    """Groups of others that each training node trained per step, of the 4 it wanted."""
+    found = {}
+    for trainee in plan.trainees:
+        records = read_records(plan.folder / f"swarm-{trainee.name}" / "metrics.jsonl")
+        found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
+    return found
