@@ -78,6 +78,7 @@ def test_answers_of_equal_worth_are_never_an_offer_and_expire() -> None:
     assert alike.state("q") is State.OPEN
     assert alike.due(100.1) == []
     assert alike.state("q") is State.DROPPED
+    assert alike.dropped == 1
     assert alike.state("never asked") is None
 
 
@@ -197,7 +198,7 @@ async def site(folder: Path, *, rates: Rates | None = None, before: Sequence[Off
     for content in before:
         hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, offers.encode(content), 1e9))
     means = Means(member, own, ExactScorer(), lambda index: service.draw(Split.TRAIN, index))
-    desk = Desk(means, "reef", HERE, Pace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
+    desk = Desk(means, "reef", HERE, folder, Pace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
     with listening_socket("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(DeskServer(desk, rates).app, log_level="warning"))
@@ -297,6 +298,20 @@ def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) 
                 seen = await ann.ask(seen["id"])
                 assert seen["question"] != "say nothing"
             assert at.desk._door.refused[Reason.UNKNOWN_TASK] > 0
+
+    asyncio.run(main())
+
+
+def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "banned.txt").write_text(f"{PEER.peer_id}\n")
+    claim = Claim("letters", "say b", "b")
+    offer = Offer(claim, (OfferedRollout("b"),), GeneratorKind.FROZEN, "m", 1e9)
+
+    async def main() -> None:
+        async with site(tmp_path, before=[offer]) as at:
+            await asyncio.sleep(0.3)  # until it is heard
+            assert at.desk.status()["refused"] == {"banned": 1}
+            assert json.loads((tmp_path / "status.json").read_text())["peer_id"] == HERE.peer_id
 
     asyncio.run(main())
 

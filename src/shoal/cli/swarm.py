@@ -65,7 +65,7 @@ def serve(
 def desk(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of a node: its tasks are asked.")],
-    folder: Annotated[Path, typer.Option(help="Where its key is kept.")] = Path("runs/desk"),
+    folder: Annotated[Path, typer.Option(help="Its key, status and ban list.")] = Path("runs/desk"),
     host: Annotated[str, typer.Option(help="Loopback unless told otherwise; put TLS before others.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8400,
     answers: Annotated[int, typer.Option(min=2, max=16, help="That make a question complete.")] = 4,

@@ -2,6 +2,7 @@
 
     listen   consumes frames of the exchange; the door admits them; the newest offers may be asked
     weigh    scores what peers answered to a question that is asked; rests as long as it works
+    tell     writes status.json, reads banned.txt
     share    looks every moment which questions are complete, signs them as offers, and publishes them
 
 A question is one of the node's own tasks, drawn for the page, or one that a peer offers and that is a task of this node
@@ -14,7 +15,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from shoal.desk.questions import Given, NotTaken, Other, Pace, Question, Questions, State
 from shoal.errors import ExchangeUnavailable, WireError
@@ -22,6 +24,7 @@ from shoal.interfaces import Exchange, Recogniser, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
+from shoal.swarm.member import BANNED_FILE, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import RewardStatus, Task
@@ -37,6 +40,7 @@ MOST_SCORING = 32
 SHARE_EVERY_S = 0.25
 RETRY_S = 1.0
 OUTBOX = 64
+TELL_EVERY_S = 5.0
 MODEL = "people"
 
 
@@ -69,12 +73,13 @@ class Desk:
         means: Means,
         swarm: str,
         identity: Identity,
+        folder: Path,
         pace: Pace | None = None,
         *,
         clock: Callable[[], float] = time.time,
         seed: int | None = None,
     ) -> None:
-        """Without a `seed` the questions are random ones."""
+        """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
         self.questions = Questions(pace or Pace())
         self.tally = Tally()
         self.swarm = swarm
@@ -83,7 +88,8 @@ class Desk:
         self._clock = clock
         self._rng = random.Random(seed)
         self._seal = Seal(identity, swarm, session=int(clock() * 1000))
-        self._door = Door(swarm, identity.peer_id)
+        self._folder = folder
+        self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
         self._outbox: deque[Offer] = deque()
         self._peers_turn = True
@@ -101,6 +107,22 @@ class Desk:
             loops.create_task(self._listen(), name="desk: listening")
             loops.create_task(self._weigh(), name="desk: weighing")
             loops.create_task(self._share(), name="desk: sharing")
+            loops.create_task(self._tell(), name="desk: telling")
+
+    def status(self) -> dict[str, object]:
+        """What `shoal swarm status` shows."""
+        return {
+            "peer_id": self.peer_id,
+            "swarm": self.swarm,
+            "generator": GeneratorKind.PERSON.value,
+            "connected": self.connected,
+            "time_s": self._clock(),
+            "open": len(self.questions),
+            "dropped": self.questions.dropped,
+            **asdict(self.tally),
+            "refused": {reason.value: count for reason, count in self._door.refused.items()},
+            "banned": sorted(self._door.banned),
+        }
 
     async def question_for(self, visitor: str) -> Question:
         """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
@@ -133,6 +155,8 @@ class Desk:
         self._peers_turn, peers = not self._peers_turn, self._peers_turn
         while peers and self._heard:
             letter, content = self._heard.pop()
+            if letter.peer_id in self._door.banned:
+                continue
             task = await self._means.recogniser.task(content.claim)
             if isinstance(task, Task):
                 question = await self._question(task)
@@ -182,6 +206,13 @@ class Desk:
                     break
                 self._outbox.popleft()
             await asyncio.sleep(pause_s)
+
+    async def _tell(self) -> None:
+        """Writes status.json, and reads whom to hear no more."""
+        while True:
+            self._door.banned.update(read_lines(self._folder / BANNED_FILE))
+            write_status(self._folder, self.status())
+            await asyncio.sleep(TELL_EVERY_S)
 
     async def _publish(self, offer: Offer) -> bool:
         """Whether an offer needs no other try."""

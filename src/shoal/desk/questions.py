@@ -115,6 +115,8 @@ class Questions:
         self._pace = pace
         self._open: OrderedDict[str, Question] = OrderedDict()
         self._ended: OrderedDict[str, State] = OrderedDict()
+        self.dropped = 0
+        """Questions that people answered, and that are in no offer."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -181,6 +183,7 @@ class Questions:
 
     def _end(self, question: Question, state: State) -> None:
         del self._open[question.id]
+        self.dropped += state is State.DROPPED and bool(question.answers)
         self._ended[question.id] = state
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)

@@ -14,6 +14,7 @@ from shoal.desk.server import DeskServer
 from shoal.errors import ConfigError
 from shoal.listening import listening_socket
 from shoal.rewards.service import RewardService
+from shoal.run.membership import FOLDER
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import options_of
@@ -32,6 +33,7 @@ async def serve_desk(
     if not config.swarm.servers:
         raise ConfigError("swarm.servers: expected at least one URL to offer answers at, got none")
     options = options_of(config.swarm.servers, config.swarm.name)
+    folder = folder / FOLDER
     identity = Identity.load(folder / "identity.pem")
     async with AsyncExitStack() as stack:
         library = stack.enter_context(library_of(config))
@@ -40,7 +42,7 @@ async def serve_desk(
         scorer = await stack.enter_async_context(RewardService(config.reward))
         exchange = await stack.enter_async_context(NatsExchange(options))
         means = Means(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
-        desk = Desk(means, config.swarm.name, identity, pace)
+        desk = Desk(means, config.swarm.name, identity, folder, pace)
         listening = stack.enter_context(listening_socket(host, port))
         bound_host, bound_port = listening.getsockname()[:2]
         announce(f"http://{bound_host}:{bound_port}", identity.peer_id)
