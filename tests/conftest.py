@@ -91,7 +91,8 @@ def skips_fail() -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and skips_fail() and item.get_closest_marker("gpu") is None:
+    optional = item.get_closest_marker("gpu") or item.get_closest_marker("vllm")
+    if report.skipped and skips_fail() and optional is None:
         report.outcome = "failed"
         report.longrepr = f"skipped, which is a failure under CI=true: {report.longrepr}"
     return report

@@ -26,7 +26,11 @@ from shoal.errors import ConfigError, EngineError, EngineUnavailable, RequestRef
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
-COUNTED_NATS = 0.05  # below it the only token that could be drawn has probability 1, rounding apart
+UNKNOWN = -1
+"""Version of a server that started anew, or that somebody else gave weights."""
+CERTAIN_NATS = 0.05
+"""Nearer to 0 is a token of probability 1, which says nothing about what it was drawn with."""
+SAME_NATS = 1e-3
 PROBES = ((1, 2, 3), (3, 1), (2,))
 
 
@@ -46,8 +50,8 @@ class Abilities:
     server: str
     """Name and version, for people."""
     max_model_len: int
-    version: int | None
-    """Of the weights, as a run told it; None when no run did."""
+    tells_version: bool
+    """Whether it can say which weights it serves."""
     keeps_requests: bool
     """Whether it can stop with its requests standing still."""
     priorities: bool = False
@@ -97,6 +101,10 @@ class Dialect(Protocol):
 
     async def load(self, directory: Path, version: int, how: Stop) -> None:
         """Has the standing server load the safetensors in a directory and call them `version`."""
+        ...
+
+    async def version(self) -> int | None:
+        """Of the weights, as a run told it; None when no run did since the server started."""
         ...
 
     async def label(self, version: int) -> None:
@@ -160,9 +168,10 @@ class ForeignEngine:
         self.abilities = await self._dialect.abilities()
         tells_versions = await self._probe_logprobs(sampling)
         self.how = _way(self._on_update, self.abilities.keeps_requests and tells_versions)
-        if self.abilities.version is None:
+        told = await self._dialect.version() if self.abilities.tells_version else None
+        if told is None:
             await self._dialect.label(0)
-        elif self.abilities.version != 0:  # of another run
+        elif told != 0:  # of another run
             await self._load(0, model_dir)
 
     async def _probe_logprobs(self, sampling: Sampling) -> bool:
@@ -176,7 +185,10 @@ class ForeignEngine:
             for prompt in PROBES:
                 (drawn,) = await self._dialect.draw(f"probe-{uuid4().hex}", prompt, probe, 1, None, None)
                 tells_versions = tells_versions and drawn.spans is not None
-                if needed and drawn.logprobs[0] < -COUNTED_NATS:
+                (logprob,) = drawn.logprobs
+                if not needed or logprob >= -CERTAIN_NATS:
+                    continue
+                if abs(logprob - (await self._dialect.score((*prompt, *drawn.token_ids)))[-1]) < SAME_NATS:
                     raise ConfigError(
                         f"engine.urls: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
                         f"that tokens are drawn with; start vLLM with --logprobs-mode processed_logprobs, or draw with "
@@ -259,12 +271,17 @@ class ForeignEngine:
                 raise RequestRefused(
                     f"{self.abilities.server} took version {self._version} but computes with other weights: mean "
                     f"|logprob difference| {off_nats:.2e} nats on the canary, expected at most {known.bound:.0e}; a "
-                    f"model with tied embeddings must be untied for vLLM on a CPU (docs/engines.md)"
+                    f"model with tied embeddings must be untied for vLLM on a CPU (docs/engine.md)"
                 )
         self._failed_canary = ""
 
     async def info(self) -> EngineInfo:
         """What the engine is doing; busy is the share of the time in which it had requests from here."""
+        served = self._version
+        if self.abilities.tells_version and not self._loading.locked():
+            told = await self._dialect.version()
+            if told != served and served == self._version and not self._loading.locked():
+                self._version = UNKNOWN
         counted = await self._dialect.counters() or Counters(self._running, 0, self._tokens_drawn, 0)
         self._count(0)
         now_s = time.monotonic()

@@ -194,12 +194,17 @@ class EnginePool:
             await self._wait(deadline_s)
 
     async def _info(self, member: _Member) -> EngineInfo | None:
+        served = member.version  # before the question: an update may end while it is under way
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                return await member.engine.info()
+                info = await member.engine.info()
         except (EngineError, TimeoutError) as error:
             self._lose(member, str(error) or f"no answer in {CHECK_TIMEOUT_S:g} s")
             return None
+        if info.version < served:
+            self._lose(member, f"{member.name} lost version {served}: it started anew, or got other weights")
+            return None
+        return info
 
     async def _whole(self, request: "_Request", index: int, drawn: Completion) -> Completion | EngineError:
         """The completion `drawn`, gone on with for as long as it is cut off."""

@@ -80,9 +80,7 @@ class SGLang:
         if not await self._asking.has_route("/update_weights_from_disk"):
             raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")
         longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
-        label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
-        number = int(label) if label.isdigit() else None
-        return Abilities(f"SGLang {version}", longest, number, await self._keeps_requests())
+        return Abilities(f"SGLang {version}", longest, True, await self._keeps_requests())
 
     async def _either(self, paths: tuple[str, str], kind: type[T]) -> T:
         """The answer under a route's new name, or else its old one."""
@@ -142,6 +140,11 @@ class SGLang:
         done = await self._asking.ask("POST", "/update_weights_from_disk", _Done, body)
         if not done.success:
             raise RequestRefused(f"SGLang did not take version {version}: {done.message}")
+
+    async def version(self) -> int | None:
+        """The name of the weights, where it is a number; a server that started anew says `default`."""
+        label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
+        return int(label) if label.isdigit() else None
 
     async def label(self, version: int) -> None:
         """Names the weights. Its default would abort every request."""

@@ -1,7 +1,10 @@
 """How vLLM's HTTP server is spoken to; vLLM itself is never imported. Tested with 0.32.0, written for 0.28 to 0.33.
 
 The server needs `VLLM_SERVER_DEV_MODE=1` (pause, resume and the call that reloads weights), `--enable-scale-out` (token
-ids in and out) and `--logprobs-mode processed_logprobs`; docs/engines.md has the whole command.
+ids in and out) and `--logprobs-mode processed_logprobs`; docs/engine.md has the whole command.
+
+Seeds are not sent: 0.32.0 on a CPU dies of a seeded request whose prompt is computed in more than one chunk ("CPU
+Generator does not use offset"), and that is what becomes of a long answer when new weights have it computed again.
 """
 
 from collections.abc import Sequence
@@ -97,9 +100,7 @@ class VLLM:
             )
         self._longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
         keeps = await self._keeps_requests()
-        label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version if keeps else ""
-        number = int(label) if label.isdigit() else None
-        return Abilities(f"vLLM {version}", self._longest, number, keeps, await self._priorities())
+        return Abilities(f"vLLM {version}", self._longest, keeps, keeps, await self._priorities())
 
     async def _keeps_requests(self) -> bool:
         """A server that knows modes refuses the unknown one and names those that it has; an older one just pauses."""
@@ -148,6 +149,11 @@ class VLLM:
         await self._asking.tell("POST", "/collective_rpc", body)
         await self.label(version)
 
+    async def version(self) -> int | None:
+        """The name of the weights, where it is a number; a server that started anew says `default`."""
+        label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version
+        return int(label) if label.isdigit() else None
+
     async def label(self, version: int) -> None:
         """Names the weights, where the server can."""
         try:
@@ -188,7 +194,6 @@ def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "n": n,
-        "seed": None if sampling.seed is None else sampling.seed % 2**62,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "logprobs": 0,

@@ -1,0 +1,255 @@
+"""A real vLLM behind Shoal's protocol: tokens, versions, weights under way, the canary, and a whole run."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shoal.buffer.audit import audit
+from shoal.engine import canary
+from shoal.engine.connect import connected
+from shoal.engine.foreign import Abilities, ForeignEngine, Stop
+from shoal.engine.pool import EnginePool
+from shoal.engine.vllm import VLLM
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.model import load_model, packed_logprobs
+from shoal.types import Completion, FinishReason, Sampling
+from shoal.warm_start import demo_model
+from vllm_server import PYTHON, vllm_serving
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON, reason="needs a vLLM in an environment of its own: make test-vllm"),
+]
+PROMPT = [1, 2, 3, 4]
+BOUND_NATS = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    """The embedded model, which has its head apart from its embeddings."""
+    return demo_model().directory
+
+
+@pytest.fixture(scope="module")
+def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_serving(model_dir, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def versions(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Directories of weights: the model's own, and three that differ from it in every tensor."""
+    folder = tmp_path_factory.mktemp("weights")
+    return [model_dir, *(changed(model_dir, folder / f"v{version}", version) for version in (1, 2, 3))]
+
+
+def changed(model: Path, folder: Path, seed: int) -> Path:
+    """Weights a little away from the model's, with their canary."""
+    folder.mkdir()
+    torch.manual_seed(seed)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: t + 0.02 * torch.randn_like(t) for name, t in tensors.items()}, folder / "model.safetensors")
+    row = tuple(range(3, 60))
+    canary.write(canary.Canary(row, tuple(logprobs(model, folder, row)), 1e-3), folder)
+    return folder
+
+
+def logprobs(model: Path, weights: Path, row: Sequence[int]) -> list[float]:
+    """Of tokens 1..L-1 under some weights, as the trainer computes them."""
+    loaded = load_model(model)
+    loaded.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
+    loaded.tie_weights()
+    with torch.no_grad():
+        logp_T, _ = packed_logprobs(loaded, torch.tensor(row), [len(row)])
+    return [float(logp) for logp in logp_T[1:]]
+
+
+def asked(url: str, model_dir: Path, body: Callable[[ForeignEngine], Awaitable[None]], on_update: str) -> None:
+    """Runs `body` with an engine that serves the model as version 0."""
+
+    async def run() -> None:
+        sampling = Sampling(8, temperature=0.7, top_k=5)
+        engine = await connected(url, on_update=on_update, model_dir=model_dir, sampling=sampling)
+        assert isinstance(engine, ForeignEngine)
+        try:
+            await body(engine)
+        finally:
+            await engine.aclose()
+
+    asyncio.run(run())
+
+
+def assert_drawn_by_its_versions(
+    completion: Completion, prompt: Sequence[int], model: Path, versions: Sequence[Path]
+) -> None:
+    """Each token's logprob is the one that the weights of its version give it after all tokens before it."""
+    row = [*prompt, *completion.token_ids]
+    by_version = {v: logprobs(model, versions[v], row)[len(prompt) - 1 :] for v in set(completion.versions)}
+    for i, (logprob, version) in enumerate(zip(completion.logprobs, completion.versions, strict=True)):
+        assert abs(logprob - by_version[version][i]) < BOUND_NATS, (i, version)
+
+
+def test_ids_logprobs_and_scores_are_those_of_the_model(url: str, model_dir: Path) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        first = await engine.generate(PROMPT, Sampling(40, seed=3), n=3)
+        assert len({c.token_ids for c in first}) == 3
+        for completion in first:
+            assert_drawn_by_its_versions(completion, PROMPT, model_dir, [model_dir])
+        row = [*PROMPT, *first[0].token_ids]
+        scored, computed = await engine.score(row), logprobs(model_dir, model_dir, row)
+        assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < BOUND_NATS
+        greedy = [(await engine.generate(PROMPT, Sampling(40, temperature=0)))[0].token_ids for _ in range(2)]
+        assert greedy[0] == greedy[1]
+        stop = greedy[0][5]
+        (stopped,) = await engine.generate(PROMPT, Sampling(40, temperature=0, stop_token_ids=(stop,)))
+        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.token_ids == greedy[0][: greedy[0].index(stop) + 1]
+        info = await engine.info()
+        assert (info.version, info.max_model_len) == (0, 512)
+        assert info.tokens_drawn >= 200
+        with pytest.raises(RequestRefused):
+            await engine.generate([10**6], Sampling(4))
+
+    asked(url, model_dir, body, "recompute")
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep", "drain"])
+def test_weights_under_way_and_every_token_has_the_version_that_drew_it(
+    url: str, model_dir: Path, versions: list[Path], on_update: str
+) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate([*PROMPT, i], Sampling(450))) for i in range(24)]
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.4)
+            await engine.update_weights(version, versions[version] / "model.safetensors")
+        answers = [(await task)[0] for task in tasks]
+        assert all(len(answer.token_ids) == 450 for answer in answers)
+        spread = {len(set(answer.versions)) for answer in answers}
+        assert (max(spread) > 1) == (on_update != "drain")
+        if on_update != "keep":  # whose KV is of older weights on purpose
+            for i in (0, 11, 23):
+                assert_drawn_by_its_versions(answers[i], [*PROMPT, i], model_dir, versions)
+        (after,) = await engine.generate(PROMPT, Sampling(30))
+        assert set(after.versions) == {3}
+        assert_drawn_by_its_versions(after, PROMPT, model_dir, versions)
+
+    asked(url, model_dir, body, on_update)
+
+
+def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
+    url: str, model_dir: Path, versions: list[Path]
+) -> None:
+    class Older(VLLM):
+        """A server that cannot keep requests."""
+
+        async def abilities(self) -> Abilities:
+            return replace(await super().abilities(), keeps_requests=False)
+
+    async def run() -> None:
+        sampling = Sampling(8)
+        engine = await ForeignEngine.started(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
+        assert engine.how is Stop.ABORT
+        pool = EnginePool()
+        await pool.join("vllm", engine)
+        tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(450, seed=i), n=2)) for i in range(12)]
+        for version in (1, 2):
+            await asyncio.sleep(0.4)
+            await pool.update_weights(version, versions[version])
+        answers = [completion for task in tasks for completion in await task]
+        assert all(len(c.token_ids) == 450 and c.finish_reason is FinishReason.LENGTH for c in answers)
+        assert all(set(c.versions) == {0, 1, 2} for c in answers)
+        for i in (0, 11):
+            assert_drawn_by_its_versions(answers[2 * i + 1], [*PROMPT, i], model_dir, versions)
+        await pool.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_lost_its_weights_is_given_the_newest_again(
+    url: str, model_dir: Path, versions: list[Path]
+) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        pool = EnginePool(check_every_s=0.1)
+        await pool.join("vllm", engine)
+        await pool.update_weights(2, versions[2])
+        dialect = VLLM(url)
+        await dialect.stop(Stop.ABORT)  # what a restart comes to
+        await dialect.load(model_dir, 0, Stop.ABORT)
+        await dialect._asking.tell("POST", "/update_weight_version", {"new_version": "default"})
+        await dialect.go_on()
+        await dialect.aclose()
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(pool.watch())
+            assert (await pool.info()).version == 2
+            (answer,) = await pool.generate(PROMPT, Sampling(20))
+            watching.cancel()
+        assert_drawn_by_its_versions(answer, PROMPT, model_dir, versions)
+
+    asked(url, model_dir, body, "recompute")
+
+
+def test_what_cannot_work_is_refused_in_words(url: str, model_dir: Path, tmp_path: Path) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        with pytest.raises(RequestRefused, match="do not exist"):
+            await engine.update_weights(1, tmp_path / "nowhere")
+        with pytest.raises(ConfigError, match="none of them"):
+            await connected(f"{url}/metrics", on_update="keep", model_dir=model_dir, sampling=Sampling(8))
+
+    asked(url, model_dir, body, "keep")
+
+
+def test_the_canary_catches_a_head_that_stays_behind(model_dir: Path, tmp_path: Path) -> None:
+    """vLLM on a CPU keeps the old head of a model with tied embeddings, and says that all went well."""
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    for file in model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (tied / file.name).write_bytes(file.read_bytes())
+    settings = AutoConfig.from_pretrained(model_dir, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tied)
+    pushed = changed(tied, tmp_path / "pushed", 1)
+
+    async def body(engine: ForeignEngine) -> None:
+        await engine.generate(PROMPT, Sampling(4))
+        with pytest.raises(RequestRefused, match="computes with other weights"):
+            await engine.update_weights(1, pushed)
+        with pytest.raises(EngineUnavailable, match="no whole weights"):
+            await engine.generate(PROMPT, Sampling(4))
+
+    with vllm_serving(tied, tmp_path / "log") as url:
+        asked(url, tied, body, "recompute")
+
+
+def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_path: Path) -> None:
+    rewrite = [r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1"]
+    task = {"name": "spell_backward", "reward": "correct", "rewrite": [rewrite]}
+    overrides = [
+        *("--rollout.group_size=8", "--rollout.max_tokens=12", "--train.steps=20", "--train.lr=1e-4"),
+        *("--eval.every_steps=0", "--eval.questions=16", f"--engine.urls={json.dumps([url])}"),
+    ]
+    params = "{min_word_len = 3, max_word_len = 5}"
+    written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in task.items())
+    (tmp_path / "run.toml").write_text(f'run_dir = "run"\n[[tasks]]\n{written}\nparams = {params}\n')
+    command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", "--json", *overrides]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 20
+    report = audit(tmp_path / "run")
+    assert report.ok, report.sentences()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [step["version"] for step in steps] == list(range(20))
+    assert sum(step["failed"] for step in steps) == 0
+    fresh = [step["mismatch_fresh"] for step in steps if "mismatch_fresh" in step]
+    assert fresh
+    assert max(fresh) < BOUND_NATS

@@ -1,0 +1,57 @@
+"""A real vLLM server on the CPU, for the tests that `make test-vllm` runs."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", "")
+START_TIMEOUT_S = 240.0
+
+
+@contextmanager
+def vllm_serving(model: Path, log: Path) -> Iterator[str]:
+    """The URL of a server, started as docs/engine.md says and ended at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "64"),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+    ]
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": "", **small, **quiet}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(url):
+            assert process.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether the server says that it is well."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
