@@ -12,6 +12,7 @@ from shoal.engine.remote import HttpEngine
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError
+from shoal.interfaces import EngineInfo
 from shoal.types import Sampling
 
 PROBE_TIMEOUT_S = 30.0
@@ -33,13 +34,23 @@ async def connected(url: str, *, on_update: str, model_dir: Path, sampling: Samp
     """
     asking = Asking(url, timeout_s=PROBE_TIMEOUT_S)
     try:
-        if (await asking.status("GET", "/info"))[0] == 200:
+        if _is_ours(*await asking.status("GET", "/info")):
             return HttpEngine(url)
         status, data = await asking.status("GET", "/v1/models")
     finally:
         await asking.aclose()
     dialect = _dialect(url, status, data)
     return await ForeignEngine.started(dialect, on_update=on_update, model_dir=model_dir, sampling=sampling)
+
+
+def _is_ours(status: int, data: bytes) -> bool:
+    if status != 200:
+        return False
+    try:
+        msgspec.json.decode(data, type=EngineInfo)
+    except msgspec.MsgspecError:
+        return False
+    return True
 
 
 def _dialect(url: str, status: int, data: bytes) -> Dialect:
