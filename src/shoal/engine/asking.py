@@ -9,6 +9,7 @@ from shoal.engine.connections import Connections
 from shoal.errors import EngineUnavailable, RequestRefused
 
 LONGEST_WORDS = 400
+BACKOFFS_S = (0.1, 0.2)
 
 T = TypeVar("T")
 
@@ -25,13 +26,17 @@ class Asking:
     async def status(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Status and body of an answer, whatever they are. Raises `EngineUnavailable` when there is none."""
         data = b"" if body is None else msgspec.json.encode(body)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._connections.request(method, path, data)
-        except TimeoutError:
-            raise EngineUnavailable(f"no answer from {self.url}{path} in {self._timeout_s:g} s") from None
-        except ConnectionError as error:
-            raise EngineUnavailable(f"no engine at {self.url}: {error}") from error
+        for backoff_s in (*BACKOFFS_S, None):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._connections.request(method, path, data)
+            except TimeoutError:
+                raise EngineUnavailable(f"no answer from {self.url}{path} in {self._timeout_s:g} s") from None
+            except ConnectionError as error:  # as when a server closes a connection that was idle
+                if backoff_s is None:
+                    raise EngineUnavailable(f"no engine at {self.url}: {error}") from error
+                await asyncio.sleep(backoff_s)
+        raise AssertionError("the loop returns or raises")
 
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
         """The answer as `kind`. Raises `RequestRefused` (4xx) or `EngineUnavailable` (anything else)."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from shoal.engine.batch import Scored, StepBatch
 from shoal.engine.cache import KVCache, StoredKV
+from shoal.engine.fused import fused
 from shoal.engine.limits import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.load import StagedWeights, WeightSlots
 from shoal.engine.prefixes import PrefixCache
@@ -53,7 +54,7 @@ class LocalEngine:
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
         self.prefix_tokens_reused = 0
-        self.model = model.requires_grad_(False)
+        self.model = fused(model.requires_grad_(False))
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
