@@ -1,8 +1,7 @@
 """A transformers model with fewer operations, which computes the same to rounding and has the same tensors by name.
 
 A decode step of a small model is hundreds of operations of some microseconds each. Linear layers that are given the
-same input become one product, and norms one call: 0.8 of 4.7 ms are gained in a step of 8 rows (5M parameters, one
-core), and the names and the in-place loading of weights stay as they were.
+same input become one product, and norms one call; the names and the in-place loading of weights stay as they were.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     """The same model with its modules replaced where that changes nothing."""
     for parent in list(model.modules()):
         for names in SIBLINGS:
-            linears = [getattr(parent, name, None) for name in names]
-            if _joinable(linears):
+            linears = [part for name in names if type(part := getattr(parent, name, None)) is nn.Linear]
+            if len(linears) == len(names) and _alike(linears):
                 joint = _Joint(linears)
-                for index, name in enumerate(names):
-                    setattr(parent, name, _Part(joint, index, linears[index]))
+                for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                    setattr(parent, name, _Part(joint, index, linear))
         for name, child in list(parent.named_children()):
             norm = _one_call(child)
             if norm is not None:
@@ -43,9 +42,11 @@ class _Joint:
         self._weight = torch.cat([linear.weight.data for linear in linears])
         has_bias = linears[0].bias is not None
         self._bias = torch.cat([linear.bias.data for linear in linears]) if has_bias else None
-        for linear, weight in zip(linears, self._weight.split(self._sizes), strict=True):
+        for linear, weight in zip(linears, torch.split(self._weight, self._sizes), strict=True):
             linear.weight.data = weight
-        for linear, bias in zip(linears, self._bias.split(self._sizes), strict=True) if self._bias is not None else ():
+        for linear, bias in (
+            zip(linears, torch.split(self._bias, self._sizes), strict=True) if self._bias is not None else ()
+        ):
             linear.bias.data = bias
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
@@ -53,7 +54,8 @@ class _Joint:
     def output(self, index: int, x: Tensor) -> Tensor:
         """What layer `index` makes of `x`."""
         if self._input is not x:
-            self._input, self._outputs = x, F.linear(x, self._weight, self._bias).split(self._sizes, -1)
+            self._input = x
+            self._outputs = torch.split(F.linear(x, self._weight, self._bias), self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:  # nothing is held between forwards
             self._input, self._outputs = None, ()
@@ -73,12 +75,9 @@ class _Part(nn.Module):
         return self._joint.output(self._index, x)
 
 
-def _joinable(linears: Sequence[object]) -> bool:
-    """Whether they are plain layers, all with a bias or all without."""
-    if not all(type(linear) is nn.Linear for linear in linears):
-        return False
-    kinds = {(x.in_features, x.bias is None, x.weight.dtype, x.weight.device) for x in linears}  # type: ignore[attr-defined]
-    return len(kinds) == 1
+def _alike(linears: Sequence[nn.Linear]) -> bool:
+    """Whether they can take one input, all with a bias or all without."""
+    return len({(x.in_features, x.bias is None, x.weight.dtype, x.weight.device) for x in linears}) == 1
 
 
 def _one_call(norm: nn.Module) -> nn.Module | None:
