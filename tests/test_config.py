@@ -50,6 +50,20 @@ def test_there_are_fewer_than_100_settings_and_each_has_a_sentence() -> None:
         assert field.description.endswith("."), name
 
 
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("0.0.0.0:8200", "tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0"),
+        ("somewhere", "tasks: remote ones register at one HOST:PORT, got somewhere"),
+    ],
+)
+def test_remote_tasks_register_at_an_address_that_they_can_reach(path: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse({"tasks": [{"name": "sums", "service": "remote", "path": path}]})
+    at = parse({"tasks": [{"name": "sums", "service": "remote"}]}).services_at
+    assert at == ("127.0.0.1", 8200)
+
+
 def test_every_section_says_what_it_is_about() -> None:
     for _, field in Config.model_fields.items():
         for section in sections_of(field):
