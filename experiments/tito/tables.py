@@ -54,7 +54,7 @@ def _row(group: list[Record]) -> dict[str, object]:
 
 
 def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.2g} %"
+    return "0" if share == 0 else f"{100 * share:.{'0f' if share > 0.1 else '2g'}} %"
 
 
 def _plot(path: Path, groups: list[list[Record]]) -> None:

@@ -233,6 +233,8 @@ class Session:
     async def _opened(self, ask: Ask) -> Call:
         """The call, with its prompt rendered."""
         counted = self._desk.counts.counted
+        if ask.conversation.tools and not self._desk.renderer.takes_tools:
+            raise SessionError("tools: expected none, the model's chat template does not know them")
         attachment = self.ledger.attach(ask.conversation)
         if ask.prompt_ids is not None:
             return self._fitting(self.ledger.open(attachment, ask.prompt_ids, ask.digest))

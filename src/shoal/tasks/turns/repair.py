@@ -14,7 +14,7 @@ from shoal.sandbox.program import Ended, Limits, Program
 from shoal.sandbox.runner import run_async
 from shoal.tasks.turns.drawn import DrawnGame, Posed, hidden_of
 from shoal.tasks.turns.programs import PROGRAMS
-from shoal.types import Json, Outcome, Task
+from shoal.types import Outcome, Task
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 LIMITS = Limits(wall_s=5.0, cpu_s=5.0, output_bytes=1 << 16, file_bytes=1 << 16)
@@ -49,8 +49,8 @@ class RepairParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tests(msgspec.Struct, frozen=True):
     """Calls of `f` and what they have to give."""
 
-    calls: list[list[Json]]
-    values: list[Json]
+    calls: list[list[object]]
+    values: list[object]
 
 
 class Repair(DrawnGame):
@@ -61,7 +61,9 @@ class Repair(DrawnGame):
     def posed(self, rng: random.Random) -> Posed:
         """A right program with a slip, which mostly shows in one of the tests."""
         chosen = rng.choice(PROGRAMS)
-        calls = [[_argument(rng, kind) for kind in chosen.takes] for _ in range(self._parameters.tests)]
+        calls: list[list[object]] = [
+            [_argument(rng, kind) for kind in chosen.takes] for _ in range(self._parameters.tests)
+        ]
         before, after = rng.choice(chosen.slips)
         wrong = chosen.source.replace(before, after, 1)
         text = (
@@ -114,7 +116,7 @@ def program_in(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-def _argument(rng: random.Random, kind: str) -> Json:
+def _argument(rng: random.Random, kind: str) -> int | list[int]:
     if kind == "int":
         return rng.randint(0, 9)
     return [rng.randint(-20, 20) for _ in range(rng.randint(1, 6))]
