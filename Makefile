@@ -55,7 +55,7 @@ docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup balance interrupt packing
+EXPERIMENTS := areal_staleness async_speedup balance churn interrupt packing sapo
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

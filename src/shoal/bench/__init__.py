@@ -13,6 +13,7 @@ MODULES = {
     "async": "asynchrony",
     "engine": "engine",
     "gateway": "gateway",
+    "hostile": "hostile",
     "orchestrator": "orchestrator",
     "packing": "packing",
     "rewards": "rewards",

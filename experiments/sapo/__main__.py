@@ -1,0 +1,67 @@
+"""`python -m experiments.sapo [--quick] [--only KEY] [--results D]`: what sharing is worth, and when; see claim.md."""
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from experiments.grid import Record, complete, finished
+from experiments.sapo.picture import draw
+from experiments.sapo.questions import Question, drawn, split
+from experiments.sapo.rounds import Cell, Scale, run_cell, warm_weights
+from experiments.sapo.verdict import summary, table
+
+HERE = Path(__file__).parent
+QUICK = Scale(nodes=3, rounds=3, each=4, eval_every=3, warm_steps=3)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the experiment, or what is left of it."""
+    parser = argparse.ArgumentParser(prog="experiments.sapo")
+    parser.add_argument("--only")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    plan = tomllib.loads((HERE / "experiment.toml").read_text())
+    scale = QUICK if options.quick else Scale()
+    training, held_out = split(drawn(200 if options.quick else 3000))
+    held_out = fewer(held_out, plan["held_out_per_task"])
+
+    @cache
+    def warm(regime: str) -> dict[str, torch.Tensor]:
+        return warm_weights(scale, training, plan["regimes"][regime])
+
+    def measure(key: str) -> Record:
+        regime, cell, seed = key.rsplit(":", 2)
+        return run_cell(Cell.of(cell), int(seed), scale, warm(regime), training, held_out)
+
+    complete(options.results, [options.only] if options.only else keys_of(plan, quick=options.quick), measure)
+    cells = summary(finished(options.results))
+    (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
+    (options.results / "results.md").write_text(table(cells))
+    draw(options.results, finished(options.results))
+
+
+def keys_of(plan: Record, *, quick: bool) -> list[str]:
+    """Regime, cell and seed; the paper's cells of all regimes before the controls."""
+    seeds = [0] if quick else plan["seeds"]
+    regimes = list(plan["regimes"])[: 1 if quick else None]
+    main_keys = [f"{regime}:{cell}:{seed}" for regime in regimes for seed in seeds for cell in plan["cells"]]
+    controls = [f"{regime}:{cell}:{seed}" for regime in regimes for seed in seeds for cell in plan["controls"]]
+    return main_keys[:3] if quick else main_keys + controls
+
+
+def fewer(held_out: Sequence[Question], per_task: int) -> list[Question]:
+    """The first few of every specialty."""
+    tasks = sorted({one.task for one in held_out})
+    return [one for task in tasks for one in [other for other in held_out if other.task == task][:per_task]]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

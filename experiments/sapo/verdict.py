@@ -1,0 +1,91 @@
+"""The cells as a table beside the paper's numbers."""
+
+from collections.abc import Mapping
+from statistics import fmean, pstdev
+
+from experiments.grid import Record, markdown
+
+PAPER = {"8/0": 561.79, "6/2": 854.43, "4/4": 1093.31, "2/6": 945.87}
+PAPER_OSCILLATION = {"8/0": 0.074, "6/2": 0.096, "4/4": 0.089, "2/6": 0.156}
+WINDOW = 20
+
+
+def summary(runs: Mapping[str, Record]) -> list[Record]:
+    """A record per regime and cell, over its seeds."""
+    names = dict.fromkeys(tuple(key.rsplit(":", 2)[:2]) for key in runs)
+    cells = []
+    for regime, name in names:
+        same = [record for key, record in runs.items() if key.rsplit(":", 2)[:2] == [regime, name]]
+        cumulative = [float(record["cumulative"]) for record in same]
+        curves = [[fmean(row) for row in record["rewards"]] for record in same]
+        cells.append(
+            {
+                "regime": regime,
+                "cell": name,
+                "seeds": len(same),
+                "cumulative": cumulative,
+                "cumulative_mean": fmean(cumulative),
+                "held_out_first": fmean(record["evaluations"][0][1] for record in same),
+                "held_out_last": [record["evaluations"][-1][1] for record in same],
+                "taken": fmean(fmean(record["taken"]) for record in same),
+                "oscillation": fmean(oscillation(curve) for curve in curves),
+            }
+        )
+    return cells
+
+
+def oscillation(curve: list[float]) -> float:
+    """Standard deviation about the moving average, over the mean, in the second half."""
+    half = len(curve) // 2
+    rest = [value - average for value, average in zip(curve, moving(curve), strict=True)][half:]
+    mean = fmean(curve[half:])
+    return pstdev(rest) / mean if mean else 0.0
+
+
+def moving(curve: list[float], window: int = WINDOW) -> list[float]:
+    """The mean of up to `window` rounds, the last one included.
+
+    >>> moving([0.0, 2.0, 4.0], 2)
+    [0.0, 1.0, 3.0]
+    """
+    return [fmean(curve[max(0, i + 1 - window) : i + 1]) for i in range(len(curve))]
+
+
+def table(cells: list[Record]) -> str:
+    """Each cell beside the paper's, as ratios to 8/0 of the same regime and seeds."""
+    alone = {cell["regime"]: cell for cell in cells if cell["cell"] == "8/0"}
+    rows = []
+    for cell in cells:
+        base = alone.get(cell["regime"])
+        ratios = []
+        if base is not None:
+            pairs = zip(cell["cumulative"], base["cumulative"], strict=False)
+            ratios = [ours / theirs for ours, theirs in pairs if theirs]
+        paper = PAPER.get(cell["cell"])
+        rows.append(
+            [
+                f"{cell['regime']} {cell['cell']}",
+                str(cell["seeds"]),
+                " ".join(f"{value:.0f}" for value in cell["cumulative"]),
+                " ".join(f"{value:.2f}" for value in ratios),
+                f"{paper / PAPER['8/0']:.2f}" if paper else "",
+                f"{cell['held_out_first']:.3f}",
+                " ".join(f"{value:.3f}" for value in cell["held_out_last"]),
+                f"{cell['taken']:.2f}",
+                f"{cell['oscillation']:.3f}",
+                f"{PAPER_OSCILLATION[cell['cell']]:.3f}" if paper else "",
+            ]
+        )
+    head = [
+        "regime, own/external",
+        "seeds",
+        "cumulative own reward",
+        "over 8/0, by seed",
+        "paper's",
+        "held out at first",
+        "held out at the end",
+        "taken per round",
+        "oscillation",
+        "paper's",
+    ]
+    return markdown(head, rows)
