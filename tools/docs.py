@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/: settings (from config.py), names in metrics.jsonl (from metrics.py) and layers
+"""Writes the generated parts of docs/: settings (from config/), names in metrics.jsonl (from metrics.py) and layers
 (from the layer test).
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 HEAD = """# Configuration
 
-<!-- Written by `make docs` from src/shoal/config.py; change the field there. -->
+<!-- Written by `make docs` from src/shoal/config/; change the field there. -->
 
 A run is described by one TOML file. Every setting below can also be given on the command line, where it wins over the
 file: `shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Unknown keys

@@ -1,29 +1,18 @@
-"""One tree of settings, read from TOML with dotted overrides. Unknown keys are refused with "did you mean".
+"""One tree of settings.
 
 Every field has a default that works, a sentence and a unit. What can be derived is not asked.
 """
 
-import difflib
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
-from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
-import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from shoal.errors import ConfigError
+from shoal.config.losses import DecoupledLoss, LossConfig
+from shoal.config.section import Section
 
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
-
-
-class Section(BaseModel):
-    """A table of settings: frozen, and closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(Section):
@@ -105,100 +94,6 @@ class AsyncConfig(Section):
     late: Literal["drop", "mask_tokens", "train"] = Field(
         "drop", description="What happens to groups older than eta at consumption."
     )
-
-
-class GRPOLoss(Section):
-    """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
-
-
-class DecoupledLoss(Section):
-    """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
-
-    name: Literal["decoupled"] = "decoupled"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
-    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
-    weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
-    weight_level: Literal["token", "sequence"] = Field(
-        "token", description="Whether it is of each token or the product over each row."
-    )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
-    proximal: Literal["recomputed", "log_linear"] = Field(
-        "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
-    )
-    behaviour_correction: Literal["on", "off_and_biased"] = Field(
-        "on", description="Whether pi_prox / pi_behav weighs each token; turning it off biases the gradient."
-    )
-
-
-class DoubleSidedLoss(Section):
-    """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
-
-    name: Literal["double_sided"] = "double_sided"
-    band_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - band_low are masked.")
-    band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
-
-
-class GSPOLoss(Section):
-    """Clipped ratio of whole rows, the geometric mean over their tokens (GSPO)."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
-
-
-class CISPOLoss(Section):
-    """REINFORCE with each token's importance weight clamped from above (MiniMax-M1); every token keeps a gradient."""
-
-    name: Literal["cispo"] = "cispo"
-    ratio_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
-
-
-class ReinforceLoss(Section):
-    """REINFORCE with truncated or masked importance weights of tokens or whole rows."""
-
-    name: Literal["reinforce"] = "reinforce"
-    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
-    weight_level: Literal["token", "sequence"] = Field(
-        "token", description="Whether it is of each token or the product over each row."
-    )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
-
-
-class SoftAdaptiveLoss(Section):
-    """A smooth gate on the ratio instead of a clip (Soft Adaptive Policy Optimization)."""
-
-    name: Literal["soft_adaptive"] = "soft_adaptive"
-    tau_positive: float = Field(1.0, gt=0, description="How fast the gate closes where the advantage is positive.")
-    tau_negative: float = Field(1.05, gt=0, description="How fast it closes elsewhere.")
-
-
-class PositiveOnlyLoss(Section):
-    """Imitation of the model's own better answers: no ratio, and only advantages above 0 (RAFT)."""
-
-    name: Literal["positive_only"] = "positive_only"
-
-
-LossConfig: TypeAlias = Annotated[
-    GRPOLoss
-    | DecoupledLoss
-    | DoubleSidedLoss
-    | GSPOLoss
-    | CISPOLoss
-    | ReinforceLoss
-    | SoftAdaptiveLoss
-    | PositiveOnlyLoss,
-    Field(discriminator="name"),
-]
-
-
-LOSSES: Mapping[str, type[Section]] = {
-    kind.model_fields["name"].default: kind for kind in get_args(get_args(LossConfig)[0])
-}
 
 
 class KLConfig(Section):
@@ -356,10 +251,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        names = [task.name for task in self.tasks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"tasks: names must differ, got {twice[0]!r} twice")
+        self._check_training()
+        self._check_critic()
+        self._check_tasks()
+        self._check_services()
+        return self
+
+    def _check_training(self) -> None:
         if self.train.groups_per_step % self.train.minibatches:
             raise ValueError(
                 f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
@@ -370,26 +268,31 @@ class Config(Section):
                 f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "
                 f"got {self.train.overlong_tokens}"
             )
-        if self.train.advantage == "gae" and self.asynchrony.late == "mask_tokens":
+
+    def _check_critic(self) -> None:
+        if self.train.advantage != "gae":
+            return
+        if self.asynchrony.late == "mask_tokens":
             raise ValueError(
                 "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "
                 "a critic learns from every token of a row"
             )
-        if self.train.advantage == "gae" and self.train.ranks > 1:
+        if self.train.ranks > 1:
             raise ValueError(
                 f"train.ranks: expected 1 with train.advantage = 'gae', whose critic is not sharded, "
                 f"got {self.train.ranks}"
             )
-        if self.train.advantage == "gae" and self.train.turn_discount != 1:
+        if self.train.turn_discount != 1:
             raise ValueError(
                 "train.turn_discount: expected 1 with train.advantage = 'gae', whose critic sees whole rows, "
                 f"got {self.train.turn_discount:g}"
             )
-        addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
-        if len(addresses) > 1 or not all(re.fullmatch(r".+:\d{1,5}", address) for address in addresses):
-            raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
-        if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
-            raise ValueError("tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0")
+
+    def _check_tasks(self) -> None:
+        names = [task.name for task in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tasks: names must differ, got {twice[0]!r} twice")
         for task in self.tasks:
             if task.service == "jsonl" and task.path is None:
                 raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")
@@ -400,101 +303,10 @@ class Config(Section):
                 )
             if task.service == "python" and ":" not in (task.path or ""):
                 raise ValueError(f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}")
-        return self
 
-
-def known_keys(model: type[BaseModel]) -> list[str]:
-    """The names of a section's fields."""
-    return list(model.model_fields)
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path} is not TOML: {error}") from error
-    return parse(data, overrides)
-
-
-def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
-    """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
-    tree = deepcopy(data)
-    for override in overrides:
-        _apply(tree, override)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
-
-
-def to_toml(config: Config) -> str:
-    """Every setting with its value, in the form that `load` reads."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def _apply(data: dict[str, JsonValue], override: str) -> None:
-    """Sets one dotted key, as in `train.lr=1e-4` or `--tasks.0.weight=2`."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r}: expected --section.key=value")
-    try:
-        value: JsonValue = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *path, last = key.split(".")
-    node: JsonValue = data
-    for part in path:
-        node = _child(node, part, key)
-    if isinstance(node, list):
-        _child(node, last, key)
-        node[int(last)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
-
-
-def _child(node: JsonValue, part: str, key: str) -> JsonValue:
-    if isinstance(node, list):
-        if not part.isdigit() or int(part) >= len(node):
-            raise ConfigError(f"override {key!r}: expected an index below {len(node)}, got {part!r}")
-        return node[int(part)]
-    if isinstance(node, dict):
-        return node.setdefault(part, {})
-    raise ConfigError(f"override {key!r}: {part!r} is inside a value, not a section")
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first complaint of pydantic as one sentence that names the field."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    where = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*path[:-1], close[0]])!r}?" if close else ""
-        return f"unknown setting {where!r}{hint}"
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"]) if not where else f"{where}: {first['ctx']['error']}"
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
-
-
-def _siblings(path: Sequence[str]) -> list[str]:
-    """The keys that would have been right where `path` ends."""
-    model: type[Section] = Config
-    for part in path[:-1]:
-        if part in LOSSES:
-            model = LOSSES[part]
-        elif part == "tasks":
-            model = TaskConfig
-        elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, Section):
-                model = annotation
-    return known_keys(model)
+    def _check_services(self) -> None:
+        addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
+        if len(addresses) > 1 or not all(re.fullmatch(r".+:\d{1,5}", address) for address in addresses):
+            raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
+        if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
+            raise ValueError("tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0")
