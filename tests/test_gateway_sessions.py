@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from gateway_engine import Served, served
 from shoal.gateway import Bounds
+from shoal.gateway.closed import HANDED_OUT_KEPT, ClosedSessions
 from shoal.train.advantage import rows
 from shoal.types import Reward, Rollout
 
@@ -179,3 +181,14 @@ def test_a_call_of_a_tool_that_nobody_offered_reaches_the_client() -> None:
         assert [generation.parent for generation in session.ledger.generations] == [None, 0]
 
     run(scenario, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
+
+
+def test_many_sessions_are_handed_out_at_once_and_the_oldest_go(tmp_path: Path) -> None:
+    closed = ClosedSessions(tmp_path)
+    tokens = [f"session {i}" for i in range(HANDED_OUT_KEPT + 200)]
+    for token in tokens:
+        closed.keep(token, "ended", token.encode())
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(closed.hand_out, tokens)) == [token.encode() for token in tokens]
+    assert len(list(tmp_path.iterdir())) == HANDED_OUT_KEPT
+    assert closed.hand_out(tokens[-1]) == tokens[-1].encode()

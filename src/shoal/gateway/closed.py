@@ -1,9 +1,9 @@
 """Sessions that are closed: why, and what they drew, on the disk until it is handed out."""
 
 import tempfile
-from collections import deque
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 HANDED_OUT_KEPT = 1000
 
@@ -19,7 +19,8 @@ class ClosedSessions:
         self._temporary = tempfile.TemporaryDirectory(prefix="shoal-sessions-") if folder is None else None
         self._folder = Path(self._temporary.name) if self._temporary else Path(folder or "")
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._handed_out: deque[Path] = deque()
+        self._handed_out: dict[Path, None] = {}  # oldest first; threads hand out at the same time
+        self._lock = Lock()
 
     def keep(self, token: str, reason: str, export: bytes) -> None:
         """Writes what a session drew; a file that is there is whole."""
@@ -43,10 +44,12 @@ class ClosedSessions:
             export = path.read_bytes().partition(b"\n")[2]
         except FileNotFoundError:
             return None
-        if path not in self._handed_out:
-            self._handed_out.append(path)
-        while len(self._handed_out) > HANDED_OUT_KEPT:
-            self._handed_out.popleft().unlink(missing_ok=True)
+        with self._lock:
+            self._handed_out.setdefault(path)
+            while len(self._handed_out) > HANDED_OUT_KEPT:
+                oldest = next(iter(self._handed_out))
+                del self._handed_out[oldest]
+                oldest.unlink(missing_ok=True)
         return export
 
     def discard(self) -> None:
