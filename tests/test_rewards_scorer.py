@@ -122,21 +122,6 @@ def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], 
     assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
 
 
-def test_two_that_hang_do_not_change_the_verdict_of_a_hundred_honest_ones(drawn: Callable[[str], Task]) -> None:
-    coin = drawn("coin_flip")
-    honest = [coin.answer or ""] * 25
-
-    async def work(scorer: WorkerScorer) -> None:
-        hung = [asyncio.create_task(scorer.score(coin, [HANG, *honest])) for _ in range(2)]  # both workers are held up
-        await asyncio.sleep(0.1)
-        waiting = await asyncio.gather(*(scorer.score(coin, honest) for _ in range(2)))
-        assert [values(rewards) for rewards in waiting] == [[1.0] * 25] * 2
-        assert [values(await one) for one in hung] == [["timed_out", *[1.0] * 25]] * 2
-        assert scorer.stats.timed_out == 2
-
-    run(work, workers=2, timeout_s=1.0)
-
-
 def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Task]) -> None:
     coin = drawn("coin_flip")
 
