@@ -2,11 +2,15 @@
 #   PYTHON=python3.12          which Python makes the environment
 #   PIP_ARGS="--no-index ..."  more arguments for every pip install
 #   TORCH_INDEX=URL            where torch comes from, for one build of it (CPU only, another CUDA)
+#   TEST_JOBS=0                how many processes run tests; with 0, one after another in one
 
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+TEST_JOBS ?= 2
+# A file's tests stay together: they share what was started for them.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
 .PHONY: demo test test-vllm hostile fuzz services adapters tito check lint docs constraints venv clean
@@ -15,7 +19,7 @@ demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
 test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # vLLM wants its own torch and transformers, and so an environment of its own: 3.4 GB.
 VLLM := .venv-vllm
@@ -44,7 +48,7 @@ tito: $(VENV)/dev-installed
 
 check: lint
 	$(BIN)/python -m pytest tests/test_layers.py
-	$(BIN)/python -m pytest -W error
+	$(PYTEST)
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
