@@ -9,6 +9,7 @@ from buffer_values import META, group, open_buffer, run_group, train
 from shoal.buffer import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
 from shoal.buffer.log import FILE, ConsumedGroup, StepRecord, insert_step
 from shoal.errors import RunDirError
+from shoal.types import EXTERNAL
 
 
 def rows(run_dir, query):
@@ -279,6 +280,28 @@ def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
     counts = task_counts(tmp_path)["chain_sum"]
     assert (counts.started, counts.finished, counts.consumed, counts.in_flight) == (5, 4, 4, 0)
     assert counts.dropped == {"interrupted": 1}
+
+
+def test_places_that_peers_took_let_no_more_own_groups_start_also_after_a_resume(tmp_path):
+    async def first():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        buffer.fill(1)
+        assert buffer.room == 2 * META.groups_per_step - 2
+        (own,) = await buffer.take(1, 0)
+        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group(f"{EXTERNAL}x")])
+        buffer.publish(1)
+        room = buffer.room
+        await buffer.close()
+        return room
+
+    async def second():
+        buffer = open_buffer(tmp_path, resume=True)
+        room = buffer.room
+        await buffer.close()
+        return room
+
+    assert asyncio.run(first()) == asyncio.run(second()) == 3 * META.groups_per_step - 2
 
 
 def test_replayed_groups_equal_those_that_were_trained(tmp_path):

@@ -158,6 +158,22 @@ def test_a_run_trains_on_what_peers_offer_and_its_log_replays_to_the_same_weight
     assert status["banned"] == []
 
 
+def test_an_adaptive_node_gives_its_places_to_peers_who_supply_and_every_step_is_full(config: Path) -> None:
+    adaptive = ("--train.groups_per_step=4", "--swarm.external_groups=adaptive", "--train.steps=16")
+    with_peer(
+        config.parent / "server",
+        GOOD,
+        lambda url: trained(config, f'--swarm.servers=["{url}"]', *adaptive) and None,
+    )
+    run = config.parent / "run"
+    report = audit(run)
+    assert report.ok, report.sentences()
+    steps = steps_of(run)
+    assert steps[0]["external"] + steps[0]["external_missing"] == 0
+    assert steps[-1]["external"] >= 1
+    assert report.consumed == 4 * len(steps) == 4 * 16
+
+
 def test_with_no_external_groups_a_member_of_a_swarm_trains_to_the_same_bits_as_a_node_alone(config: Path) -> None:
     trained(config, "--run_dir=alone")
     with_peer(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -103,6 +103,8 @@ def _kind(annotation: object) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+    if origin is Annotated:
+        return _kind(arguments[0]) + "".join(_bounds(rule) for rule in arguments[1:] if isinstance(rule, FieldInfo))
     if origin in (Union, UnionType):
         if all(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in arguments):
             return "table"

@@ -14,7 +14,7 @@ from experiments.grid import Record, complete, finished
 from experiments.sapo.picture import draw
 from experiments.sapo.questions import Question, drawn, split
 from experiments.sapo.rounds import Cell, Scale, run_cell, warm_weights
-from experiments.sapo.verdict import summary, table
+from experiments.sapo.verdict import comparisons, summary, table
 
 HERE = Path(__file__).parent
 QUICK = Scale(nodes=3, rounds=3, each=4, eval_every=3, warm_steps=3)
@@ -44,17 +44,21 @@ def main(arguments: list[str]) -> None:
     complete(options.results, [options.only] if options.only else keys_of(plan, quick=options.quick), measure)
     cells = summary(finished(options.results))
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (options.results / "results.md").write_text(table(cells))
+    (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(finished(options.results)))
     draw(options.results, finished(options.results))
 
 
 def keys_of(plan: Record, *, quick: bool) -> list[str]:
     """Regime, cell and seed; the paper's cells of all regimes before the controls."""
-    seeds = [0] if quick else plan["seeds"]
-    regimes = list(plan["regimes"])[: 1 if quick else None]
-    main_keys = [f"{regime}:{cell}:{seed}" for regime in regimes for seed in seeds for cell in plan["cells"]]
-    controls = [f"{regime}:{cell}:{seed}" for regime in regimes for seed in seeds for cell in plan["controls"]]
-    return main_keys[:3] if quick else main_keys + controls
+    if quick:
+        return [f"{next(iter(plan['regimes']))}:{cell}:0" for cell in ("8/0", "4/4", "adaptive")]
+    return [
+        f"{regime}:{cell}:{seed}"
+        for cells in (plan["cells"], plan["controls"])
+        for seed in plan["seeds"]
+        for regime in plan["regimes"]
+        for cell in cells
+    ]
 
 
 def fewer(held_out: Sequence[Question], per_task: int) -> list[Question]:

@@ -120,12 +120,19 @@ class Nodes:
                 logits = self.logits(token[..., None], pad_NB, length + i, cache)[:, :, -1]
         return torch.stack(drawn, -1)
 
-    def logprobs(self, questions_NBQ: Tensor, answers_NBA: Tensor) -> tuple[Tensor, Tensor]:
-        """([N, B, A] nats of the answers' tokens at temperature 1, whether there is a token)."""
-        rows = torch.cat([questions_NBQ, answers_NBA], -1)
-        pad_NB = (questions_NBQ == PAD).sum(-1)
-        logits = self.logits(rows[..., :-1], pad_NB, 0, [])[:, :, questions_NBQ.shape[-1] - 1 :]
-        logits = logits.index_fill(-1, torch.tensor([PAD]), -math.inf)
+    def logprobs(self, questions_NGQ: Tensor, answers_NBA: Tensor) -> tuple[Tensor, Tensor]:
+        """([N, B, A] nats of the answers' tokens at temperature 1, whether there is a token).
+
+        Each question has the same number of answers, one after the other; it is computed once for all of them.
+        """
+        each = answers_NBA.shape[1] // questions_NGQ.shape[1]
+        pad_NG = (questions_NGQ == PAD).sum(-1)
+        cache: list[tuple[Tensor, Tensor]] = []
+        first = self.logits(questions_NGQ, pad_NG, 0, cache)[:, :, -1:].repeat_interleave(each, 1)
+        cache = [(_repeated(k, each), _repeated(v, each)) for k, v in cache]
+        pad_NB = pad_NG.repeat_interleave(each, 1)
+        rest = self.logits(answers_NBA[..., :-1], pad_NB, questions_NGQ.shape[-1], cache)
+        logits = torch.cat([first, rest], 2).index_fill(-1, torch.tensor([PAD]), -math.inf)
         logp = logits.log_softmax(-1).gather(-1, answers_NBA[..., None])[..., 0]
         there = answers_NBA != PAD
         return torch.where(there, logp, 0.0), there

@@ -1,7 +1,8 @@
-"""Specialties of reasoning-gym at which a model of 80,000 parameters can succeed, with shortened questions.
+"""Nine specialties of reasoning-gym at which a model of 80,000 parameters can succeed, with shortened questions.
 
-bf and arc_1d are left out: nothing of this size ever gets them right. propositional_logic is left out: its scorer gives
-full marks for copying the premise. What is scored is the exact truth, 1 or 0.
+Six are the paper's. Three stand in: gcd for propositional_logic, whose scorer gives full marks for copying the premise,
+spell_backward for arc_1d and count_bits for bf, which nothing of this size ever gets right. What is scored is the exact
+truth, 1 or 0.
 """
 
 import json
@@ -38,6 +39,9 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "calendar_arithmetic": {"tasks": ["is_leap_year"], "year": 2000, "offset_upper_bound": 60},
     "binary_matrix": {"min_n": 2, "max_n": 2},
+    "gcd": {"min_value": 1, "max_value": 20},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 3},
+    "count_bits": {"min_n": 1, "max_n": 127},
 }
 SHORTER = (
     (r"^.*convert the (.*) number (\w+) to (.*)$", r"b \2 \1>\3"),
@@ -46,8 +50,11 @@ SHORTER = (
     (r"^.*\n(.*) = \?$", r"d \1"),
     (r"^.*the year (\d+) .*$", r"y \1"),
     (r"^.*matrix below:\n(.*)$", r"m \1"),
+    (r"^Find the Greatest.*: (\d+), (\d+)\..*$", r"g \1 \2"),
+    (r"^Spell this word backward .*: (\w+)$", r"s \1"),
+    (r"^How many 1 bits .* number (\d+)\?$", r"o \1"),
 )
-MOST_QUESTION, MOST_ANSWER = 18, 9
+MOST_QUESTION, MOST_ANSWER = 10, 9
 """Characters; whatever is longer is no question of this experiment. The answers' room includes the end."""
 
 

@@ -1,12 +1,12 @@
 """One cell: N nodes, round after round of drawing, sharing, taking and learning (algorithm 1 of the paper).
 
-Taking and advantages are Shoal's own (`swarm.strategy`, `train.advantage`). All nodes speak the same language, so that
-a peer's text has the peer's tokens; the behaviour is the node itself, so that the first and only update of a round has
-ratio 1. Externals are of the same round; fewer than J informative ones are fewer.
+Taking, the adaptive split and advantages are Shoal's own (`swarm.strategy`, `swarm.split`, `train.advantage`). All
+nodes speak the same language, so that a peer's text has the peer's tokens; the behaviour is the node itself, so that
+the first and only update of a round has ratio 1. Externals are of the same round; fewer than J informative ones are
+fewer.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean
@@ -14,9 +14,11 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from experiments.grid import Record
 from experiments.sapo.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo.questions import Question, lesson
-from shoal.swarm.strategy import Candidate, informative
+from shoal.swarm.split import Split, most_external
+from shoal.swarm.strategy import Candidate, differ, informative
 from shoal.train.advantage import advantages
 from shoal.types import seed_for
 
@@ -36,10 +38,14 @@ class Cell:
     """All nodes are asked the same questions."""
     negatives: str = "keep"
     """`drop` leaves out peers' answers that came out worse than their group."""
+    adaptive: bool = False
+    """Each node divides `own` groups by what peers supply, up to `external` of them."""
 
     @classmethod
     def of(cls, name: str) -> "Cell":
-        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-drop."""
+        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-drop or adaptive."""
+        if name == "adaptive":
+            return cls(8, most_external(8), adaptive=True)
         counts, _, variant = name.partition("-")
         own, external = map(int, counts.split("/"))
         return cls(own, external, variant == "dynamic", variant == "same", "drop" if variant == "drop" else "keep")
@@ -55,7 +61,7 @@ class Scale:
     """Answers to one question."""
     lr: float = 3e-4
     eval_every: int = 40
-    warm_steps: int = 500
+    warm_steps: int = 800
     shape: Shape = field(default_factory=Shape)
 
 
@@ -84,41 +90,64 @@ def warm_weights(scale: Scale, questions: list[Question], rejected: float) -> di
     return {name: weight.detach()[0].clone() for name, weight in model.weights.items()}
 
 
+class Run:
+    """The nodes of a cell, and their randomness."""
+
+    def __init__(self, cell: Cell, seed: int, scale: Scale, warm: dict[str, Tensor], training: list[Question]) -> None:
+        self.cell, self.scale = cell, scale
+        self.nodes = Nodes(scale.shape, scale.nodes, seed=0)
+        self.nodes.load(warm)
+        self.generator = torch.Generator().manual_seed(seed_for("sapo draws", seed) % 2**62)
+        self._rngs = [random.Random(seed_for("sapo", seed, 0 if cell.same else i)) for i in range(scale.nodes)]
+        self._taking = random.Random(seed_for("sapo takes", seed))
+        self._by_task: dict[str, list[Question]] = {}
+        for question in sorted(training, key=lambda one: one.task):
+            self._by_task.setdefault(question.task, []).append(question)
+        self._splits = [Split(cell.own, cell.external) for _ in range(scale.nodes)] if cell.adaptive else []
+
+    def round(self) -> tuple[list[float], float, float]:
+        """Plays one: each node's mean reward in its own groups, how many of these and of peers a node trained with."""
+        cell, nodes = self.cell, self.scale.nodes
+        wanted = [split.external for split in self._splits] or [cell.external] * nodes
+        own = [cell.own - n for n in wanted] if cell.adaptive else [cell.own] * nodes
+        # The nodes are one tensor, so that all draw as many; what one draws beyond its own number is thrown away.
+        count = max(own) * (MOST_DRAWN if cell.dynamic else 1)
+        drawn = groups_of(
+            self.nodes, [self._questions(rng, count) for rng in self._rngs], self.scale.each, self.generator
+        )
+        if not cell.dynamic:
+            drawn = [groups[:n] for groups, n in zip(drawn, own, strict=True)]
+        means = [[fmean(one.rewards) for one in groups[:n]] for groups, n in zip(drawn, own, strict=True)]
+        trained, external = chosen(cell, drawn, wanted, self._taking)
+        learn(self.nodes, trained, self.scale.lr)
+        useful = [sum(differ(one.rewards) for one in groups) for groups in drawn]
+        for split, mine, known in zip(self._splits, means, useful, strict=False):
+            split.stepped(mine, sum(useful) - known)
+        return [fmean(mine) for mine in means], fmean(own), external / nodes
+
+    def _questions(self, rng: random.Random, count: int) -> list[Question]:
+        """Of specialties drawn uniformly with replacement."""
+        tasks = list(self._by_task)
+        return [rng.choice(self._by_task[rng.choice(tasks)]) for _ in range(count)]
+
+
 def run_cell(
-    cell: Cell,
-    seed: int,
-    scale: Scale,
-    warm: dict[str, Tensor],
-    training: list[Question],
-    held_out: list[Question],
-    told: Callable[[str], None] = lambda line: None,
-) -> dict[str, object]:
-    """The curves of a cell: own reward per round and node, held-out accuracy, groups taken."""
-    nodes = Nodes(scale.shape, scale.nodes, seed=0)
-    nodes.load(warm)
-    generator = torch.Generator().manual_seed(seed_for("sapo draws", seed) % 2**62)
-    rngs = [random.Random(seed_for("sapo", seed, 0 if cell.same else i)) for i in range(scale.nodes)]
-    taking = random.Random(seed_for("sapo takes", seed))
-    tasks = sorted({one.task for one in training})
-    by_task = {task: [one for one in training if one.task == task] for task in tasks}
-    rewards, taken, evaluations = list[list[float]](), list[float](), list[tuple[int, float]]()
+    cell: Cell, seed: int, scale: Scale, warm: dict[str, Tensor], training: list[Question], held_out: list[Question]
+) -> Record:
+    """The curves of a cell: own reward per round and node, held-out accuracy, groups drawn and taken."""
+    run = Run(cell, seed, scale, warm, training)
+    rounds, evaluations = [], []
     for number in range(scale.rounds):
         if number % scale.eval_every == 0:
-            evaluations.append((number, accuracy(nodes, held_out, generator)))
-            told(f"round {number}: held out {evaluations[-1][1]:.3f}")
-        count = cell.own * (MOST_DRAWN if cell.dynamic else 1)
-        asked = [[rng.choice(by_task[rng.choice(tasks)]) for _ in range(count)] for rng in rngs]
-        drawn = groups_of(nodes, asked, scale.each, generator)
-        rewards.append([fmean(fmean(group.rewards) for group in groups[: cell.own]) for groups in drawn])
-        trained, external = chosen(cell, drawn, taking)
-        taken.append(external / scale.nodes)
-        learn(nodes, trained, scale.lr)
-    evaluations.append((scale.rounds, accuracy(nodes, held_out, generator)))
+            evaluations.append((number, accuracy(run.nodes, held_out, run.generator)))
+        rounds.append(run.round())
+    evaluations.append((scale.rounds, accuracy(run.nodes, held_out, run.generator)))
     return {
-        "rewards": [[round(value, 4) for value in row] for row in rewards],
-        "taken": taken,
-        "evaluations": evaluations,
-        "cumulative": sum(sum(row) for row in rewards),
+        "rewards": [[round(value, 4) for value in row] for row, _, _ in rounds],
+        "own": [round(own, 3) for _, own, _ in rounds],
+        "taken": [round(taken, 3) for _, _, taken in rounds],
+        "evaluations": [[number, round(share, 4)] for number, share in evaluations],
+        "cumulative": round(sum(sum(row) for row, _, _ in rounds), 2),
     }
 
 
@@ -136,8 +165,10 @@ def groups_of(nodes: Nodes, asked: list[list[Question]], each: int, generator: t
     return result
 
 
-def chosen(cell: Cell, drawn: list[list[Group]], rng: random.Random) -> tuple[list[list[tuple[Group, bool]]], int]:
-    """For each node the groups that it trains with whether they are foreign, and how many of all are."""
+def chosen(
+    cell: Cell, drawn: list[list[Group]], wanted: list[int], rng: random.Random
+) -> tuple[list[list[tuple[Group, bool]]], int]:
+    """For each node the groups that it trains, with whether negatives are dropped, and how many of all are peers'."""
     result, external = [], 0
     for me, groups in enumerate(drawn):
         own = groups
@@ -148,7 +179,7 @@ def chosen(cell: Cell, drawn: list[list[Group]], rng: random.Random) -> tuple[li
             Candidate(str(peer), one.question.task, tuple(one.rewards), 0.0, 0, 0, 1.0, newcomer=False)
             for peer, one in others
         ]
-        picked = [others[i][1] for i in informative(candidates, cell.external, rng)] if cell.external else []
+        picked = [others[i][1] for i in informative(candidates, wanted[me], rng)]
         external += len(picked)
         drop = cell.negatives == "drop"
         result.append([(one, False) for one in own] + [(one, drop) for one in picked])
@@ -156,29 +187,23 @@ def chosen(cell: Cell, drawn: list[list[Group]], rng: random.Random) -> tuple[li
 
 
 def learn(nodes: Nodes, trained: list[list[tuple[Group, bool]]], lr: float) -> None:
-    """One update per node: the token mean of -A log pi over its groups; rows without advantage only count."""
-    rows: list[list[tuple[str, Tensor, float]]] = []
-    tokens = []
-    for groups in trained:
-        mine, count = [], 0
-        for group, drop in groups:
-            count += int((group.answers != PAD).sum())
-            for ids, a in zip(group.answers, advantages(group.rewards, "grpo"), strict=True):
-                if a > 0 or (a < 0 and not drop):
-                    mine.append((group.question.text, ids, a))
-        rows.append(mine)
-        tokens.append(max(count, 1))
-    longest = max(len(mine) for mine in rows)
-    if not longest:
+    """One update per node: the token mean of -A log pi over its groups; groups without advantage only count."""
+    tokens = [max(sum(int((group.answers != PAD).sum()) for group, _ in groups), 1) for groups in trained]
+    useful = [[(group, drop) for group, drop in groups if differ(group.rewards)] for groups in trained]
+    most = max(len(groups) for groups in useful)
+    if not most:
         return
-    blank = ("", torch.full((MOST_ANSWER,), PAD), 0.0)
-    full = [mine + [blank] * (longest - len(mine)) for mine in rows]
-    questions = torch.stack([questions_tensor([text for text, _, _ in mine]) for mine in full])
-    answers = torch.stack([torch.stack([ids for _, ids, _ in mine]) for mine in full])
-    advantage_NB = torch.tensor([[a for _, _, a in mine] for mine in full])
-    logp, _ = nodes.logprobs(questions, answers)
-    loss_N = -(logp.sum(-1) * advantage_NB).sum(-1) / torch.tensor(tokens)
-    nodes.update(loss_N, lr, torch.tensor([float(bool(mine)) for mine in rows]))
+    asked, answers, advantage = [], [], []
+    for groups in useful:
+        blank = most - len(groups)
+        each = len(trained[0][0][0].rewards)
+        asked.append(questions_tensor([group.question.text for group, _ in groups] + [""] * blank))
+        answers.append(torch.cat([*(one.answers for one, _ in groups), torch.full((blank * each, MOST_ANSWER), PAD)]))
+        scores = [a if a > 0 or not drop else 0.0 for one, drop in groups for a in advantages(one.rewards, "grpo")]
+        advantage.append(torch.tensor(scores + [0.0] * (blank * each)))
+    logp, _ = nodes.logprobs(torch.stack(asked), torch.stack(answers))
+    loss_N = -(logp.sum(-1) * torch.stack(advantage)).sum(-1) / torch.tensor(tokens)
+    nodes.update(loss_N, lr, torch.tensor([float(bool(groups)) for groups in useful]))
 
 
 def accuracy(nodes: Nodes, held_out: list[Question], generator: torch.Generator) -> float:

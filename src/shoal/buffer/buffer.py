@@ -88,7 +88,7 @@ class Buffer:
         """Drawn for groups that were dropped, by task service, since this process began."""
         self._on_room: Callable[[], None] | None = None
         self._on_finished: Callable[[Group], None] | None = None
-        self.recovered = self._recover(opened)
+        self.recovered = self._recover(opened, meta)
         counts = read_task_counts(opened.connection)
         own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
         self.counts: dict[str, TaskCounts] = own
@@ -133,6 +133,10 @@ class Buffer:
         """At most so many groups run at once from now on; those that run already go on."""
         self.gate.max_running = groups
         self._admit_waiting()
+
+    def fill(self, groups: int) -> None:
+        """The step that takes next trains so many groups of peers in place of own ones."""
+        self.gate.fill(groups)
 
     def counts_of(self, service: str) -> TaskCounts:
         """What became of a task service's groups."""
@@ -292,7 +296,7 @@ class Buffer:
         """Waits for what is being written and closes the log. Groups in flight stay in flight in it."""
         await self._writer.close()
 
-    def _recover(self, opened: LockedLog) -> Recovered:
+    def _recover(self, opened: LockedLog, meta: RunMeta) -> Recovered:
         """Fills the buffer and the gate from the log."""
         connection = opened.connection
         steps = log.read_steps(connection)
@@ -303,7 +307,8 @@ class Buffer:
             insort(self._waiting, _Waiting(group.oldest_version, seq, group))
             self._horizon = seq
         version = last.version_after if last else 0
-        self.gate.recover(version=version, accepted=log.count_used(connection) + len(self._waiting))
+        used, filled = log.count_used(connection), log.count_filled(connection, meta.groups_per_step)
+        self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
 
     async def _admission(self) -> int:

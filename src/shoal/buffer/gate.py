@@ -21,6 +21,9 @@ class AdmissionGate:
 
     Admission is not a bound for eta > 0: a slow group is overtaken by later ones and ages. The bound is the check at
     consumption, in `Buffer.take`.
+
+    Groups of peers may take places of own ones (`fill`), as soon as training knows how many: it then consumes as many
+    fewer of its own. All above holds with these counted as accepted and consumed.
     """
 
     def __init__(self, *, eta: int, groups_per_step: int, push_every: int, max_running: int) -> None:
@@ -35,6 +38,7 @@ class AdmissionGate:
         self.version = 0
         self.accepted = 0
         self.running = 0
+        self.filled = 0
 
     @property
     def capacity(self) -> int:
@@ -44,7 +48,7 @@ class AdmissionGate:
     @property
     def budget(self) -> int:
         """Groups that may have been accepted or be running in all; it grows with the Version."""
-        return (self.version + self.eta + 1) * self.groups_per_version
+        return (self.version + self.eta + 1) * self.groups_per_version - self.filled
 
     def admit(self) -> int:
         """Starts one group; gives the Version it is admitted under."""
@@ -68,11 +72,16 @@ class AdmissionGate:
         assert self.accepted > 0, "a group was dropped that had not been accepted"
         self.accepted -= 1
 
+    def fill(self, groups: int) -> None:
+        """A step will consume so many fewer of the groups that pass here."""
+        assert 0 <= groups < self.groups_per_version, f"{groups} places were filled of {self.groups_per_version}"
+        self.filled += groups
+
     def publish(self, version: int) -> None:
         """Every engine serves `version` now."""
         assert version >= self.version, f"version {version} was published after {self.version}"
         self.version = version
 
-    def recover(self, *, version: int, accepted: int) -> None:
+    def recover(self, *, version: int, accepted: int, filled: int = 0) -> None:
         """Starts counting where a run left off: nothing runs, `accepted` groups are consumed or waiting."""
-        self.version, self.accepted, self.running = version, accepted, 0
+        self.version, self.accepted, self.running, self.filled = version, accepted, 0, filled

@@ -308,6 +308,15 @@ def count_used(connection: sqlite3.Connection) -> int:
     return int(connection.execute(query, (f"{EXTERNAL}%",)).fetchone()[0])
 
 
+def count_filled(connection: sqlite3.Connection, groups_per_step: int) -> int:
+    """How many groups of peers were trained in place of own ones: where a step had fewer than its number of these."""
+    query = (
+        "SELECT SUM(MIN(foreign_ones, MAX(0, ? - own))) FROM (SELECT SUM(group_id LIKE ?) AS foreign_ones, "
+        "SUM(group_id NOT LIKE ?) AS own FROM consumed JOIN groups USING (finished_seq) GROUP BY step)"
+    )
+    return int(connection.execute(query, (groups_per_step, f"{EXTERNAL}%", f"{EXTERNAL}%")).fetchone()[0] or 0)
+
+
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:
     """The steps after one, in order."""
     rows = connection.execute("SELECT step, version, version_after FROM steps WHERE step > ? ORDER BY step", (after,))

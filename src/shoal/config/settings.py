@@ -203,8 +203,10 @@ class SwarmConfig(Section):
 
     servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
     name: str = Field("reef", description="Of the swarm; nodes hear those of the same name only.")
-    external_groups: int = Field(
-        0, ge=0, description="Groups of peers that a step trains besides its own (J), fewer when fewer are there."
+    external_groups: Annotated[int, Field(ge=0)] | Literal["adaptive"] = Field(
+        0,
+        description="Groups of peers that a step trains besides its own (J), fewer when fewer are there; adaptive: in "
+        "place of its own, up to three quarters, as many as peers supply and while rewards are calm.",
     )
     share: str = Field(
         "all",

@@ -30,7 +30,9 @@ from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.swarm.external import external_rows
+from shoal.swarm.member import Ready
 from shoal.swarm.node import Node
+from shoal.swarm.split import Split, most_external
 from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.remote import ServiceScorer
@@ -100,6 +102,10 @@ class TrainLoop:
         self._recorded_s = time.monotonic()
         self._lost = self._losses()
         self._exchanged: dict[str, int] = {}
+        external = parts.config.swarm.external_groups
+        self._wanted_groups = external if isinstance(external, int) else 0
+        groups, reuse = parts.config.train.groups_per_step, parts.config.swarm.reuse
+        self._split = Split(groups, most_external(groups), reuse) if external == "adaptive" else None
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""
@@ -171,10 +177,13 @@ class TrainLoop:
         train = self._config.train
         redraw = partial(informative_groups, discount=train.turn_discount)
         take = redraw if train.dynamic_sampling else Buffer.take
+        wanted, chosen = self._chosen()
+        places = len(chosen) if self._split else 0
+        parts.buffer.fill(places)
         async with asyncio.TaskGroup() as both:
-            taking = both.create_task(take(parts.buffer, train.groups_per_step, version))
+            taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
             # While the step waits for groups of its own, the trainer is free to encode those of peers.
-            encoding = both.create_task(self._external_groups(version))
+            encoding = both.create_task(self._external_groups(chosen, version))
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = self._rows([*groups, *external], version)
         version_after = version + 1 if push else version
@@ -190,17 +199,24 @@ class TrainLoop:
         if push:
             await self._publish(version_after)
             self._serve_newest()
-        values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external)
+        values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external, wanted)
+        if self._split is not None and parts.swarm is not None:
+            self._split.stepped([_mean_reward(group) for group in groups], parts.swarm.supply())
         parts.trackers.log(step + 1, values)
 
-    async def _external_groups(self, version: int) -> list[Group]:
-        """What peers offer of use to a step; none without a swarm."""
+    def _chosen(self) -> tuple[int, list[Ready]]:
+        """How many groups of peers a step wants, and what they offer of use to it; none without a swarm."""
+        if self._parts.swarm is None:
+            return 0, []
+        wanted = self._split.external if self._split else self._wanted_groups
+        return wanted, self._parts.swarm.chosen(wanted)
+
+    async def _external_groups(self, chosen: Sequence[Ready], version: int) -> list[Group]:
+        """What was chosen, under the weights being trained."""
         if self._parts.swarm is None:
             return []
-        temperature = self._config.rollout.temperature
-        return await self._parts.swarm.external_groups(
-            version, partial(self._parts.trainer.logprobs, temperature=temperature)
-        )
+        logprobs = partial(self._parts.trainer.logprobs, temperature=self._config.rollout.temperature)
+        return await self._parts.swarm.encoded(chosen, version, logprobs)
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
         """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
@@ -300,8 +316,8 @@ class TrainLoop:
         self._busy_s, self._recorded_s = 0.0, now
         return values
 
-    def _swarm_values(self, external: Sequence[Group]) -> dict[str, float]:
-        """What a step logs of the swarm; nothing without one."""
+    def _swarm_values(self, external: Sequence[Group], wanted: int) -> dict[str, float]:
+        """What a step that wanted so many groups logs of the swarm; nothing without one."""
         node = self._parts.swarm
         if node is None:
             return {}
@@ -309,7 +325,7 @@ class TrainLoop:
         rewards = [rollout.reward.value for group in external for rollout in group.finished]
         return {
             "external": len(external),
-            "external_missing": self._config.swarm.external_groups - len(external),
+            "external_missing": wanted - len(external),
             **({"reward_external": fmean(rewards)} if rewards else {}),
             **{name: count - before.get(name, 0) for name, count in self._exchanged.items()},
             "peers": len(node.door.peers),
@@ -331,6 +347,10 @@ class TrainLoop:
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
             "failed": sum(task.failed.total() for task in counts),
         }
+
+
+def _mean_reward(group: Group) -> float:
+    return fmean(rollout.reward.value for rollout in group.finished)
 
 
 def _scorer_values(scorer: Scorer) -> Mapping[str, float]:

@@ -12,6 +12,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.member import Means
 from shoal.swarm.node import Node
 from shoal.swarm.options import options_of
+from shoal.swarm.split import most_external
 from shoal.swarm.strategy import sharer_of, taker_of
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.recognise import OwnTasks
@@ -53,4 +54,5 @@ async def joined(
         means = Means(
             exchange, own, prepared.renderer, scorer, prepared.max_model_len, Path(config.model.path).name or "model"
         )
-        yield Node(means, settings, identity, folder, seed=config.seed)
+        wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
+        yield Node(means, settings, identity, folder, seed=config.seed, wants=wants)

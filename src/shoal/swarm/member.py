@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
@@ -24,7 +24,7 @@ class Settings(Protocol):
         ...
 
     @property
-    def external_groups(self) -> int:
+    def external_groups(self) -> int | Literal["adaptive"]:
         """Groups of peers that a step wants."""
         ...
 

@@ -5,8 +5,8 @@
     speak    consumes own groups that were chosen; waits for the exchange; drops the oldest when it is away
     tell     says now and then what this node lacks, and writes status.json
 
-The training run asks for `external_groups` and never waits for any of them: what is ready is chosen at once, and only
-its logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
+The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
+logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
 `listen` pulls no more frames per second than `INTAKE_PER_S`, whoever sends how many, and `verify` rests as long as it
 works. Nothing that comes from outside, and no absence of it, ends a run.
 """
@@ -65,14 +65,18 @@ class Node:
         clock: Callable[[], float] = time.time,
         intake_per_s: float = INTAKE_PER_S,
         threads: bool = True,
+        wants: int | None = None,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
 
+        A step wants up to `wants` groups, or else as many as the settings say, where they say a number.
         Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
         self._threads = threads
         self._means = means
         self._settings = settings
+        external = settings.external_groups if wants is None else wants
+        self._wants = external if isinstance(external, int) else 0
         self._identity = identity
         self._folder = folder
         self._clock = clock
@@ -89,6 +93,7 @@ class Node:
         self._author_uses: Counter[str] = Counter()
         self._outbox: deque[tuple[Group, float]] = deque()
         self._rewards: dict[str, float] = {}
+        self._heard, self._useful_share = 0, 0.0
         self._needs: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
         self._work, self._mail = asyncio.Event(), asyncio.Event()
         self.tally = Tally()
@@ -118,9 +123,15 @@ class Node:
 
     async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
         """What one step takes of peers, encoded under the weights being trained, whose newest Version is `version`."""
-        wanted = self._settings.external_groups
-        chosen = self._chosen(wanted)
-        self.tally.missing += wanted - len(chosen)
+        return await self.encoded(self.chosen(self._wants), version, logprobs)
+
+    def supply(self) -> float:
+        """Offers of use that were heard since this was asked last, by the share of use among those verified lately."""
+        heard, self._heard = self._heard, 0
+        return heard * self._useful_share
+
+    async def encoded(self, chosen: Sequence[Ready], version: int, logprobs: Logprobs) -> list[Group]:
+        """The groups of what was chosen, under the weights being trained."""
         if not chosen:
             return []
         rows = [row for ready in chosen for row in ready.source.rows]
@@ -194,13 +205,14 @@ class Node:
             while len(self._needs) > PENDING:
                 self._needs.popitem(last=False)
             return
-        if not self._settings.external_groups:
+        if not self._wants:
             return  # this node only gives
         if self._pending_of[letter.peer_id] >= PENDING_PER_AUTHOR:
             oldest = next(key for key, (one, _) in self._pending.items() if one.peer_id == letter.peer_id)
             self._drop_pending(oldest, Reason.CROWDED)
         while len(self._pending) >= PENDING:
             self._drop_pending(next(iter(self._pending)), Reason.CROWDED)
+        self._heard += 1
         self._pending[letter.id] = (letter, letter.content)
         self._pending_of[letter.peer_id] += 1
         self._work.set()
@@ -218,7 +230,7 @@ class Node:
         """Keeps enough offers at hand."""
         while True:
             self._drop_stale()
-            if len(self._ready) >= READY_PER_GROUP * self._settings.external_groups or not self._pending:
+            if len(self._ready) >= READY_PER_GROUP * self._wants or not self._pending:
                 self._work.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TELL_EVERY_S):
@@ -227,6 +239,7 @@ class Node:
             letter, content = self._drop_pending(self._next_pending())
             began_s = time.monotonic()
             found = await self._verified(letter, content)
+            self._useful_share += (1 - NEED_DECAY) * (isinstance(found, Ready) - self._useful_share)
             if isinstance(found, Reason):
                 self.door.refuse(letter.peer_id, found)
                 self._forget_banned()
@@ -263,7 +276,7 @@ class Node:
             return Reason.UNINFORMATIVE
         return Ready(letter, source, rewards)
 
-    def _chosen(self, wanted: int) -> list[Ready]:
+    def chosen(self, wanted: int) -> list[Ready]:
         """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
         self._drop_stale()
         now_s = self._clock()
@@ -286,6 +299,7 @@ class Node:
             self._author_uses[ready.letter.peer_id] += 1
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
+        self.tally.missing += wanted - len(chosen)
         return chosen
 
     def _skill(self, service: str) -> float | None:
