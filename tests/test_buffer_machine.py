@@ -13,6 +13,7 @@ from buffer_values import group
 from shoal.buffer import Buffer, RunMeta, task_counts
 from shoal.buffer.audit import audit
 from shoal.buffer.log import open_log
+from shoal.types import Group
 
 WHICH = st.integers(0, 1000)
 
@@ -34,6 +35,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.running: dict[str, int] = {}
         self.added: set[str] = set()
         self.used: list[str] = []
+        self.kept: list[Group] = []
         self.step = 0
         self.served = 0
         self.open(resume=False)
@@ -74,21 +76,26 @@ class BufferMachine(RuleBasedStateMachine):
     def fail(self, which):
         self.do(self.buffer.fail(self.pick(which)[0], "service down"))
 
-    @precondition(lambda self: self.buffer.waiting >= self.meta.groups_per_step)
+    @precondition(lambda self: self.buffer.waiting >= self.meta.groups_per_step - len(self.kept))
     @rule(give_up=st.booleans())
     def train(self, give_up):
-        taker = self.loop.create_task(self.buffer.take(self.meta.groups_per_step, self.version))
+        """A step; or its beginning, when a group teaches nothing and another one shall take its place."""
+        missing = self.meta.groups_per_step - len(self.kept)
+        taker = self.loop.create_task(self.buffer.take(missing, self.version))
         self.loop.run_until_complete(asyncio.sleep(0))
         if not taker.done():  # late groups were dropped, so too few are left
             taker.cancel()
             self.loop.run_until_complete(asyncio.wait([taker]))
             return
         groups = taker.result()
-        ids = [one.id for one in groups]
         if give_up:
-            self.do(self.buffer.drop(ids[:1], "uninformative"))
-            self.added.discard(ids[0])
-            return  # the others are taken and never consumed, as when a trainer dies
+            self.do(self.buffer.drop([groups[0].id], "uninformative"))
+            self.added.discard(groups[0].id)
+            self.kept += groups[1:]
+            return
+        groups = [*self.kept, *groups]
+        self.kept.clear()
+        ids = [one.id for one in groups]
         for one in groups:
             if self.meta.late == "drop":
                 assert self.version - one.oldest_version <= self.meta.eta
@@ -114,6 +121,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert recovered.last_step == (self.step - 1 if self.step else None)
         assert recovered.interrupted == len(self.running)
         self.running.clear()
+        self.kept.clear()  # taken and never consumed: they are on offer again
         self.served = self.version
 
     @invariant()

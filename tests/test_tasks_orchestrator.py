@@ -1,15 +1,19 @@
 """The real orchestrator and the real buffer on a virtual clock: shares, failures, deaths, no losses."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer_values import group as made_group
 from shoal.buffer import Buffer, RunMeta
+from shoal.buffer.balance import PATIENCE_S
 from shoal.clock import run_virtual
 from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.orchestrator import Adjustment, Orchestrator, Terms
@@ -33,6 +37,8 @@ class Workshop:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     buffer: Buffer | None = None
     max_running: int | None = None
+    dies_s: float = math.inf
+    """From when on its rollouts hang, until the service is given up."""
 
     async def draw(self, index: int) -> Task:
         await asyncio.sleep(self.draw_s)
@@ -42,7 +48,9 @@ class Workshop:
         """Two rollouts at the buffer's version; all of them failed when the service does, or is away when they end."""
         assert self.buffer is not None
         version = self.buffer.gate.version
-        await asyncio.sleep(self.seconds * self.dice.uniform(0.5, 1.5))
+        now_s = asyncio.get_running_loop().time()
+        hangs = now_s >= self.dies_s and self.away is not None and now_s < self.away[0]
+        await asyncio.sleep(self.away[0] - now_s if hangs else self.seconds * self.dice.uniform(0.5, 1.5))
         failed = GROUP_SIZE if self.dice.random() < self.failing or self._is_away() else 0
         drawn = made_group(task.id, (version, version), service=self.name, size=GROUP_SIZE, failed=failed).rollouts
         rewards = (1.0, 0.0 if self.dice.random() < self.informative else 1.0)
@@ -67,15 +75,28 @@ class Run:
     changes: list[Change]
     shares: dict[str, float]
     per_step: list[Counter[str]]
+    ends_s: list[float]
+    """When each step was done."""
 
 
 def simulate(
-    shops, weights, *, steps, eta=4, per_step=6, step_s=1.0, max_running=200, limits=None, bounds=None, tokens=False
+    shops,
+    weights,
+    *,
+    steps,
+    eta=4,
+    per_step=6,
+    step_s=1.0,
+    max_running=200,
+    limits=None,
+    bounds=None,
+    tokens=False,
+    late="train",
 ) -> Run:
     """Trains `steps` steps of groups from the workshops; each away workshop is announced to the orchestrator."""
 
     async def main() -> Run:
-        buffer = Buffer.in_memory(RunMeta(eta, "train", per_step, 1), max_running=max_running)
+        buffer = Buffer.in_memory(RunMeta(eta, late, per_step, 1), max_running=max_running)
         changes: list[Change] = []
         adjustment = Adjustment(bounds, changes.append) if bounds or tokens else None
         terms = {
@@ -83,6 +104,7 @@ def simulate(
         }
         orchestrator = Orchestrator(shops, terms, buffer, adjustment=adjustment)
         trained: list[Counter[str]] = []
+        ends_s: list[float] = []
         ids: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(orchestrator.run(), name="orchestrator")]
@@ -97,13 +119,14 @@ def simulate(
                 buffer.publish(step + 1)
                 trained.append(Counter(one.task.service for one in groups))
                 ids += [one.id for one in groups]
+                ends_s.append(asyncio.get_running_loop().time())
             for task in background:
                 task.cancel()
         counts = buffer.counts.values()
         accounted = sum(c.finished + c.failed.total() + c.dropped.total() + c.in_flight for c in counts)
         total = sum(trained, Counter())
         started = sum(c.started for c in counts)
-        return Run(total, ids, started, accounted, changes, orchestrator.shares, trained)
+        return Run(total, ids, started, accounted, changes, orchestrator.shares, trained, ends_s)
 
     return run_virtual(main())
 
@@ -117,15 +140,31 @@ async def absences(orchestrator: Orchestrator, shop: Workshop) -> None:
 
 
 def off_target(run: Run, weights: dict[str, float]) -> float:
-    """The largest difference between a share of the trained groups and its target."""
-    return max(abs(run.trained[n] / run.trained.total() - w / sum(weights.values())) for n, w in weights.items())
+    """By how many groups a task was ever off what it should have had trained by then."""
+    trained, worst = Counter[str](), 0.0
+    for step in run.per_step:
+        trained.update(step)
+        due = {name: weight / sum(weights.values()) * trained.total() for name, weight in weights.items()}
+        worst = max(worst, *(abs(trained[name] - due[name]) for name in due))
+    return worst
 
 
-def test_a_fast_a_slow_and_a_flaky_task_are_trained_in_equal_parts() -> None:
-    shops = [Workshop("fast", 1.0), Workshop("slow", 20.0), Workshop("flaky", 1.0, failing=0.3)]
-    run = simulate(shops, (1, 1, 1), steps=50)
+@pytest.mark.parametrize("late", ["drop", "train"])
+@pytest.mark.parametrize("step_s", [0.0, 2.0])
+def test_a_fast_a_slow_and_a_flaky_task_are_trained_in_equal_parts_at_every_step(late: str, step_s: float) -> None:
+    shops = [Workshop("fast", 0.5), Workshop("slow", 10.0), Workshop("flaky", 0.5, failing=0.3)]
+    run = simulate(shops, (1, 1, 1), steps=50, step_s=step_s, late=late)
     assert run.trained.total() == 300
-    assert off_target(run, {"fast": 1, "slow": 1, "flaky": 1}) < 0.05
+    assert off_target(run, {"fast": 1, "slow": 1, "flaky": 1}) == 0
+
+
+def test_a_task_that_falls_silent_unnoticed_is_waited_for_once_and_holds_up_nobody_after_it_is_given_up() -> None:
+    shops = [Workshop("good", 1.0), Workshop("dead", 1.0, dies_s=20.0, away=(90.0, 1e9))]
+    run = simulate(shops, (1, 1), steps=60, eta=2)
+    assert run.trained.total() == 360
+    assert run.ends_s[-1] < 60 + (90 - 20) + 5, "nothing was waited for but the dead task, until it was given up"
+    waits = [after - before for before, after in pairwise(run.ends_s)]
+    assert sorted(waits)[-3] < 3, "once for its silence, once when nothing else may start before it is given up"
 
 
 @settings(max_examples=40, deadline=None)
@@ -152,14 +191,16 @@ def test_whatever_the_speeds_and_failures_shares_are_met_and_nothing_is_lost_or_
     for name, weight in weights.items():
         share = weight / sum(weights.values())
         assert abs(run.trained[name] - share * steps * per_step) <= ahead, (name, run.trained)
+    if all(1.5 * seconds + draw_s < PATIENCE_S and not failing for seconds, failing, _, draw_s in kinds):
+        assert off_target(run, weights) <= len(shops), "nobody was silent, so every step was waited for"
 
 
 def test_while_a_task_is_away_the_others_go_on_and_afterwards_it_gets_back_what_it_missed_within_bounds() -> None:
     shops = [Workshop("steady", 1.0), Workshop("leaver", 1.0, away=(20.0, 60.0))]
     run = simulate(shops, (1, 1), steps=200, per_step=6, eta=2)
-    away = sum(run.per_step[30:55], Counter())
+    away = sum(run.per_step[22:60], Counter())
     assert away["leaver"] <= 3 * 6, "groups that were waiting may still be trained, no others"
-    after = sum(run.per_step[54:60], Counter())
+    after = sum(run.per_step[60:67], Counter())
     assert after["leaver"] > after["steady"], "the task that was away catches up"
     later = sum(run.per_step[120:], Counter())
     assert abs(later["leaver"] - later["steady"]) <= 6

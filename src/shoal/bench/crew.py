@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.agents.host import Host
 from shoal.agents.runner import AgentRunner
-from shoal.agents.services import RemoteSource, remote_play
+from shoal.agents.services import RemoteSource, attend, remote_play
 from shoal.bench.echo import CONTEXT, EchoEngine, tokenizer
 from shoal.bench.work import CoinScorer
 from shoal.buffer import Buffer, RunMeta
@@ -155,7 +155,7 @@ async def orchestrated(
 
 
 def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestrator:
-    load, loop = crew.load, asyncio.get_running_loop()
+    load = crew.load
     scorer = ServiceScorer(dict(services), CoinScorer())
 
     def present(name: str, is_there: bool) -> None:
@@ -168,9 +168,5 @@ def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestr
         sources.append(RemoteSource(service, answer, load.group_size, present))
     terms = {name: Terms(weight) for name, weight in load.weights.items()}
     orchestrator = Orchestrator(sources, terms, crew.buffer)
-
-    def changed(name: str, members: int) -> None:
-        loop.call_soon_threadsafe(orchestrator.wake)
-
-    crew.hub.hub.registry.on_members = changed
+    attend(crew.hub, sources, orchestrator.wake)
     return orchestrator

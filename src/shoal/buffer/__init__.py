@@ -1,6 +1,7 @@
 """The durable experience log of a run: admission, staleness, each group used once; and what is derived from it.
 
 gate     when a group may start (pure)
+balance  which groups a step trains (pure)
 log      the SQLite file
 writer   the thread that writes it
 buffer   what generation and training talk to
@@ -10,10 +11,10 @@ audit    the promises of a run, checked from its log alone
 export   the log as JSON lines or Parquet
 """
 
-from shoal.buffer.buffer import STALE, TOO_FEW, Buffer, Recovered
+from shoal.buffer.buffer import STALE, TOO_FEW, Buffer
 from shoal.buffer.counts import StepTaskCounts, TaskCounts, step_counts, task_counts
 from shoal.buffer.gate import AdmissionGate
-from shoal.buffer.log import INTERRUPTED, RunMeta, StepRecord
+from shoal.buffer.log import INTERRUPTED, Recovered, RunMeta, StepRecord
 
 __all__ = [
     "INTERRUPTED",

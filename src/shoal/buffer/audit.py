@@ -28,7 +28,7 @@ class Check(StrEnum):
     """What is promised of every run."""
 
     USED_ONCE = "each group is used at most once"
-    OLDEST_FIRST = "the oldest groups are consumed first"
+    OLDEST_FIRST = "of each task the oldest groups are consumed first"
     STALENESS = "no token older than eta versions is trained"
     STREAMS = "tokens, logprobs and versions have one length"
     VERSIONS = "versions do not decrease within a row"
@@ -179,13 +179,14 @@ class _Seen:
     finished_seq: int
     id: str
     ended_after: int | None
+    service: str
 
     def waits_at(self, step: int) -> bool:
         return self.ended_after is None or self.ended_after >= step
 
 
 def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
-    """Replays what waited when: of the groups up to a horizon, those with the oldest token come first."""
+    """Replays what waited when: of a task's groups up to a horizon, those with the oldest token come first."""
     groups = (_check_group(group, report) for group in read_groups(connection))
     ahead = next(groups, None)
     waiting: dict[int, _Seen] = {}
@@ -199,11 +200,14 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
             if seq > horizon:
                 report.found(Check.OLDEST_FIRST, group_id, f"chosen by step {step} before it was there")
         taken = sorted(waiting.pop(seq) for seq in chosen.keys() & waiting.keys())
-        first = min(waiting.values(), default=None)
+        first: dict[str, _Seen] = {}  # of those that went on waiting, by task
+        for seen in sorted(waiting.values()):
+            first.setdefault(seen.service, seen)
         for seen in taken:
-            if first is not None and seen > first:
-                detail = f"of version {seen.oldest_version}, consumed by step {step} before {first.id} of version "
-                report.found(Check.OLDEST_FIRST, seen.id, f"{detail}{first.oldest_version}")
+            if seen.service in first and seen > first[seen.service]:
+                detail = f"of version {seen.oldest_version}, consumed by step {step} before "
+                before = first[seen.service]
+                report.found(Check.OLDEST_FIRST, seen.id, f"{detail}{before.id} of version {before.oldest_version}")
     for _ in groups:
         pass  # what nobody chose is checked too
 
@@ -232,8 +236,9 @@ def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
             continue
         _check_rollout(rollout, report)
         drawn += rollout.drawn_versions
+    service = ""
     try:
-        wire.decode(group.task, RawTask)
+        service = wire.decode(group.task, RawTask).service
     except WireError as error:
         report.found(Check.READABLE, group.id, f"task: {error}")
     if not group.bodies and group.ended_reason is None:
@@ -241,7 +246,7 @@ def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
     oldest = min(drawn, default=group.admitted_version)
     if group.version is not None:
         _check_staleness(group, oldest, max(drawn, default=group.admitted_version), report)
-    return _Seen(oldest, group.finished_seq, group.id, group.ended_after)
+    return _Seen(oldest, group.finished_seq, group.id, group.ended_after, service)
 
 
 def _check_staleness(group: RawGroup, oldest: int, newest: int, report: AuditReport) -> None:

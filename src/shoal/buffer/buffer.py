@@ -7,12 +7,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from shoal.buffer import log
+from shoal.buffer.balance import Balance, Due, Waiting
 from shoal.buffer.counts import TaskCounts, read_task_counts
 from shoal.buffer.gate import AdmissionGate
-from shoal.buffer.log import ConsumedGroup, LockedLog, RunMeta, StepRecord
+from shoal.buffer.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
 from shoal.buffer.writer import LogWriter
 from shoal.errors import RunDirError
 from shoal.types import EXTERNAL, Group
@@ -24,33 +26,10 @@ TOO_FEW = "half of the rollouts or more failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """Where a run left off, as its log has it."""
-
-    last_step: int | None
-    """The newest step whose groups are recorded; None before the first."""
-    version: int
-    """The Version after that step."""
-    waiting: int
-    """Groups that wait to be consumed; they are offered again."""
-    interrupted: int
-    """Groups that were in flight when the process ended; they never finished, so no work is lost."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Waiting:
-    """One group on offer. The order is that of consumption, and `shoal audit` checks it from the log."""
-
-    oldest_version: int
-    finished_seq: int
-    group: Group
-
-
-@dataclass(frozen=True, slots=True)
 class _Taken:
     """One group being trained on."""
 
-    waited: _Waiting
+    waited: Waiting
     version: int
     horizon: int
 
@@ -61,7 +40,8 @@ class Buffer:
     Invariants:
     - A group is committed before `take` can give it away, and it is given away at most once in the life of a run;
       the log refuses a second use.
-    - `take` gives the groups with the oldest drawn token first; equal ones in the order they were committed.
+    - Of each task, `take` gives the groups with the oldest drawn token first; equal ones in the order they were
+      committed. Among tasks it keeps to `balance`; without one the oldest of all come first.
     - With the policy "drop", no group it gives has a token older than eta versions. With "mask_tokens" and "train"
       late groups are given too; with "mask_tokens" the caller masks every token of a version below `version - eta`,
       and groups that have no other token are dropped.
@@ -76,7 +56,8 @@ class Buffer:
             max_running=max_running,
         )
         self._late = meta.late
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
+        self._balance = Balance()
         self._taken: dict[str, _Taken] = {}
         self._running: dict[str, str] = {}  # group id -> task service
         self._horizon = 0
@@ -146,6 +127,11 @@ class Buffer:
         """Calls `wake` whenever there may be more room than before."""
         self._on_room = wake
 
+    def balance(self, due: Due) -> None:
+        """What is taken keeps to what `due` says that each task may have had trained; call again when it changes."""
+        self._balance.due = due
+        self._wake_taker()
+
     async def admit(self, group_id: str, service: str) -> int:
         """Waits until one more group may start; gives the Version it is admitted under. First come, first served.
 
@@ -195,25 +181,28 @@ class Buffer:
         await self._writer.commit(lambda c: log.insert_ended(c, [group_id], "failed", reason, after))
 
     async def take(self, n: int, version: int) -> list[Group]:
-        """Waits for the `n` oldest groups that may be trained under `version`. Older than eta: see the class.
+        """Waits for `n` groups that may be trained under `version`, chosen as the class says.
 
         Each group given must then be passed to `consumed` or `drop`; after a crash it is offered again otherwise.
         """
         assert self._taker is None, "two tasks take groups at once"
+        loop = asyncio.get_running_loop()
         while True:
             if self._failure is not None:
                 raise self._failure
             self._drop_late(version)
-            if len(self._waiting) >= n:
+            choice = self._balance.next(self._waiting, n, self._used(), loop.time())
+            if choice.groups:
                 break
-            self._taker = asyncio.get_running_loop().create_future()
+            self._taker = loop.create_future()
             try:
-                await self._taker
+                await asyncio.wait([self._taker], timeout=choice.wait_s)
             finally:
                 self._taker = None
-        chosen, self._waiting = self._waiting[:n], self._waiting[n:]
-        self._taken.update({waited.group.id: _Taken(waited, version, self._horizon) for waited in chosen})
-        return [waited.group for waited in chosen]
+        chosen = {one.group.id for one in choice.groups}
+        self._waiting = [one for one in self._waiting if one.group.id not in chosen]
+        self._taken.update({one.group.id: _Taken(one, version, self._horizon) for one in choice.groups})
+        return [one.group for one in choice.groups]
 
     def on_finished(self, hear: Callable[[Group], None]) -> None:
         """Calls `hear` with every usable group as soon as it is durable. It must return at once."""
@@ -304,7 +293,7 @@ class Buffer:
         self._last_step = last.step if last else -1
         interrupted = log.interrupt_in_flight(connection, self._last_step)
         for seq, group in log.read_waiting(connection):
-            insort(self._waiting, _Waiting(group.oldest_version, seq, group))
+            insort(self._waiting, Waiting(group.oldest_version, seq, group))
             self._horizon = seq
         version = last.version_after if last else 0
         used, filled = log.count_used(connection), log.count_filled(connection, meta.groups_per_step)
@@ -353,7 +342,8 @@ class Buffer:
         self.gate.accept()
         self._counts(service).finished += 1
         self._horizon = seq
-        insort(self._waiting, _Waiting(group.oldest_version, seq, group))
+        insort(self._waiting, Waiting(group.oldest_version, seq, group))
+        self._balance.delivered(service)
         self._admit_waiting()
         self._wake_taker()
         if self._on_finished is not None:
@@ -364,9 +354,9 @@ class Buffer:
         bound = version - self.gate.eta
         if self._late == "train" or not self._waiting or self._waiting[0].oldest_version >= bound:
             return
-        newest = _newest_version if self._late == "mask_tokens" else _oldest_version
-        late = [waited.group for waited in self._waiting if newest(waited.group) < bound]
-        self._waiting = [waited for waited in self._waiting if newest(waited.group) >= bound]
+        newest = attrgetter("newest_version" if self._late == "mask_tokens" else "oldest_version")
+        late = [one.group for one in self._waiting if newest(one) < bound]
+        self._waiting = [one for one in self._waiting if newest(one) >= bound]
         self._record_dropped(late, STALE)
 
     def _record_dropped(self, groups: Sequence[Group], reason: str) -> None:
@@ -388,6 +378,12 @@ class Buffer:
         self._counts(service).failed[reason] += 1
         self._admit_waiting()
 
+    def _used(self) -> Counter[str]:
+        """Groups of each task that were consumed or are being trained on."""
+        used = Counter({name: one.consumed for name, one in self.counts.items()})
+        used.update(one.waited.service for one in self._taken.values())
+        return used
+
     def _wake_taker(self) -> None:
         if self._taker is not None and not self._taker.done():
             self._taker.set_result(None)
@@ -403,13 +399,3 @@ class Buffer:
 
     def _counts(self, service: str) -> TaskCounts:
         return self.counts.setdefault(service, TaskCounts())
-
-
-def _oldest_version(group: Group) -> int:
-    return group.oldest_version
-
-
-def _newest_version(group: Group) -> int:
-    """Of the drawn tokens; the admitted version when nothing was drawn."""
-    drawn = (turn.completion.versions for rollout in group.rollouts for turn in rollout.turns)
-    return max((versions[-1] for versions in drawn if versions), default=group.admitted_version)

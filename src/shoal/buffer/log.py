@@ -83,6 +83,20 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovered:
+    """Where a run left off, as its log has it."""
+
+    last_step: int | None
+    """The newest step whose groups are recorded; None before the first."""
+    version: int
+    """The Version after that step."""
+    waiting: int
+    """Groups that wait to be consumed; they are offered again."""
+    interrupted: int
+    """Groups that were in flight when the process ended; they never finished, so no work is lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConsumedGroup:
     """One group of a step: how it was chosen and what of it was trained."""
 

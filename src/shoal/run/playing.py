@@ -9,12 +9,17 @@ from shoal.agents.clients import TIMEOUT_S
 from shoal.agents.host import Host
 from shoal.agents.native import native_play
 from shoal.agents.runner import AgentRunner, Play
-from shoal.agents.services import RemoteSource, remote_play
+from shoal.agents.services import RemoteSource, attend, remote_play
+from shoal.buffer import Buffer
 from shoal.config import Config
 from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
+from shoal.metrics import Trackers
 from shoal.run.plan import Prepared
+from shoal.tasks.adjust import Bounds, Change
+from shoal.tasks.library import Library
 from shoal.tasks.mixture import Mixture
-from shoal.tasks.orchestrator import LocalSource, Source
+from shoal.tasks.orchestrator import Adjustment, LocalSource, Orchestrator, Source, Terms
+from shoal.tasks.post import hooks_of, processed
 from shoal.tasks.remote import RemoteService, Scoring, ServiceScorer
 from shoal.tasks.rollout import Runners, SingleTurn
 from shoal.tasks.sdk import Definition
@@ -93,3 +98,31 @@ def sources(
         else LocalSource(service, answer)
         for service in services_of(prepared).values()
     ]
+
+
+def orchestrator(
+    config: Config, prepared: Prepared, runner: Runner, buffer: Buffer, trackers: Trackers
+) -> Orchestrator:
+    """Of the task services that the configuration names, each with its weight; called on the loop that runs it."""
+
+    def tell(change: Change) -> None:
+        trackers.log_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
+
+    def presence(name: str, present: bool) -> None:
+        (made.come if present else made.leave)(name)
+        trackers.log_event("service", task=name, state="there" if present else "away")
+
+    weights = {task.name: task.weight for task in config.tasks}
+    bounds = Bounds() if config.rollout.ratios == "automatic" else None
+    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
+    drawn = sources(config, prepared, runner, presence)
+    made = Orchestrator(
+        drawn,
+        {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
+        buffer,
+        post=lambda group: processed(group, hooks.get(group.task.service, [])),
+        adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell),
+    )
+    if isinstance(prepared.service, Library) and prepared.service.hub is not None:
+        attend(prepared.service.hub, drawn, made.wake)
+    return made

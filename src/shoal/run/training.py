@@ -37,14 +37,10 @@ from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
 from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, check_run_dir, prepare
-from shoal.run.playing import playing, scoring, sources
+from shoal.run.playing import orchestrator, playing, scoring
 from shoal.run.waits import telling_waits
 from shoal.sandbox import rungs
-from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.evaluation import accuracies
-from shoal.tasks.library import Library
-from shoal.tasks.orchestrator import Adjustment, Orchestrator, Terms
-from shoal.tasks.post import hooks_of, processed
 from shoal.tasks.rollout import SingleTurn
 from shoal.train.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -135,43 +131,51 @@ async def train(
     meta = run_meta(config)
     _write_resolved(config, run_dir)
     async with AsyncExitStack() as stack:
-        sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
-        running = max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
-        buffer = Buffer.open(run_dir, meta, max_running=running, resume=resume)
+        buffer = Buffer.open(run_dir, meta, max_running=_groups_at_once(config), resume=resume)
         stack.push_async_callback(buffer.close)
         trackers = trackers_of(config.metrics, run_dir, listeners)
         stack.callback(trackers.close)
-        trainer_child = await stack.enter_async_context(
-            TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
-        )
-        async with serving(
-            config,
-            prepared,
-            run_dir,
-            scorer=scorer,
-            desk=desk,
-            threads=threads,
-            told=lambda how: trackers.log_event("engine_lost", reason=how),
-        ) as (engine, answering):
-            trainer = TrainerProcess(trainer_child)
-            await trainer.start(
-                prepared.model_dir,
-                config.model,
-                config.train,
-                temperature=config.rollout.temperature,
-                threads=threads.trainer,
-                max_tokens=config.rollout.max_tokens,
+        child = TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
+        trainer_child = await stack.enter_async_context(child)
+        engine, answering = await stack.enter_async_context(
+            serving(
+                config,
+                prepared,
+                run_dir,
+                scorer=scorer,
+                desk=desk,
+                threads=threads,
+                told=lambda how: trackers.log_event("engine_lost", reason=how),
             )
-            store = WeightStore(run_dir / "weights")
-            eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-            async with (
-                joined(config, prepared, run_dir, answering.scorer, exchange) as node,
-                playing(config, prepared, engine, answering, _sampling(config, prepared)) as runner,
-            ):
-                parts = Parts(
-                    config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node
-                )
-                return await _run_parts(parts, prepared, trainer_child)
+        )
+        trainer = await _started(trainer_child, config, prepared, threads)
+        store = WeightStore(run_dir / "weights")
+        eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
+        node = await stack.enter_async_context(joined(config, prepared, run_dir, answering.scorer, exchange))
+        played = playing(config, prepared, engine, answering, _sampling(config, prepared))
+        runner = await stack.enter_async_context(played)
+        parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
+        return await _run_parts(parts, prepared, trainer_child)
+
+
+def _groups_at_once(config: Config) -> int:
+    """Those that fill the engine, and a little more."""
+    sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
+    return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
+
+
+async def _started(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
+    """The trainer, with the model loaded."""
+    trainer = TrainerProcess(child)
+    await trainer.start(
+        prepared.model_dir,
+        config.model,
+        config.train,
+        temperature=config.rollout.temperature,
+        threads=threads.trainer,
+        max_tokens=config.rollout.max_tokens,
+    )
+    return trainer
 
 
 @asynccontextmanager
@@ -209,7 +213,7 @@ async def serving(
 async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcome:
     """Recovers, checks parity, evaluates, trains, evaluates again."""
     began_s = time.monotonic()
-    config, recovered = parts.config, parts.buffer.recovered
+    recovered = parts.buffer.recovered
     first_step = 0 if recovered.last_step is None else recovered.last_step + 1
     loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
     await _recover(parts, loop)
@@ -217,26 +221,8 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(rungs.in_use))
     await loop.evaluate(first_step)
-    orchestrator = _orchestrator(parts, prepared)
-    training_s = time.monotonic()
     with telling_waits():
-        async with asyncio.TaskGroup() as tasks:
-            drawing = tasks.create_task(orchestrator.run(), name="orchestrator")
-            background = [
-                drawing,
-                tasks.create_task(_watch(trainer), name="trainer process"),
-                tasks.create_task(loop.serve_versions(), name="serving versions"),
-                tasks.create_task(loop.watch_engine(), name="watching the engine"),
-            ]
-            if parts.swarm is not None:
-                parts.buffer.on_finished(parts.swarm.own_group)
-                background.append(tasks.create_task(parts.swarm.run(), name="swarm"))
-            await loop.run(tasks)
-            trained_s = time.monotonic() - training_s
-            drawing.cancel()  # what it has in flight must not slow the evaluation
-            await loop.evaluate(config.train.steps)
-            for task in background:
-                task.cancel()
+        trained_s = await _train_and_evaluate(parts, prepared, loop, trainer)
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     return Outcome(
@@ -255,38 +241,28 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     )
 
 
-def _orchestrator(parts: Parts, prepared: Prepared) -> Orchestrator:
-    """Of the task services that the configuration names, each with its weight."""
-    config, loop = parts.config, asyncio.get_running_loop()
-    hub = prepared.service.hub if isinstance(prepared.service, Library) else None
-
-    def tell(change: Change) -> None:
-        parts.trackers.log_event(
-            "ratio", task=change.name, before=change.before, after=change.after, reason=change.reason
-        )
-
-    def presence(name: str, present: bool) -> None:
-        (orchestrator.come if present else orchestrator.leave)(name)
-        parts.trackers.log_event("service", task=name, state="there" if present else "away")
-
-    def members(name: str, number: int) -> None:
-        loop.call_soon_threadsafe(orchestrator.wake)
-
-    if hub is not None:
-        hub.hub.registry.on_members = members
-    weights = {task.name: task.weight for task in config.tasks}
-    bounds = Bounds() if config.rollout.ratios == "automatic" else None
-    adjustment = None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell)
-    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
-    drawn = sources(config, prepared, parts.runner, presence)
-    orchestrator = Orchestrator(
-        drawn,
-        {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
-        parts.buffer,
-        post=lambda group: processed(group, hooks.get(group.task.service, [])),
-        adjustment=adjustment,
-    )
-    return orchestrator
+async def _train_and_evaluate(parts: Parts, prepared: Prepared, loop: TrainLoop, trainer: Child) -> float:
+    """All steps that remain, with everything that goes on beside them; how many seconds they took."""
+    began_s = time.monotonic()
+    drawing_groups = orchestrator(parts.config, prepared, parts.runner, parts.buffer, parts.trackers)
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(drawing_groups.run(), name="orchestrator")
+        background = [
+            drawing,
+            tasks.create_task(_watch(trainer), name="trainer process"),
+            tasks.create_task(loop.serve_versions(), name="serving versions"),
+            tasks.create_task(loop.watch_engine(), name="watching the engine"),
+        ]
+        if parts.swarm is not None:
+            parts.buffer.on_finished(parts.swarm.own_group)
+            background.append(tasks.create_task(parts.swarm.run(), name="swarm"))
+        await loop.run(tasks)
+        trained_s = time.monotonic() - began_s
+        drawing.cancel()  # what it has in flight must not slow the evaluation
+        await loop.evaluate(parts.config.train.steps)
+        for task in background:
+            task.cancel()
+    return trained_s
 
 
 def _words(reward: str | list[str]) -> list[str]:

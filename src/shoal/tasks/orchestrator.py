@@ -30,6 +30,11 @@ class Counts(Protocol):
         ...
 
     @property
+    def consumed(self) -> int:
+        """Of those, the ones that training has used."""
+        ...
+
+    @property
     def in_flight(self) -> int:
         """Started, and nothing came of it yet."""
         ...
@@ -54,6 +59,10 @@ class Admission(Protocol):
 
     def on_room(self, wake: Callable[[], None]) -> None:
         """Calls `wake` whenever there may be more room than before."""
+        ...
+
+    def balance(self, due: Callable[[Mapping[str, int], int], Mapping[str, float]]) -> None:
+        """Training keeps to what is `due` to each service, see `Quotas.due`; called again whenever that changes."""
         ...
 
     async def admit(self, group_id: str, service: str) -> int:
@@ -154,9 +163,9 @@ class Orchestrator:
         weights = {name: terms[name].weight for name in self._sources}
         self._adjustment = adjustment
         self._adjuster = _adjuster(weights, adjustment) if adjustment else None
-        accepted = {name: admission.counts_of(name).finished for name in self._sources}
-        window = admission.budget - sum(accepted.values())
-        self._quotas = Quotas(weights, lend_at_most=window, accepted=accepted)
+        consumed = {name: admission.counts_of(name).consumed for name in self._sources}
+        window = admission.budget - sum(consumed.values())
+        self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
         self._wake = asyncio.Event()
@@ -169,6 +178,7 @@ class Orchestrator:
     async def run(self) -> None:
         """Draws and runs groups for ever."""
         self._admission.on_room(self._wake.set)
+        self._admission.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
             for source in self._sources.values():
                 groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
@@ -181,13 +191,14 @@ class Orchestrator:
 
     def leave(self, name: str) -> None:
         """A service is away: its share goes to the others until it comes back."""
-        counts = self._admission.counts_of(name)
-        self._quotas.leave(name, Load(counts.finished, counts.in_flight))
+        self._quotas.leave(name)
+        self._admission.balance(self._quotas.due)
         self._wake.set()
 
     def come(self, name: str) -> None:
         """A service is back; it gets what it missed out of what comes, within bounds."""
         self._quotas.come(name)
+        self._admission.balance(self._quotas.due)
         self._wake.set()
 
     def wake(self) -> None:
@@ -257,6 +268,7 @@ class Orchestrator:
         for change in self._adjuster.adjust(growth):
             self._adjustment.on_change(change)
         self._quotas.weigh(self._adjuster.weights)
+        self._admission.balance(self._quotas.due)
 
 
 def _adjuster(weights: Mapping[str, float], adjustment: Adjustment) -> Adjuster | TokenShares:

@@ -34,13 +34,13 @@ class Quotas:
     """
 
     def __init__(
-        self, weights: Mapping[str, float], *, lend_at_most: float, accepted: Mapping[str, int] | None = None
+        self, weights: Mapping[str, float], *, lend_at_most: float, consumed: Mapping[str, int] | None = None
     ) -> None:
-        """Weights are relative; all services are present at first. `accepted` is what a resumed run has already."""
+        """Weights are relative; all services are present at first. `consumed` is what a resumed run has trained."""
         if not weights or min(weights.values()) <= 0:
             raise ValueError(f"weights: expected a number > 0 for each of one or more tasks, got {dict(weights)}")
         self._weights = dict(weights)
-        self._quotas = {name: float((accepted or {}).get(name, 0)) for name in weights}
+        self._quotas = {name: float((consumed or {}).get(name, 0)) for name in weights}
         self._present = dict.fromkeys(weights)  # in order
         self._lent = dict.fromkeys(weights, 0.0)
         self._lend_at_most = lend_at_most
@@ -74,18 +74,9 @@ class Quotas:
         assert weights.keys() == self._weights.keys() and min(weights.values()) > 0
         self._weights = dict(weights)
 
-    def leave(self, name: str, load: Load) -> None:
-        """A service is away: the others take over what it has not used. `load` no longer counts what it ran."""
-        if name not in self._present:
-            return
-        del self._present[name]
-        unused = max(self._quotas[name] - load.accepted - load.running, 0.0)
-        self._quotas[name] -= unused
-        self._lent[name] = min(self._lent[name] + unused, self._lend_at_most)
-        if self._present:
-            self._split(unused)
-        else:
-            self._unassigned += unused
+    def leave(self, name: str) -> None:
+        """A service is away: the others take over what it has not used, and does not use any more."""
+        self._present.pop(name, None)
 
     def come(self, name: str) -> None:
         """A service is there, again or for the first time under a name that has a weight."""
@@ -95,7 +86,12 @@ class Quotas:
             self._split(unassigned)
 
     def next(self, loads: Mapping[str, Load], ready: Collection[str]) -> str | None:
-        """The service among `ready` that starts a group next: the one furthest below its quota; None when none is."""
+        """The service among `ready` that starts a group next: the one furthest below its quota; None when none is.
+
+        `loads` are of all services.
+        """
+        for away in [name for name in self._weights if name not in self._present]:
+            self._take_over(away, self._quotas[away] - loads[away].accepted - loads[away].running)
         room = {
             name: self._quotas[name] - loads[name].accepted - loads[name].running
             for name in self._present
@@ -103,6 +99,23 @@ class Quotas:
         }
         name = max(room, key=lambda name: room[name], default=None)
         return name if name is not None and room[name] > 1e-9 else None
+
+    def due(self, consumed: Mapping[str, int], groups: int) -> dict[str, float]:
+        """How many groups of each service present may have been consumed when `groups` more are: its quota, less its
+        share of what the quotas are ahead of consumption.
+
+        The deficits of consumption are those of the quotas, so that what is due is also there, or may be started.
+        """
+        ahead = sum(self._quotas[name] - consumed.get(name, 0) for name in self._present) - groups
+        return {name: self._quotas[name] - share * ahead for name, share in self.shares.items()}
+
+    def _take_over(self, name: str, unused: float) -> None:
+        """Gives what a service that is away does not use to the others."""
+        if unused <= 0 or not self._present:
+            return
+        self._quotas[name] -= unused
+        self._lent[name] = min(self._lent[name] + unused, self._lend_at_most)
+        self._split(unused)
 
     def _split(self, growth: float) -> None:
         for name, share in self.shares.items():
