@@ -327,3 +327,14 @@ def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: 
 
     with serving(tiny_model_dir, "--max-running", "16") as one, serving(tiny_model_dir, "--max-running", "16") as two:
         asyncio.run(ask([one.url, two.url], one.pid))
+
+
+def test_an_engine_that_serves_another_run_is_not_taken_in() -> None:
+    async def join(version: int, recovered: int) -> int:
+        pool = EnginePool(initial=NOWHERE, recovered=recovered)
+        await pool.join("left over", CountingEngine(version=version))
+        return pool.seats[0].version
+
+    assert asyncio.run(join(7, recovered=7)) == 7
+    with pytest.raises(EngineUnavailable, match=r"got version 7: its weights are another run's"):
+        asyncio.run(join(7, recovered=0))

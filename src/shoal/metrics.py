@@ -44,6 +44,7 @@ STEP_NAMES: Mapping[str, str] = {
     "ratio_share/<bounds>": "Share of the trained tokens with a pi_theta / pi_behav between two bounds, 0..1.",
     "clipped_share": "Share of trained tokens whose gradient the clip removed, 0..1.",
     "masked_share": "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1.",
+    "capped_share": "Share of trained tokens whose importance weight was lowered to its bound, 0..1.",
     "ess": "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1.",
     "kl": "Estimated distance to the reference model over the trained tokens, in nats; 0 without one.",
     "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
@@ -51,6 +52,7 @@ STEP_NAMES: Mapping[str, str] = {
     "trainer's arithmetic that differs; missing without such tokens.",
     "value_loss": "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic.",
     "explained_variance": "Share of the returns' variance that the critic's values explain; missing without a critic.",
+    "refused_updates": "Updates of the step that were not taken because the gradient was not finite.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
     "length_mean": "Mean answer length, in tokens.",
     "waiting": "Finished groups that no step has consumed yet.",
@@ -90,7 +92,7 @@ EVAL_NAMES: Mapping[str, str] = {
     "greedy/<task>": "`greedy` for one task.",
 }
 COUNTS = frozenset(
-    {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed"}
+    {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed", "refused_updates"}
     | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
 )
 """Names that count since the step before, so that their sum over the steps is of the whole run."""

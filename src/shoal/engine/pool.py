@@ -81,13 +81,22 @@ class EnginePool:
     """Implements `interfaces.Engine` with those that joined. `watch` must run beside it."""
 
     def __init__(
-        self, *, patience_s: float = PATIENCE_S, check_every_s: float = CHECK_EVERY_S, initial: Path | None = None
+        self,
+        *,
+        patience_s: float = PATIENCE_S,
+        check_every_s: float = CHECK_EVERY_S,
+        initial: Path | None = None,
+        recovered: int = 0,
     ) -> None:
-        """`patience_s` is how long a request may wait for an engine that can take it; `initial` is version 0."""
+        """`patience_s` is how long a request may wait for an engine that can take it; `initial` is version 0.
+
+        Engines may serve versions up to `recovered` before `update_weights` gives them any.
+        """
         self._patience_s = patience_s
         self._check_every_s = check_every_s
         self._members: dict[str, _Member] = {}
         self._target = _Target(0, initial) if initial else None
+        self._recovered = recovered
         self._loading = asyncio.Lock()  # who changes which weights an engine serves
         self._changed = asyncio.Event()
         self._last_error = "none has joined"
@@ -293,7 +302,15 @@ class EnginePool:
     async def _brought_up(self, engine: PoolEngine, version: int) -> int:
         """Has an engine serve the newest weights if it does not; the version it serves then."""
         target = self._target
-        if target is None or version >= target.version:
+        if target is None:
+            return version
+        newest = max(target.version, self._recovered)
+        if version > newest:
+            raise EngineUnavailable(
+                f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
+                f"its weights are another run's; start it again"
+            )
+        if version >= target.version:
             return version
         await _loaded(engine, target)
         return target.version

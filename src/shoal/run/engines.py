@@ -47,6 +47,8 @@ class EngineSettings:
     threads: int
     """Cores that all engines of this machine have together."""
     logs: Path
+    recovered: int = 0
+    """The newest Version of the run so far."""
 
 
 @asynccontextmanager
@@ -56,7 +58,7 @@ async def engines(settings: EngineSettings, told: Told) -> AsyncIterator[EngineP
     Raises `ChildDied` when one cannot be started or kept, `ConfigError` for a remote one that cannot do what is needed,
     `EngineUnavailable` when no remote one answers.
     """
-    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir)
+    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir, recovered=settings.recovered)
     names = settings.engine.urls or _own_names(settings.engine.count)
     failures: list[str] = []
     keep = _Remote(settings, pool, failures).keep if settings.engine.urls else _Own(settings, pool, told).keep

@@ -50,7 +50,8 @@ PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| b
 CANARY_TOKENS = 64
 STATS_FIELDS = (
     *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
-    *("clipped_share", "masked_share", "ess", "kl", "mismatch", "mismatch_fresh", "value_loss", "explained_variance"),
+    *("clipped_share", "masked_share", "capped_share", "ess", "kl", "mismatch", "mismatch_fresh"),
+    *("value_loss", "explained_variance", "refused_updates"),
 )
 RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
@@ -196,6 +197,8 @@ class TrainLoop:
         assert recorded.done()
         stats = trained.result()
         self._busy_s += stats.seconds
+        if stats.refused_updates:
+            parts.trackers.log_event("updates_refused", step=step + 1, reason="the gradient is not finite")
         if push:
             await self._publish(version_after)
             self._serve_newest()

@@ -24,8 +24,7 @@ from typing import TypeAlias
 import uvloop
 
 from shoal import checkpoint
-from shoal.buffer import Buffer, RunMeta, task_counts
-from shoal.buffer.log import FILE as LOG
+from shoal.buffer import Buffer, RunMeta
 from shoal.config import Config, to_toml
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
@@ -76,7 +75,7 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     run_dir = Path(config.run_dir)
     check_membership(config)
     check_run_dir(run_dir, resume=resume)
-    with prepare(config) as prepared, nothing_left_behind(run_dir):
+    with prepare(config) as prepared:
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
 
 
@@ -87,12 +86,15 @@ def run_evaluation(config: Config) -> dict[str, object]:
 
 
 @contextmanager
-def nothing_left_behind(run_dir: Path) -> Iterator[None]:
-    """Removes the run directory when what is inside fails before the first group was started."""
+def nothing_left_behind(run_dir: Path, buffer: Buffer) -> Iterator[None]:
+    """Removes a new run's directory when what is inside fails before the first group was started.
+
+    Only who has the directory's log open may: to others it may be that of a run which goes on.
+    """
     try:
         yield
     except BaseException:
-        if not (run_dir / LOG).is_file() or not task_counts(run_dir):
+        if not any(counts.started for counts in buffer.counts.values()):
             shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
@@ -129,10 +131,12 @@ async def train(
     threads = threads or compute_threads()
     run_dir = Path(config.run_dir)
     meta = run_meta(config)
-    _write_resolved(config, run_dir)
     async with AsyncExitStack() as stack:
         buffer = Buffer.open(run_dir, meta, max_running=_groups_at_once(config), resume=resume)
         stack.push_async_callback(buffer.close)
+        if not resume:
+            stack.enter_context(nothing_left_behind(run_dir, buffer))
+        _write_resolved(config, run_dir)
         trackers = trackers_of(config.metrics, run_dir, listeners)
         stack.callback(trackers.close)
         child = TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
@@ -145,6 +149,7 @@ async def train(
                 scorer=scorer,
                 desk=desk,
                 threads=threads,
+                recovered=buffer.recovered.version,
                 told=lambda how: trackers.log_event("engine_lost", reason=how),
             )
         )
@@ -187,9 +192,13 @@ async def serving(
     scorer: Scorer | None = None,
     desk: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
+    recovered: int = 0,
     told: Told = lambda how: None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
-    """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines."""
+    """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines.
+
+    `recovered` is the newest Version that they may serve already.
+    """
     sampling = _sampling(config, prepared)
     settings = EngineSettings(
         config.engine,
@@ -199,6 +208,7 @@ async def serving(
         sampling,
         (threads or compute_threads()).engine,
         run_dir / "logs",
+        recovered,
     )
     async with AsyncExitStack() as stack:
         if scorer is None:
@@ -306,7 +316,7 @@ async def logprob_mismatch(parts: Parts, prepared: Prepared) -> float:
     ]
     mismatch = fmean(differences)
     bound = PARITY_BOUND_NATS[parts.config.model.dtype]
-    if mismatch > bound:
+    if not mismatch <= bound:  # nan is no agreement either
         raise ConfigError(
             f"engine and trainer disagree about the same tokens: mean |logprob difference| {mismatch:.2e} nats, "
             f"expected at most {bound:.0e}; check that both load the same model in the same dtype"
@@ -364,7 +374,6 @@ def _sampling(config: Config, prepared: Prepared) -> Sampling:
 
 def _write_resolved(config: Config, run_dir: Path) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "resolved.toml").write_text(to_toml(config))
     except OSError as error:
         raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
