@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from engine_models import plain, saved
 from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Draft, Request
@@ -35,42 +35,26 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
     """Three models of one shape."""
     found = []
     for seed in range(3):
-        config = transformers.Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=0.2,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            path = tmp_path_factory.mktemp(f"weights{seed}")
-            transformers.Qwen2ForCausalLM(config).save_pretrained(path)
-        plain = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-        found.append(Weights(path, plain))
+        path = tmp_path_factory.mktemp(f"weights{seed}")
+        saved("Qwen2", path, seed, VOCABULARY, num_key_value_heads=2, max_position_embeddings=128)
+        found.append(Weights(path, plain(path)))
     return found
 
 
 @torch.inference_mode()
 def redrawn(draft: Draft, versions: tuple[int, ...], served: dict[int, PreTrainedModel]) -> None:
-    """Draws a completion again, alone, each token by a full forward of the weights that the engine says drew it."""
+    """Draws each token of a completion again, alone, after those before it, with the weights said to have drawn it."""
     uniforms = Uniforms(draft.sampling.seed or 0, draft.index)
-    known = list(draft.prompt_ids)
-    for i, version in enumerate(versions):
-        logits_1V = served[version](torch.tensor([known])).logits[0, -1:]
-        u_1 = torch.tensor([uniforms[i]])
-        token_1, logp_1, log_kept_1 = drawn(logits_1V, SamplingRows([draft.sampling]), u_1)
-        assert draft.drawn[i] == int(token_1), f"token {i} of {len(versions)}"
-        assert draft.logprobs[i] == pytest.approx(float(logp_1), abs=1e-4)
-        if log_kept_1 is not None:
-            assert draft.log_kept[i] == pytest.approx(float(log_kept_1), abs=1e-4)
-        known.append(draft.drawn[i])
+    row_1L = torch.tensor([[*draft.prompt_ids, *draft.drawn]])
+    for version in set(versions):
+        drawn_by = [i for i, drawer in enumerate(versions) if drawer == version]
+        logits_NV = served[version](row_1L).logits[0, [draft.prompt_len - 1 + i for i in drawn_by]]
+        rows = SamplingRows([draft.sampling] * len(drawn_by))
+        token_N, logp_N, log_kept_N = drawn(logits_NV, rows, torch.tensor([uniforms[i] for i in drawn_by]))
+        assert [draft.drawn[i] for i in drawn_by] == token_N.tolist()
+        assert [draft.logprobs[i] for i in drawn_by] == pytest.approx(logp_N.tolist(), abs=1e-4)
+        if log_kept_N is not None:
+            assert [draft.log_kept[i] for i in drawn_by] == pytest.approx(log_kept_N.tolist(), abs=1e-4)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -1,57 +1,23 @@
 """SGLang behind Shoal's protocol, against a server that follows its documented routes (sglang_contract.py)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from engine_server import changed_weights, serving
+from foreign_engine import asked, assert_drawn_by_its_versions, logprobs
 from sglang_contract import contract
 from shoal.engine import canary
-from shoal.engine.connect import connected
 from shoal.engine.foreign import ForeignEngine, Stop
 from shoal.engine.pool import EnginePool
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.model import load_model, packed_logprobs
-from shoal.types import Completion, FinishReason, Sampling
+from shoal.types import FinishReason, Sampling
 from shoal.weights import WeightStore
 
 PROMPT = [5, 6, 7, 8]
-
-
-def asked(url: str, model: Path, body: Callable[[ForeignEngine], Awaitable[None]], on_update: str) -> None:
-    """Runs `body` with an engine that serves the model as version 0."""
-
-    async def run() -> None:
-        sampling = Sampling(8, temperature=0.7, top_k=5)
-        engine = await connected(url, on_update=on_update, model_dir=model, sampling=sampling)
-        assert isinstance(engine, ForeignEngine)
-        try:
-            await body(engine)
-        finally:
-            await engine.aclose()
-
-    asyncio.run(run())
-
-
-def logprobs(model: Path, weights: Path, row: list[int]) -> list[float]:
-    """Of tokens 1..L-1 under some weights."""
-    loaded = load_model(model)
-    loaded.load_state_dict(load_file(weights))
-    with torch.no_grad():
-        logp_T, _ = packed_logprobs(loaded, torch.tensor(row), [len(row)])
-    return [float(logp) for logp in logp_T[1:]]
-
-
-def assert_drawn_by(completion: Completion, prompt: list[int], model: Path, files: list[Path]) -> None:
-    """Each token's logprob is what the weights of its version give it."""
-    row = [*prompt, *completion.token_ids]
-    by_version = {v: logprobs(model, files[v], row)[len(prompt) - 1 :] for v in set(completion.versions)}
-    for i, (logprob, version) in enumerate(zip(completion.logprobs, completion.versions, strict=True)):
-        assert abs(logprob - by_version[version][i]) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +28,7 @@ def files(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     for version, factor in ((1, -1.0), (2, 0.5)):
         path = changed_weights(tiny_model_dir, store, version, factor)
         row = tuple(range(6, 60))
-        canary.write(canary.Canary(row, tuple(logprobs(tiny_model_dir, path, list(row))), 1e-3), path.parent)
+        canary.write(canary.Canary(row, tuple(logprobs(tiny_model_dir, path, row)), 1e-3), path.parent)
         found.append(path)
     return found
 
@@ -86,7 +52,7 @@ def test_tokens_scores_and_weights_under_way_by_retracting(
         answers = [completion for task in tasks for completion in await task]
         assert all(len(c.token_ids) == 240 for c in answers)
         assert max(len(set(c.versions)) for c in answers) > 1
-        assert_drawn_by(answers[3], [*PROMPT, 1], tiny_model_dir, files)
+        assert_drawn_by_its_versions(answers[3], [*PROMPT, 1], tiny_model_dir, files)
         row = [*PROMPT, *answers[0].token_ids[:20]]
         scored, computed = await engine.score(row), logprobs(tiny_model_dir, files[2], row)
         assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < 1e-4
@@ -142,7 +108,7 @@ def test_an_older_server_is_aborted_and_the_pool_goes_on_with_the_partial_answer
         answers = [completion for task in tasks for completion in await task]
         assert all(len(c.token_ids) == 240 and c.finish_reason is FinishReason.LENGTH for c in answers)
         assert any(len(set(c.versions)) > 1 for c in answers)
-        assert_drawn_by(answers[1], [*PROMPT, 0], tiny_model_dir, files)
+        assert_drawn_by_its_versions(answers[1], [*PROMPT, 0], tiny_model_dir, files)
 
     with contract(engine_url, label="8", knows_modes=False) as (url, _):  # as another run left it
         asked(url, tiny_model_dir, body, "recompute")

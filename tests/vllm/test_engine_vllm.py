@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs
 from shoal.buffer.audit import audit
 from shoal.engine import canary
 from shoal.engine.connect import connected
@@ -20,8 +21,7 @@ from shoal.engine.foreign import Abilities, ForeignEngine, Stop
 from shoal.engine.pool import EnginePool
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.model import load_model, packed_logprobs
-from shoal.types import Completion, FinishReason, Sampling
+from shoal.types import FinishReason, Sampling
 from shoal.warm_start import demo_model
 from vllm_server import PYTHON, vllm_serving
 
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs a vLLM in an environment of its own: make test-vllm"),
 ]
 PROMPT = [1, 2, 3, 4]
-BOUND_NATS = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -61,41 +60,6 @@ def changed(model: Path, folder: Path, seed: int) -> Path:
     row = tuple(range(3, 60))
     canary.write(canary.Canary(row, tuple(logprobs(model, folder, row)), 1e-3), folder)
     return folder
-
-
-def logprobs(model: Path, weights: Path, row: Sequence[int]) -> list[float]:
-    """Of tokens 1..L-1 under some weights, as the trainer computes them."""
-    loaded = load_model(model)
-    loaded.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
-    loaded.tie_weights()
-    with torch.no_grad():
-        logp_T, _ = packed_logprobs(loaded, torch.tensor(row), [len(row)])
-    return [float(logp) for logp in logp_T[1:]]
-
-
-def asked(url: str, model_dir: Path, body: Callable[[ForeignEngine], Awaitable[None]], on_update: str) -> None:
-    """Runs `body` with an engine that serves the model as version 0."""
-
-    async def run() -> None:
-        sampling = Sampling(8, temperature=0.7, top_k=5)
-        engine = await connected(url, on_update=on_update, model_dir=model_dir, sampling=sampling)
-        assert isinstance(engine, ForeignEngine)
-        try:
-            await body(engine)
-        finally:
-            await engine.aclose()
-
-    asyncio.run(run())
-
-
-def assert_drawn_by_its_versions(
-    completion: Completion, prompt: Sequence[int], model: Path, versions: Sequence[Path]
-) -> None:
-    """Each token's logprob is the one that the weights of its version give it after all tokens before it."""
-    row = [*prompt, *completion.token_ids]
-    by_version = {v: logprobs(model, versions[v], row)[len(prompt) - 1 :] for v in set(completion.versions)}
-    for i, (logprob, version) in enumerate(zip(completion.logprobs, completion.versions, strict=True)):
-        assert abs(logprob - by_version[version][i]) < BOUND_NATS, (i, version)
 
 
 def test_ids_logprobs_and_scores_are_those_of_the_model(url: str, model_dir: Path) -> None:

@@ -7,10 +7,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import CachedRows, ChunkRows, DecodeRows, KVCache
+from shoal.engine.cache import KVCache
+from shoal.engine.layout import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows
 from shoal.engine.scheduler import Chunk, Plan
+
+LIKE_LENGTH = 0.75
+"""Chunks attend together, padded to the longest, when none is shorter than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +30,18 @@ class Scored:
 class StepBatch:
     """One forward: decoding rows first, pool by pool, then chunks of known tokens.
 
-    `drafts` [B] draw a token each. `keep` says which of the T positions pass through the language-model head, and
-    `expand` [B] which of the kept rows each draft draws from (None: its own); 0 and None mean all.
+    `drafts` [B] draw a token each. `keep_K` says which of the T positions pass through the language-model head (None:
+    all), and `expand` [B] which of the kept rows each draft draws from (None: its own).
     """
 
     def __init__(self, plan: Plan[Draft], cache: KVCache, device: torch.device) -> None:
         """Places the plan's sequences in the cache. Copies that the plan orders have been made."""
-        for draft in (*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))):
-            cache.place(draft)
+        cache.place_all([*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))])
         cache.close_holes()
         self.plan = plan
         self._decode, decoding = _decode_rows(plan.decode, cache, device)
-        chunks = sorted(plan.chunks, key=lambda chunk: (chunk.start, chunk.length))
+        together = _chunks_together(plan.chunks, cache)
+        chunks = [chunk for members in together for chunk in members]
         self.drafts: list[Draft] = decoding
         self.scored: list[Scored] = []
         token_T = [draft.token_at(draft.total - 1) for draft in decoding]
@@ -56,10 +60,10 @@ class StepBatch:
                 if wanted < chunk.length:
                     keep.append(len(token_T) - 1)
                 expand += [len(keep) - 1] * (1 + len(chunk.followers))
-        self.input_ids_1T = torch.tensor([token_T], device=device)
-        self.position_ids_1T = torch.tensor([position_T], device=device)
-        self.layout = CachedRows([*self._decode, *_chunk_rows(chunks, cache)])
-        self.keep: int | Tensor = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else 0
+        self.token_T = torch.tensor(token_T, device=device)
+        self.position_T = torch.tensor(position_T, device=device)
+        self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
+        self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
         own_rows = len(expand) == len(keep) and not self.scored
         self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
@@ -71,8 +75,8 @@ class StepBatch:
         for rows in self._decode:
             rows.advance()
         assert not self.scored, "only prefilling scores"
-        self.input_ids_1T = token_B[None]
-        self.position_ids_1T += 1
+        self.token_T = token_B
+        self.position_T += 1
         return all(rows.fits for rows in self._decode)
 
 
@@ -86,11 +90,23 @@ def _decode_rows(drafts: Sequence[Draft], cache: KVCache, device: torch.device) 
     return rows, [draft for _, _, draft in placed]
 
 
-def _chunk_rows(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[ChunkRows]:
-    """Chunks that start at 0 and have equal length together, all others alone."""
-    rows = []
-    for (start, length), members in groupby(chunks, key=lambda chunk: (chunk.start, chunk.length)):
-        places = [cache.place(chunk.sequence) for chunk in members]
-        groups = [places] if start == 0 else [[place] for place in places]
-        rows += [ChunkRows(group, start, length) for group in groups]
-    return rows
+def _chunks_together(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[list[Chunk[Draft]]]:
+    """Chunks that attend in one call: of one pool, that start at 0 or do not, of like length."""
+
+    def kind(chunk: Chunk[Draft]) -> tuple[int, bool, int]:
+        return cache.place(chunk.sequence)[0].capacity, chunk.start > 0, -chunk.length
+
+    together: list[list[Chunk[Draft]]] = []
+    for chunk in sorted(chunks, key=kind):
+        first = together[-1][0] if together else None
+        if first is not None and kind(chunk)[:2] == kind(first)[:2] and chunk.length >= LIKE_LENGTH * first.length:
+            together[-1].append(chunk)
+        else:
+            together.append([chunk])
+    return together
+
+
+def _chunk_rows(chunks: Sequence[Chunk[Draft]], cache: KVCache, device: torch.device) -> ChunkRows:
+    places = [cache.place(chunk.sequence) for chunk in chunks]
+    starts, lengths = [chunk.start for chunk in chunks], [chunk.length for chunk in chunks]
+    return ChunkRows(places[0][0], [slot for _, slot in places], starts, lengths, device)

@@ -1,4 +1,4 @@
-"""KV storage in size classes, and how the tokens of one step attend to it.
+"""KV storage in size classes.
 
 Each size class is a `Pool` of slots with room for `capacity` tokens; a sequence that outgrows its slot moves to the
 next class, twice as large. So storage and attention are at most twice what the tokens need, whatever the longest
@@ -6,13 +6,12 @@ sequence is, and decoding reads views of the storage instead of gathered copies.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shoal.engine.scheduler import SequenceState
 
@@ -75,14 +74,16 @@ class Pool:
             self._layers[layer] = stored
         return stored
 
-    def copy(self, source_slot: int, target: "Pool", target_slot: int, length: int) -> None:
-        """Copies the KV of the first `length` tokens into a slot of this or another pool."""
+    def copy(self, source_slots: Sequence[int], target: "Pool", target_slots: Sequence[int], length: int) -> None:
+        """Copies the KV of the first `length` tokens of slots into slots of this or another pool."""
         if length == 0:
             return
         for layer, (k, v) in self._layers.items():
+            source_N = torch.tensor(source_slots, device=k.device)
+            target_N = torch.tensor(target_slots, device=k.device)
             k_target, v_target = target.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
-            k_target[target_slot, :, :length] = k[source_slot, :, :length]
-            v_target[target_slot, :, :length] = v[source_slot, :, :length]
+            for x, x_target in ((k, k_target), (v, v_target)):
+                x_target[:, :, :length].index_copy_(0, target_N, x[:, :, :length].index_select(0, source_N))
 
     def exported(self, slot: int, length: int) -> StoredKV:
         """A copy of the KV of the first `length` tokens in a slot."""
@@ -105,7 +106,7 @@ class Pool:
         sequence = self.slots[last]
         assert sequence is not None, "the last slot is never a hole"
         slot = self._free.pop()
-        self.copy(last, self, slot, sequence.kv_len)
+        self.copy([last], self, [slot], sequence.kv_len)
         self.slots[slot] = sequence
         self.release(last)
         return sequence, slot
@@ -142,12 +143,32 @@ class KVCache:
         if place is not None and sequence.total <= place[0].capacity:
             return place
         pool = self._pool(sequence.total)
-        slot = pool.take(sequence)
         if place is not None:
-            place[0].copy(place[1], pool, slot, sequence.kv_len)
-            place[0].release(place[1])
-        self._places[id(sequence)] = pool, slot
-        return pool, slot
+            self._move(place[0], pool, [sequence])
+        else:
+            self._places[id(sequence)] = pool, pool.take(sequence)
+        return self._places[id(sequence)]
+
+    def place_all(self, sequences: Sequence[SequenceState]) -> None:
+        """Gives each a place as `place` does. Those that outgrow a pool together move together."""
+        moves: dict[tuple[Pool, Pool], list[SequenceState]] = {}
+        for sequence in sequences:
+            place = self._places.get(id(sequence))
+            if place is not None and sequence.total > place[0].capacity:
+                moves.setdefault((place[0], self._pool(sequence.total)), []).append(sequence)
+        for (source, target), movers in moves.items():
+            self._move(source, target, movers)
+        for sequence in sequences:
+            self.place(sequence)
+
+    def _move(self, source: Pool, target: Pool, movers: Sequence[SequenceState]) -> None:
+        slots = [self._places[id(sequence)][1] for sequence in movers]
+        for sequence in movers:
+            self._places[id(sequence)] = target, target.take(sequence)
+        target_slots = [self._places[id(sequence)][1] for sequence in movers]
+        source.copy(slots, target, target_slots, max(sequence.kv_len for sequence in movers))
+        for slot in slots:
+            source.release(slot)
 
     def release(self, sequence: SequenceState) -> None:
         """Gives up a sequence's slot, if it has one."""
@@ -155,11 +176,17 @@ class KVCache:
         if place is not None:
             place[0].release(place[1])
 
-    def copy_prefix(self, source: SequenceState, target: SequenceState, length: int) -> None:
-        """Gives `target` the KV of the first `length` tokens of `source`."""
-        source_pool, source_slot = self._places[id(source)]
-        target_pool, target_slot = self.place(target)
-        source_pool.copy(source_slot, target_pool, target_slot, length)
+    def copy_prefixes(self, copies: Iterable[tuple[SequenceState, SequenceState, int]]) -> None:
+        """Gives each (source, target, length) the target the KV of the first `length` tokens of the source."""
+        together: dict[tuple[Pool, Pool, int], tuple[list[int], list[int]]] = {}
+        for source, target, length in copies:
+            target_pool, target_slot = self.place(target)
+            source_pool, source_slot = self._places[id(source)]
+            sources, targets = together.setdefault((source_pool, target_pool, length), ([], []))
+            sources.append(source_slot)
+            targets.append(target_slot)
+        for (source_pool, target_pool, length), (sources, targets) in together.items():
+            source_pool.copy(sources, target_pool, targets, length)
 
     def exported(self, sequence: SequenceState, length: int) -> "StoredKV | None":
         """A copy of the KV of a sequence's first `length` tokens; None when it has no slot."""
@@ -179,155 +206,3 @@ class KVCache:
 
     def _pool(self, tokens: int) -> Pool:
         return next(pool for pool in self.pools if tokens <= pool.capacity)
-
-
-class DecodeRows:
-    """Rows of one forward, one token each, of sequences in one pool. `advance` makes them the next step's."""
-
-    def __init__(self, pool: Pool, slots: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
-        self.count = len(slots)
-        self.longest = max(positions) + 1
-        self._pool = pool
-        self._uniform = min(positions) == max(positions)
-        self._span = max(slots) + 1
-        self._dense = list(slots) == list(range(len(slots)))
-        self._slot_N = torch.tensor(slots, device=device)
-        self._position_N = torch.tensor(positions, device=device)
-        self._row_by_heads: dict[int, Tensor] = {}  # flat row of each (head, token) in [S * K * capacity, D]
-        self._mask_by_window: dict[int | None, Tensor | None] = {}
-
-    @property
-    def fits(self) -> bool:
-        """Whether every sequence still has room for this step's token."""
-        return self.longest <= self._pool.capacity
-
-    def advance(self) -> None:
-        """The same sequences, one token later."""
-        self.longest += 1
-        self._position_N += 1
-        self._mask_by_window.clear()
-        for row_KN in self._row_by_heads.values():
-            row_KN.add_(1)
-
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Stores the new keys and values, then attends over each sequence: [N, H, D]."""
-        k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
-        self._store(k_SKCD, key_NKD)
-        self._store(v_SKCD, value_NKD)
-        heads = key_NKD.shape[1]
-        q_NKGD = query_NHD.view(query_NHD.shape[0], heads, -1, query_NHD.shape[2])
-        if not self._dense:
-            q_NKGD = q_NKGD.new_zeros((self._span, *q_NKGD.shape[1:])).index_copy_(0, self._slot_N, q_NKGD)
-        out_NKGD = F.scaled_dot_product_attention(
-            q_NKGD,
-            k_SKCD[: self._span, :, : self.longest],
-            v_SKCD[: self._span, :, : self.longest],
-            attn_mask=self._mask(window, query_NHD.dtype),
-            scale=scaling,
-        )
-        if not self._dense:
-            out_NKGD = out_NKGD.index_select(0, self._slot_N)
-        return out_NKGD.flatten(1, 2)
-
-    def _store(self, stored_SKCD: Tensor, new_NKD: Tensor) -> None:
-        if self._uniform and self._dense:
-            stored_SKCD[: self._span, :, self.longest - 1] = new_NKD
-            return
-        _, heads, capacity, width = stored_SKCD.shape
-        row_KN = self._row_by_heads.get(heads)
-        if row_KN is None:
-            head_K1 = torch.arange(heads, device=new_NKD.device)[:, None]
-            row_KN = ((self._slot_N * heads + head_K1) * capacity + self._position_N).flatten()
-            self._row_by_heads[heads] = row_KN
-        stored_SKCD.view(-1, width).index_copy_(0, row_KN, new_NKD.transpose(0, 1).reshape(-1, width))
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[S, 1, 1, longest] 0 where a sequence may look, -inf elsewhere; None when all may look everywhere."""
-        if window is not None and window >= self.longest:
-            window = None
-        if window not in self._mask_by_window:
-            self._mask_by_window[window] = self._new_mask(window, dtype)
-        return self._mask_by_window[window]
-
-    def _new_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        if self._uniform and self._dense and window is None:
-            return None
-        position_S = self._position_N
-        if not self._dense:  # holes look at their first token: a row without any would be NaN
-            position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
-        at_L = torch.arange(self.longest, device=position_S.device)
-        hidden_SL = at_L > position_S[:, None]
-        if window is not None:
-            hidden_SL |= at_L <= position_S[:, None] - window
-        return torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device).masked_fill_(hidden_SL, -torch.inf)[
-            :, None, None, :
-        ]
-
-
-class ChunkRows:
-    """Rows of one forward: `count` chunks of `length` known tokens each, all starting at token `start`.
-
-    More than one chunk only when they start at 0: fresh prompts of equal length attend in one call without padding.
-    """
-
-    def __init__(self, places: Sequence[tuple[Pool, int]], start: int, length: int) -> None:
-        assert len(places) == 1 or start == 0
-        self.count = len(places) * length
-        self._places = places
-        self._start = start
-        self._length = length
-
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Stores the new keys and values, then attends to what came before: [N, H, D]."""
-        start, end = self._start, self._start + self._length
-        q, k, v = (
-            x.reshape(-1, self._length, *x.shape[1:]).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD)
-        )  # [chunks, heads, length, D]
-        for i, (pool, slot) in enumerate(self._places):
-            k_SKCD, v_SKCD = pool.layer(layer, key_NKD, value_NKD)
-            k_SKCD[slot, :, start:end] = k[i]
-            v_SKCD[slot, :, start:end] = v[i]
-            if start:
-                k, v = k_SKCD[slot : slot + 1, :, :end], v_SKCD[slot : slot + 1, :, :end]
-        masked = start > 0 or (window is not None and window < end)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self._mask(window, q.device) if masked else None,
-            is_causal=not masked,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def _mask(self, window: int | None, device: torch.device) -> Tensor:
-        at_L = torch.arange(self._start + self._length, device=device)
-        distance = at_L[self._start :, None] - at_L
-        visible = distance >= 0
-        return visible if window is None else visible & (distance < window)
-
-
-class CachedRows:
-    """The `Layout` of one step: decoding rows first, pool by pool, then chunks."""
-
-    def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
-        self._parts = parts
-
-    def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attention of every part over its own rows: [T, H, D]."""
-        if len(self._parts) == 1:
-            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window)
-        outs, start = [], 0
-        for part in self._parts:
-            end = start + part.count
-            q, k, v = query_THD[start:end], key_TKD[start:end], value_TKD[start:end]
-            outs.append(part.attend(layer, q, k, v, scaling, window))
-            start = end
-        return torch.cat(outs)

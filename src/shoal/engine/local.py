@@ -9,8 +9,7 @@ Version of the weights that computed its logits.
 """
 
 import time
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 
@@ -21,12 +20,12 @@ from transformers import PreTrainedModel
 
 from shoal.engine.batch import Scored, StepBatch
 from shoal.engine.cache import KVCache, StoredKV
-from shoal.engine.fused import fused
+from shoal.engine.forward import forward_of
 from shoal.engine.limits import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.load import StagedWeights, WeightSlots
 from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import Uniforms, alternatives, drawn
+from shoal.engine.sampling import alternatives, drawn
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
@@ -54,20 +53,14 @@ class LocalEngine:
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
         self.prefix_tokens_reused = 0
-        self.model = fused(model.requires_grad_(False))
+        self.model = model.requires_grad_(False)
+        self._forward = forward_of(self.model, limits.max_model_len)
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
         self._cache = KVCache(limits.max_model_len)
-        self._scheduler: Scheduler[Draft] = Scheduler(
-            max_running=limits.max_running,
-            kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
-            chunk_tokens=limits.chunk_tokens,
-            max_model_len=limits.max_model_len,
-            capacity=self._cache.capacity,
-            reuse=self._reusable,
-        )
+        self._scheduler = _scheduler(limits, self._cache, self._reusable)
         self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
         self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
         self._requests: dict[int, Request] = {}
@@ -114,28 +107,7 @@ class LocalEngine:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
         self._requests[request_id] = request
-        sampling = request.sampling
-        room = self.limits.max_model_len - len(request.prompt_ids)
-        stop_ids = frozenset(sampling.stop_token_ids)
-        prompt_key = array("q", request.prompt_ids).tobytes()  # whose hash is computed once
-        for index in range(request.n):
-            draft = Draft(
-                request_id=request_id,
-                prompt_len=len(request.prompt_ids),
-                priority=request.priority,
-                prompt_key=prompt_key,
-                whole=index == 0 and bool(request.targets),
-                targets=request.targets if index == 0 else (),
-                score_alternatives=request.score_alternatives or 0,
-                alternatives=request.alternatives,
-                prompt_ids=request.prompt_ids,
-                sampling=sampling,
-                index=index,
-                max_drawn=0 if request.scores_only else min(sampling.max_tokens, room),
-                stop_ids=stop_ids,
-                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
-            )
-            request.drafts.append(draft)
+        for draft in request.begun(request_id, self.limits.max_model_len):
             self._scheduler.add(draft)
 
     def abort(self, requests: Sequence[Request] | None = None) -> int:
@@ -253,17 +225,12 @@ class LocalEngine:
     def _compute(self) -> None:
         """One forward and one token for every sequence that is ready for one."""
         batch = self._next_batch()
-        logits_KV: Tensor = self.model(
-            input_ids=batch.input_ids_1T,
-            position_ids=batch.position_ids_1T,
-            use_cache=False,
-            logits_to_keep=batch.keep,
-            layout=batch.layout,
-        ).logits[0]
-        for chunk in batch.plan.chunks:
-            self.tokens_prefilled += chunk.length
-            for follower in chunk.followers:
-                self._cache.copy_prefix(chunk.sequence, follower, follower.prompt_len)
+        logits_KV = self._forward(batch.token_T, batch.position_T, batch.layout, batch.keep_K)
+        chunks = batch.plan.chunks
+        self.tokens_prefilled += sum(chunk.length for chunk in chunks)
+        self._cache.copy_prefixes(
+            (c.sequence, follower, follower.prompt_len) for c in chunks for follower in c.followers
+        )
         for scored in batch.scored:
             _score(scored, logits_KV)
         if batch.sampling is None:
@@ -292,8 +259,7 @@ class LocalEngine:
             self._cache.restore(stored, draft, length)
             self.prefix_tokens_reused += length
         self._found.clear()
-        for copy in plan.copies:
-            self._cache.copy_prefix(copy.source, copy.target, copy.length)
+        self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
         self._batch = StepBatch(plan, self._cache, self._device)
         return self._batch
 
@@ -383,6 +349,17 @@ class LocalEngine:
         for future in self._update_waiters:
             future.set_result(self.version)
         self._update_waiters.clear()
+
+
+def _scheduler(limits: Limits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
+    return Scheduler(
+        max_running=limits.max_running,
+        kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
+        chunk_tokens=limits.chunk_tokens,
+        max_model_len=limits.max_model_len,
+        capacity=cache.capacity,
+        reuse=reuse,
+    )
 
 
 def _score(scored: Scored, logits_KV: Tensor) -> None:

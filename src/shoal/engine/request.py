@@ -1,5 +1,6 @@
 """What a client asked for, and the completions being drawn for it."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,33 @@ class Request:
         if self.score_ids:
             return self.score_ids[1:]
         return self.prompt_ids[1:] if self.score_alternatives is not None else ()
+
+    def begun(self, request_id: int, max_model_len: int) -> list[Draft]:
+        """Its completions, from now on in `drafts`, each with room for what fits beside the prompt."""
+        sampling, targets = self.sampling, self.targets
+        most = 0 if self.scores_only else min(sampling.max_tokens, max_model_len - len(self.prompt_ids))
+        prompt_key = array("q", self.prompt_ids).tobytes()  # whose hash is computed once
+        stop_ids = frozenset(sampling.stop_token_ids)
+        self.drafts += [
+            Draft(
+                request_id=request_id,
+                prompt_len=len(self.prompt_ids),
+                priority=self.priority,
+                prompt_key=prompt_key,
+                whole=index == 0 and bool(targets),
+                targets=targets if index == 0 else (),
+                score_alternatives=self.score_alternatives or 0,
+                alternatives=self.alternatives,
+                prompt_ids=self.prompt_ids,
+                sampling=sampling,
+                index=index,
+                max_drawn=most,
+                stop_ids=stop_ids,
+                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
+            )
+            for index in range(self.n)
+        ]
+        return self.drafts
 
     @property
     def finished(self) -> bool:
