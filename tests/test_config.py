@@ -80,6 +80,11 @@ def test_every_section_says_what_it_is_about() -> None:
         ("train.steps=0", "train.steps: input should be greater than or equal to 1, got 0"),
         ("train.minibatches=3", "train.minibatches: expected a divisor of groups_per_step = 8, got 3"),
         ("train.overlong_tokens=256", "train.overlong_tokens: expected less than rollout.max_tokens = 256, got 256"),
+        (
+            "asynchrony.late=mask_tokens",
+            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, got "
+            "'mask_tokens': both would still train the tokens that it masks",
+        ),
         ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
         ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
         ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),
@@ -89,7 +94,7 @@ def test_every_section_says_what_it_is_about() -> None:
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse({"seed": 0, **TASKS}, [override])
+        parse({"seed": 0, "train": {"entropy_bonus": 0.01}, **TASKS}, [override])
     assert str(caught.value) == complaint
 
 

@@ -1,17 +1,21 @@
-"""What a start that fails leaves behind."""
+"""How runs start: what one that fails leaves behind, and what one that is resumed serves."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shoal.buffer import Buffer
 from shoal.config import Config, parse
 from shoal.errors import RunDirError
+from shoal.run.loop import TrainLoop
 from shoal.run.plan import prepare
 from shoal.run.training import run_meta, run_training, train
+from shoal.weights import WeightStore
 
 
 @contextmanager
@@ -35,3 +39,41 @@ def test_a_start_in_the_directory_of_a_run_that_goes_on_leaves_it_alone(tmp_path
             asyncio.run(train(config, prepared))  # as one that began in the same moment
         assert (tmp_path / "run" / "log.sqlite").is_file()
         assert (tmp_path / "run" / "resolved.toml").read_text() == "of the run that goes on"
+
+
+class LaterWeights:
+    """A trainer whose weights have gone on since the last push."""
+
+    async def publish(self, path: Path, *, push: bool) -> float:
+        path.write_bytes(b"of a step without a push")  # noqa: ASYNC240
+        return 0.0
+
+
+class Serving:
+    """An engine that remembers what it was given to serve."""
+
+    served: tuple[int, bytes] | None = None
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.served = version, path.read_bytes()  # noqa: ASYNC240
+
+
+def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_steps_after_the_push(
+    tmp_path: Path,
+) -> None:
+    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], "train": {"push_every": 2}})
+    store, engine = WeightStore(tmp_path / "weights"), Serving()
+    (store.begin(1) / "model.safetensors").write_bytes(b"of the push")
+    sealed = store.seal(1)
+
+    async def resume() -> None:
+        buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
+        await buffer.published(1, sealed.checksum)
+        parts: Any = SimpleNamespace(
+            config=config, engine=engine, trainer=LaterWeights(), buffer=buffer, store=store, swarm=None
+        )
+        await TrainLoop(parts, first_step=3, version=1).serve_recovered(1)
+        await buffer.close()
+
+    asyncio.run(resume())
+    assert engine.served == (1, b"of the push")

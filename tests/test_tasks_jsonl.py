@@ -28,12 +28,12 @@ def service(path: Path, seed: int = 0, **fields: object) -> JsonlService:
 
 
 def epoch(tasks: JsonlService, split: Split, number: int, size: int) -> list[str]:
-    return [tasks.draw(split, number * size + position).id for position in range(size)]
+    return [tasks.draw(split, number * size + position).messages[-1].content for position in range(size)]
 
 
 def test_each_epoch_goes_through_every_question_of_the_split_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     tasks = service(written(tmp_path, numbered(200)), eval_share=0.3)
-    sizes = {split: len({tasks.draw(split, index).id for index in range(200)}) for split in Split}
+    sizes = {split: len({tasks.draw(split, index).messages for index in range(200)}) for split in Split}
     assert sum(sizes.values()) == 200
     assert 30 < sizes[Split.EVAL] < 90
     for split, size in sizes.items():
@@ -41,6 +41,8 @@ def test_each_epoch_goes_through_every_question_of_the_split_once_in_an_order_of
         assert sorted(first) == sorted(second)
         assert len(set(first)) == size
         assert first != second
+    train = [tasks.draw(Split.TRAIN, index).id for index in range(3 * sizes[Split.TRAIN])]
+    assert len(set(train)) == len(train)  # random numbers are drawn by the id: none twice
 
 
 def test_the_splits_share_no_question_even_when_a_file_repeats_them(tmp_path: Path) -> None:

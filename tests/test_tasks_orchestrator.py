@@ -239,3 +239,18 @@ def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> Non
     late = sum(run.per_step[60:], Counter())
     assert abs(late["brief"] / late["wordy"] - 4) < 0.6
     assert "tokens per group" in run.changes[0].reason
+
+
+def test_a_run_of_which_no_group_can_be_used_ends_with_the_reason() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
+        shop = Workshop("broken", 1.0, failing=1.0, buffer=buffer)
+        async with asyncio.timeout(3600):
+            await Orchestrator([shop], {"broken": Terms(1.0)}, buffer, told=told.append).run()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_virtual(main())
+    assert "256 in a row that cannot be used; most often: " in str(raised.value.exceptions[0])
+    assert len(told) == 1

@@ -55,6 +55,16 @@ class WeightStore:
         unfinished.rename(final)
         return PublishedVersion(version, final / FILE, digest)
 
+    def kept(self, version: int) -> PublishedVersion | None:
+        """A Version that an earlier process sealed; None when it is not there, or not whole."""
+        final = self._directory / f"v{version}"
+        try:
+            digest = (final / "checksum").read_text()
+            whole = checksum(final / FILE) == digest
+        except OSError:
+            return None
+        return PublishedVersion(version, final / FILE, digest) if whole else None
+
     def remove_before(self, version: int) -> None:
         """Removes the Versions older than `version`; call it once every engine serves that one."""
         for path in self._directory.glob("v*"):

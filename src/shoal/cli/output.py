@@ -2,6 +2,7 @@
 
 import json
 import sys
+from math import isfinite
 from typing import Annotated, NoReturn
 
 import typer
@@ -12,7 +13,8 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as
 def show(values: dict[str, object], as_json: bool) -> None:
     """One JSON line, or a line per value."""
     if as_json:
-        print(json.dumps(values))
+        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        print(json.dumps(finite))
         return
     width = max(len(name) for name in values)
     for name, value in values.items():

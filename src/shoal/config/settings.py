@@ -254,6 +254,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         self._check_training()
+        self._check_masking()
         self._check_critic()
         self._check_tasks()
         self._check_services()
@@ -269,6 +270,14 @@ class Config(Section):
             raise ValueError(
                 f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "
                 f"got {self.train.overlong_tokens}"
+            )
+
+    def _check_masking(self) -> None:
+        """Masked tokens lose their advantage, and nothing else that has a gradient."""
+        if self.asynchrony.late == "mask_tokens" and (self.train.kl.coefficient or self.train.entropy_bonus):
+            raise ValueError(
+                "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, "
+                "got 'mask_tokens': both would still train the tokens that it masks"
             )
 
     def _check_critic(self) -> None:

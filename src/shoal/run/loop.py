@@ -261,9 +261,16 @@ class TrainLoop:
         self._published.set()
 
     async def serve_recovered(self, version: int) -> None:
-        """Has the engine serve the trainer's weights as `version`, which a run that ended had published."""
+        """Has the engine serve `version`, which a run that ended had published: what it wrote then.
+
+        When that is gone, the trainer's weights; they are the same unless steps without a push came after it.
+        """
         if self._to_serve is None:
-            await self._publish(version, push=False)
+            kept = await asyncio.to_thread(self._parts.store.kept, version)
+            if kept is not None and await self._parts.buffer.published(version, kept.checksum):
+                self._to_serve = kept
+            else:
+                await self._publish(version, push=False)
         assert self._to_serve is not None
         await self._parts.engine.update_weights(version, self._to_serve.path)
 

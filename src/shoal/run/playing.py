@@ -122,6 +122,7 @@ def orchestrator(
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
         adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell),
+        told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
     )
     if isinstance(prepared.service, Library) and prepared.service.hub is not None:
         attend(prepared.service.hub, drawn, made.wake)

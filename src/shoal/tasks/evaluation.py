@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 
 from shoal.interfaces import Purpose, Runner
 from shoal.types import RewardStatus, Task
@@ -17,6 +18,7 @@ class Accuracy:
     """How many of the questions were answered correctly, as shares of those that were scored."""
 
     overall: float
+    """nan when no answer was scored."""
     by_task: Mapping[str, float]
     questions: int
     failed: int
@@ -32,7 +34,7 @@ async def accuracy(tasks: Sequence[Task], runner: Runner, purpose: Purpose) -> A
             by_task[task.service].append(value)
     scored = [value for value in values if value is not None]
     return Accuracy(
-        overall=sum(scored) / len(scored) if scored else 0.0,
+        overall=sum(scored) / len(scored) if scored else nan,
         by_task={name: sum(hits) / len(hits) for name, hits in by_task.items()},
         questions=len(tasks),
         failed=len(tasks) - len(scored),

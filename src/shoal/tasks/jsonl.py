@@ -6,6 +6,7 @@ Rows of GSM8K, MATH, MBPP and APPS are taken as they are (`shapes`).
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,11 +52,15 @@ class JsonlService:
         return self._tasks[split]
 
     def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`; each epoch goes through all questions of the split once."""
+        """The task at `index`; each epoch goes through all questions of the split once.
+
+        A training question has another id in each epoch: its answers are drawn with random numbers of their own.
+        """
         tasks = self._tasks[split]
         epoch, position = divmod(index, len(tasks))
         run = (self._seed,) if split is Split.TRAIN else ()
-        return tasks[_order(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
+        task = tasks[_order(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
+        return replace(task, id=f"{task.id}/{epoch}") if split is Split.TRAIN else task
 
 
 @lru_cache(maxsize=16)

@@ -6,14 +6,19 @@ or hangs, has nothing ready and holds up nobody. Nothing here waits for training
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.errors import TaskError
 from shoal.interfaces import TaskService
 from shoal.tasks.adjust import Adjuster, Bounds, Change, TokenShares
 from shoal.tasks.ratios import Load, Quotas
 from shoal.types import Group, Rollout, Split, Task
+
+TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
+"""Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
 
 
 class Counts(Protocol):
@@ -152,14 +157,17 @@ class Orchestrator:
         *,
         adjustment: Adjustment | None = None,
         post: Callable[[Group], Group] = lambda group: group,
+        told: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`post` is what becomes of a group before it is added.
+        """`post` is what becomes of a group before it is added; `told` hears why many in a row could not be used.
 
         Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
         self._sources = {source.name: source for source in sources}
         self._terms = dict(terms)
         self._admission = admission
         self._post = post
+        self._told = told
+        self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
         weights = {name: terms[name].weight for name in self._sources}
         self._adjustment = adjustment
         self._adjuster = _adjuster(weights, adjustment) if adjustment else None
@@ -176,7 +184,7 @@ class Orchestrator:
         return self._quotas.shares
 
     async def run(self) -> None:
-        """Draws and runs groups for ever."""
+        """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
         self._admission.on_room(self._wake.set)
         self._admission.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
@@ -250,7 +258,24 @@ class Orchestrator:
             rewards = {rollout.reward.value for rollout in group.finished}
             tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
             self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
+        if usable:
+            self._unusable.clear()
+        else:
+            self._note_unusable(group)
         self._wake.set()
+
+    def _note_unusable(self, group: Group) -> None:
+        """A run of which no group can be used trains nothing, however long it goes on."""
+        reasons = Counter(rollout.reason for rollout in group.rollouts if rollout.reason)
+        self._unusable.update(reason for reason, _ in reasons.most_common(1))
+        often = next((reason for reason, _ in self._unusable.most_common(1)), "")
+        if self._unusable.total() == TOLD_AFTER:
+            self._told(often)
+        if self._unusable.total() >= GIVEN_UP_AFTER:
+            raise TaskError(
+                f"expected groups of which most rollouts finish, got {GIVEN_UP_AFTER} in a row that cannot be used; "
+                f"most often: {often}; mend that and go on with --resume"
+            )
 
     def _look(self) -> None:
         """Notes who holds up the others, and moves the weights when enough groups came in."""
