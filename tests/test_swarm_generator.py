@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -106,6 +107,39 @@ def test_a_node_trains_on_what_a_rule_says_right_and_wrong(tmp_path: Path, tiny_
     assert generator.tally.shared == 6
     status = json.loads((tmp_path / "generator" / "status.json").read_text())
     assert (status["shared"], status["generator"]) == (6, "rule")
+
+
+async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[str]]:
+    """The ids of what a node takes before and after its run is resumed, while the exchange still has everything."""
+    hub, lives = MemoryHub(), list[list[str]]()
+    rule, generator = RuleSolver("truth", 0), Identity.fresh()
+    await Generator(
+        hub.join(), own, library.services, rule, generator, folder / "generator", swarm="reef", pace=Pace(4, 0.01, 3)
+    ).run()
+    identity, settings = Identity.fresh(), SwarmConfig(external_groups=2)
+    async with WorkerScorer(RewardConfig()) as scorer:
+        means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
+        for _ in range(2):
+            means = replace(means, exchange=hub.join())
+            node = Node(means, settings, identity, folder / "node", trained=[id_ for life in lives for id_ in life])
+            running = asyncio.ensure_future(node.run())
+            async with asyncio.timeout(30):
+                while node.status()["admitted"] != 3 or node.status()["pending"] or not node.ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            lives.append([group.id for group in await node.external_groups(0, logprobs)])
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    return lives
+
+
+def test_a_resumed_node_takes_nothing_that_it_has_trained_on_before(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with Library(TASKS, 0) as library:
+        own = OwnTasks(library.services)
+        before, after = asyncio.run(lives(own, library, tmp_path, tiny_model_dir))
+        own.close()
+    assert before
+    assert after
+    assert not set(before) & set(after)
 
 
 def only_truth(task: Task, n: int, rng: object) -> list[str]:

@@ -137,7 +137,7 @@ def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
 
 
 def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -> None:
-    at = door(Limits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=100))
+    at = door(Limits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
     known = seal()
     at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
     while at.is_newcomer(PEER.peer_id):
@@ -149,8 +149,19 @@ def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -
         if i % 100 == 0:
             assert isinstance(at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + i / 1000), Letter)
     assert heard <= 20 + 10
-    assert len(at.peers) == 101  # memory is bounded, and the established author is still there
+    assert len(at.peers) == 17  # memory is bounded, and the established author is still there
     assert not at.is_newcomer(PEER.peer_id)
+
+
+def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_heard_again() -> None:
+    at, said = door(Limits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
+    frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    assert isinstance(at.admit(frame, NOW_S), Letter)
+    for _ in range(20):
+        stranger = Identity.fresh()
+        at.admit(seal(stranger).frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
+        assert at.is_newcomer(stranger.peer_id)
+    assert at.admit(frame, NOW_S + 3000) is Reason.REPLAYED
 
 
 def test_reputation_grows_with_what_was_true_and_fades() -> None:

@@ -316,6 +316,12 @@ def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
     return [_group(connection, *row) for row in rows]
 
 
+def external_ids(connection: sqlite3.Connection) -> list[str]:
+    """Of the groups of peers that were trained on."""
+    query = "SELECT group_id FROM started WHERE group_id GLOB ?"
+    return [group_id for (group_id,) in connection.execute(query, (f"{EXTERNAL}*",))]
+
+
 def count_used(connection: sqlite3.Connection) -> int:
     """How many groups that passed the gate were trained on."""
     query = "SELECT COUNT(*) FROM consumed JOIN groups USING (finished_seq) WHERE group_id NOT LIKE ?"

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from shoal.buffer.log import external_ids, snapshot
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.interfaces import Exchange, Scorer
@@ -35,7 +36,10 @@ def check_membership(config: Config) -> None:
 async def joined(
     config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None = None
 ) -> AsyncIterator[Node | None]:
-    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`."""
+    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`.
+
+    The run's log is there by now.
+    """
     settings = config.swarm
     if exchange is None and not settings.servers:
         yield None
@@ -55,4 +59,6 @@ async def joined(
             exchange, own, prepared.renderer, scorer, prepared.max_model_len, Path(config.model.path).name or "model"
         )
         wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
-        yield Node(means, settings, identity, folder, seed=config.seed, wants=wants)
+        with snapshot(run_dir) as log:
+            trained = external_ids(log)
+        yield Node(means, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)

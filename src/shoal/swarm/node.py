@@ -16,7 +16,7 @@ import contextlib
 import random
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -66,9 +66,11 @@ class Node:
         intake_per_s: float = INTAKE_PER_S,
         threads: bool = True,
         wants: int | None = None,
+        trained: Iterable[str] = (),
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
 
+        `trained` are the ids of the external groups of this run's earlier life: the exchange tells what it keeps again.
         A step wants up to `wants` groups, or else as many as the settings say, where they say a number.
         Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
@@ -90,6 +92,8 @@ class Node:
         self._pending: OrderedDict[str, tuple[Letter, Offer]] = OrderedDict()
         self._pending_of: Counter[str] = Counter()
         self._ready: list[Ready] = []
+        self._taken = {group_id.removeprefix(EXTERNAL).rpartition("/")[0] for group_id in trained}
+        """Letters that are or were ready; none is a second time."""
         self._author_uses: Counter[str] = Counter()
         self._outbox: deque[tuple[Group, float]] = deque()
         self._rewards: dict[str, float] = {}
@@ -158,11 +162,6 @@ class Node:
             "offers_refused": self.door.refused.total() - self.door.refused[Reason.OWN],
         }
 
-    def ban(self, peer_id: str) -> None:
-        """Hears this peer no more, in later runs of this node neither."""
-        self.door.banned.add(peer_id)
-        self._forget_banned()
-
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
         peers = {
@@ -207,6 +206,9 @@ class Node:
             return
         if not self._wants:
             return  # this node only gives
+        if letter.id in self._taken or letter.id in self._pending:
+            self.door.refuse(letter.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
+            return
         if self._pending_of[letter.peer_id] >= PENDING_PER_AUTHOR:
             oldest = next(key for key, (one, _) in self._pending.items() if one.peer_id == letter.peer_id)
             self._drop_pending(oldest, Reason.CROWDED)
@@ -243,7 +245,8 @@ class Node:
             if isinstance(found, Reason):
                 self.door.refuse(letter.peer_id, found)
                 self._forget_banned()
-            elif letter.peer_id not in self.door.banned:
+            elif letter.peer_id not in self.door.banned and letter.id not in self._taken:
+                self._taken.add(letter.id)
                 self.door.praise(letter.peer_id)
                 self._ready.append(found)
             await asyncio.sleep(time.monotonic() - began_s)

@@ -217,22 +217,22 @@ class Door:
         if reason in LIES:
             self.banned.add(peer_id)
         if reason in LIES | BLAMED:
-            self._author(peer_id).learn(bad=1.0)
+            self._remember(peer_id, self._record(peer_id)).learn(bad=1.0)
 
     def praise(self, peer_id: str) -> None:
         """An offer of this author was true, and there was something to learn from it."""
-        author = self._author(peer_id)
+        author = self._remember(peer_id, self._record(peer_id))
         author.learn(good=1.0)
         if not author.newcomer and peer_id in self._newcomers:
             self._established[peer_id] = self._newcomers.pop(peer_id)
 
     def trust(self, peer_id: str) -> float:
         """0..1; 0 of the banned."""
-        return 0.0 if peer_id in self.banned else self._author(peer_id).trust
+        return 0.0 if peer_id in self.banned else self._record(peer_id).trust
 
     def is_newcomer(self, peer_id: str) -> bool:
         """Whether too little good is known of a peer."""
-        return self._author(peer_id).newcomer
+        return self._record(peer_id).newcomer
 
     def _checked(self, frame: bytes, now_s: float) -> Envelope | Reason:
         if len(frame) > MAX_FRAME_BYTES:
@@ -251,28 +251,31 @@ class Door:
             return Reason.FUTURE
         if envelope.sent_s < now_s - self._limits.max_age_s:
             return Reason.EXPIRED
-        author = self._author(peer_id)
+        author = self._record(peer_id)
         if not author.is_new(envelope.session, envelope.sequence):
             return Reason.REPLAYED
         if not self._within_rate(author, now_s):
             return Reason.FLOODING
+        self._remember(peer_id, author)
         author.mark(envelope.session, envelope.sequence)
         return envelope
 
     def _within_rate(self, author: Author, now_s: float) -> bool:
         return author.bucket.take(now_s) and (not author.newcomer or self._newcomer_bucket.take(now_s))
 
-    def _author(self, peer_id: str) -> Author:
-        """The record of a peer, made when there is none."""
+    def _record(self, peer_id: str) -> Author:
+        """What is known of a peer; a new record, which nobody remembers yet, of one that is not known."""
         known = self._established.get(peer_id) or self._newcomers.get(peer_id)
-        if known is None:
-            known = Author(Bucket(self._limits.rate_per_s, self._limits.burst))
-            self._newcomers[peer_id] = known
+        return known or Author(Bucket(self._limits.rate_per_s, self._limits.burst))
+
+    def _remember(self, peer_id: str, author: Author) -> Author:
+        """Only who passed the newcomers' rate gets here: else a crowd would push out everybody in a moment."""
+        if peer_id not in self._established:
+            self._newcomers[peer_id] = author
+            self._newcomers.move_to_end(peer_id)
             if len(self._newcomers) > self._limits.authors:
                 self._newcomers.popitem(last=False)
-        if peer_id in self._newcomers:
-            self._newcomers.move_to_end(peer_id)
-        return known
+        return author
 
 
 def _content(envelope: Envelope) -> Offer | Want:
