@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from shoal.clock import run_virtual
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.swarm.exchange import KEPT_PER_AUTHOR, MemoryHub
+from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions, server_config
@@ -180,8 +182,40 @@ def test_a_server_with_a_token_lets_in_only_who_knows_it(tmp_path: Path) -> None
         with pytest.raises(TimeoutError):
             await collected(stranger, 1, timeout_s=1)
         assert not stranger.connected
+        assert "Authorization" in stranger.failure
 
     with_server(tmp_path, body, token="secret")
+
+
+def test_servers_with_a_token_are_a_cluster_of_those_who_know_it(tmp_path: Path) -> None:
+    ports = [free_port(), free_port()]
+    routes = tuple(f"nats://127.0.0.1:{port}" for port in ports)
+
+    async def main() -> None:
+        options = [
+            ServerOptions(tmp_path / str(i), name=f"s{i}", cluster_port=port, routes=routes, token="a/b@c")
+            for i, port in enumerate(ports)
+        ]
+        async with NatsServer(options[0]) as one, NatsServer(options[1]):
+            assert (tmp_path / "0" / "server.conf").stat().st_mode & 0o777 == 0o600
+            reader, writer = await asyncio.open_connection("127.0.0.1", ports[0])
+            assert b'"auth_required":true' in await reader.readline()
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(one.url.rpartition(":")[2]))
+            writer.write(b'CONNECT {"auth_token": "a/b@c", "protocol": 1, "verbose": false}\r\nPING\r\n')
+            async with asyncio.timeout(20):
+                while True:
+                    line = await reader.readline()
+                    if line.startswith(b"INFO") and len(json.loads(line[5:]).get("connect_urls", [])) == 2:
+                        break
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_listing_that_reaches_no_server_says_why() -> None:
+    with pytest.raises(ExchangeUnavailable, match=r"none of the swarm's servers could be reached: .*[Cc]onnect"):
+        asyncio.run(listed([f"nats://127.0.0.1:{free_port()}"], "reef", 0.3))
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -239,6 +273,8 @@ def test_wrong_options_are_a_sentence(servers: tuple[str, ...], swarm: str, sent
 def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both a TLS certificate and its key"):
         server_config(ServerOptions(tmp_path, tls_cert=tmp_path))
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached by others; give a token"):
+        server_config(ServerOptions(tmp_path, host="0.0.0.0"))
 
     async def main() -> None:
         with socket.socket() as taken:

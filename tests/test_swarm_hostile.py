@@ -1,6 +1,7 @@
 """Hostile peers beside an honest one: nothing of theirs is trained on or executed, and the honest one is heard."""
 
 import asyncio
+import json
 import random
 import socket
 import time
@@ -25,6 +26,7 @@ from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
+from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.tasks.recognise import OwnTasks
 from shoal.types import Receipt, Split, Task
@@ -173,7 +175,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
         own.close()
         assert len(trained) >= 12  # of the honest peer, through all that
         assert set(liars) == node.door.banned
-        assert set((tmp_path / "node" / "banned.txt").read_text().split()) == set(liars)
+        assert not (tmp_path / "node" / "banned.txt").read_text()  # names that cost nothing fill no disk
         for reason in (
             *(Reason.FORGED, Reason.REPLAYED, Reason.MALFORMED, Reason.BAD_BODY, Reason.WRONG_TRUTH),
             *(Reason.WRONG_QUESTION, Reason.UNKNOWN_TASK, Reason.HELD_OUT, Reason.UNREADABLE, Reason.FLOODING),
@@ -198,6 +200,20 @@ async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
 async def drained(exchange: NatsExchange) -> None:
     while True:
         await exchange.receive(1000)
+
+
+def test_tasks_that_a_function_or_a_judge_scores_are_no_peer_s(tmp_path: Path) -> None:
+    data, function = tmp_path / "data.jsonl", {"name": "function", "path": "os:system"}
+    rows = [{"prompt": c, "answer": c, "info": {"scorer": function} if c > "h" else {}} for c in "abcdefghijklmnop"]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    config = TaskConfig.model_validate(
+        {"name": "x", "service": "jsonl", "path": str(data), "scorer": "exact", "eval_share": 0.3}
+    )
+    service = JsonlService(config, 0)
+    own, trained = OwnTasks([service]), {task.answer for task in service.tasks(Split.TRAIN)}
+    taken = {c for c in trained if isinstance(asyncio.run(own.task(Claim("x", str(c), c))), Task)}
+    assert taken == {c for c in trained if str(c) <= "h"}
+    assert len(taken) < len(trained)
 
 
 def test_a_receipt_of_this_test_is_what_it_says(tmp_path: Path) -> None:

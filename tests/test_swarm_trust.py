@@ -12,7 +12,7 @@ from shoal.swarm import offer as offers
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Seal
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
-from shoal.swarm.trust import ESTABLISHED, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
+from shoal.swarm.trust import ESTABLISHED, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9
@@ -93,6 +93,19 @@ def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
     at.refuse(PEER.peer_id, lie)
     assert at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S) is Reason.BANNED
     assert at.trust(PEER.peer_id) == 0.0
+
+
+def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established_and_by_people_last() -> None:
+    at = door(banned=[OTHER.peer_id])
+    for _ in range(2 * int(ESTABLISHED)):
+        at.praise(PEER.peer_id)
+    for i in range(LIARS + 10):
+        at.refuse(f"liar {i}", Reason.WRONG_TRUTH)
+    at.refuse(PEER.peer_id, Reason.WRONG_TRUTH)
+    assert len(at.banned) == LIARS + 2
+    assert "liar 9" not in at.banned
+    assert "liar 10" in at.banned
+    assert at.lasting_bans == {OTHER.peer_id, PEER.peer_id}
 
 
 def test_a_gap_isolates_nobody_and_is_counted() -> None:

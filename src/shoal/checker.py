@@ -222,6 +222,17 @@ def unit_tests(value: Json, where: str) -> list[UnitTest]:
     return tests
 
 
+def is_confined(spec: Spec) -> bool:
+    """Whether strangers' words may reach this checker: no function of the user's, no model that costs.
+
+    >>> is_confined(Code()), is_confined(Weighted((Part(Function("os:system")),)))
+    (True, False)
+    """
+    if isinstance(spec, Weighted):
+        return all(is_confined(part.scorer) for part in spec.parts)
+    return not isinstance(spec, Function | Judge)
+
+
 def needs_truth(spec: Spec) -> bool:
     """Whether a task must have an answer for this checker.
 

@@ -180,6 +180,11 @@ class Exchange(Protocol):
         """Whether anybody can be reached now."""
         ...
 
+    @property
+    def failure(self) -> str:
+        """Why nobody could be reached when it was tried last; empty while somebody is, and before the first try."""
+        ...
+
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
         """Gives a frame to everybody. Raises `ExchangeUnavailable` when it cannot be handed over now."""
         ...

@@ -116,6 +116,7 @@ class Desk:
             "swarm": self.swarm,
             "generator": GeneratorKind.PERSON.value,
             "connected": self.connected,
+            "failure": self._means.exchange.failure,
             "time_s": self._clock(),
             "open": len(self.questions),
             "dropped": self.questions.dropped,

@@ -80,7 +80,7 @@ class RewardServer:
             return self._refused(400, str(error))
         if len(request.answers) > MOST_ANSWERS:
             return self._refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
-        if not is_served(spec):
+        if not checker.is_confined(spec):
             return self._refused(403, "function and judge are not run for others; leave reward.urls to the rest")
         if why := asks_too_much(spec):
             return self._refused(403, why)
@@ -102,17 +102,6 @@ class RewardServer:
     def _refused(self, status: int, why: str) -> Response:
         self._counts["refused"] += 1
         return _json({"error": why}, status)
-
-
-def is_served(spec: Spec) -> bool:
-    """Whether a stranger's checker may be run here.
-
-    >>> is_served(checker.Code()), is_served(checker.Weighted((checker.Part(checker.Function("os:system")),)))
-    (True, False)
-    """
-    if isinstance(spec, checker.Weighted):
-        return all(is_served(part.scorer) for part in spec.parts)
-    return not isinstance(spec, checker.Function | checker.Judge)
 
 
 def asks_too_much(spec: Spec) -> str:

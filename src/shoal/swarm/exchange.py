@@ -60,6 +60,11 @@ class MemoryExchange:
         return not self._away
 
     @property
+    def failure(self) -> str:
+        """Why nobody can be reached."""
+        return "this member is cut off" if self._away else ""
+
+    @property
     def away(self) -> bool:
         """Whether this member is cut off."""
         return self._away
@@ -72,7 +77,7 @@ class MemoryExchange:
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
         """Gives a frame to all members. Raises `ExchangeUnavailable` while this one is away."""
         if self._away:
-            raise ExchangeUnavailable("this member is cut off")
+            raise ExchangeUnavailable(self.failure)
         self._hub.put(kind, author, frame)
 
     async def receive(self, most: int) -> list[bytes]:

@@ -113,6 +113,7 @@ class Generator:
             "generator": self._answerer.kind.value,
             "model": self._answerer.name,
             "connected": self._exchange.connected,
+            "failure": self._exchange.failure,
             "time_s": self._clock(),
             "needs": self._wanted(),
             **asdict(self.tally),

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from shoal.errors import ExchangeUnavailable
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Offer
 from shoal.swarm.options import options_of
@@ -15,7 +16,10 @@ UNLIMITED = 1e9
 async def listed(
     servers: Sequence[str], swarm: str, seconds: float
 ) -> tuple[list[dict[str, str | int | float]], dict[str, int]]:
-    """Every offer heard within some seconds, oldest first, and how much was refused by reason."""
+    """Every offer heard within some seconds, oldest first, and how much was refused by reason.
+
+    Raises `ExchangeUnavailable` when no server was reached meanwhile.
+    """
     limits = Limits(rate_per_s=UNLIMITED, burst=UNLIMITED, newcomers_rate_per_s=UNLIMITED, newcomers_burst=UNLIMITED)
     door, found = Door(swarm, "", limits), list[dict[str, str | int | float]]()
     async with NatsExchange(options_of(servers, swarm)) as exchange:
@@ -27,7 +31,9 @@ async def listed(
                         if isinstance(letter, Letter) and isinstance(letter.content, Offer):
                             found.append(_line(letter, letter.content))
         except TimeoutError:
-            pass
+            if not exchange.connections:
+                why = exchange.failure or f"no answer within {seconds:g} s"
+                raise ExchangeUnavailable(f"none of the swarm's servers could be reached: {why}") from None
     return found, {reason.value: count for reason, count in door.refused.items()}
 
 

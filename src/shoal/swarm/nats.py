@@ -59,6 +59,8 @@ class NatsExchange:
         self._last_number = 0
         self.connections = 0
         """Made so far; one more than were lost while there is one."""
+        self.failure = ""
+        """Why the last attempt to reach a server failed; empty while one is connected."""
 
     async def __aenter__(self) -> "NatsExchange":
         return self
@@ -93,8 +95,9 @@ class NatsExchange:
             try:
                 frames = await self._fetched(most)
                 pause_s = RETRY_S[0]
-            except _FAILURES:
+            except _FAILURES as error:
                 frames = []
+                self.failure = str(error) or type(error).__name__
                 await self._disconnect()
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all members at once
                 pause_s = min(2 * pause_s, RETRY_S[1])
@@ -111,6 +114,7 @@ class NatsExchange:
             self._client = await self._connect()
             self._consumer = await self._follow(self._client.jetstream())
             self.connections += 1
+            self.failure = ""
         try:
             messages = await self._consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
         except TimeoutError:

@@ -177,6 +177,7 @@ class Node:
             "peer_id": self._identity.peer_id,
             "swarm": self._settings.name,
             "connected": self._means.exchange.connected,
+            "failure": self._means.exchange.failure,
             "time_s": self._clock(),
             "admitted": self.door.admitted,
             "pending": len(self._pending),
@@ -322,15 +323,15 @@ class Node:
                 self.door.refuse(ready.letter.peer_id, Reason.STALE)
 
     def _forget_banned(self) -> None:
-        """What a banned peer said before is not used either, and the ban is written down."""
+        """What a banned peer said before is not used either, and the ban is written down if it is to last."""
         new = self.door.banned - self._known_bans
         if not new:
             return
         for key in [key for key, (letter, _) in self._pending.items() if letter.peer_id in new]:
             self._drop_pending(key, Reason.BANNED)
         self._ready = [ready for ready in self._ready if ready.letter.peer_id not in new]
-        self._known_bans |= new
-        ban_in(self._folder, sorted(new))
+        self._known_bans = set(self.door.banned)
+        ban_in(self._folder, sorted(new & self.door.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
 
     async def _speak(self) -> None:
         while True:

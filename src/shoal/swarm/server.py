@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
 import msgspec
 
 from shoal.errors import ChildDied, ConfigError
+from shoal.listening import is_loopback
 from shoal.process import Child, die_with_parent
 
 START_TIMEOUT_S = 20.0
@@ -43,7 +45,7 @@ class ServerOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     token: str | None = None
-    """What clients have to know: nats://TOKEN@HOST:PORT."""
+    """What clients have to know, nats://TOKEN@HOST:PORT, and the other servers of a cluster."""
     include: Path | None = None
     """More of nats-server's own configuration, such as accounts or leaf nodes."""
 
@@ -61,6 +63,10 @@ def server_config(options: ServerOptions) -> str:
     """The text of nats-server's configuration file."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ConfigError("swarm serve: expected both a TLS certificate and its key, got one of them")
+    if not is_loopback(options.host) and options.token is None and options.include is None:
+        raise ConfigError(
+            f"swarm serve: {options.host} can be reached by others; give a token that they must have, or --include"
+        )
     lines = [
         f"host: {json.dumps(options.host)}",
         f"port: {options.port or -1}",
@@ -74,9 +80,7 @@ def server_config(options: ServerOptions) -> str:
     if options.name:
         lines.append(f"server_name: {json.dumps(options.name)}")
     if options.cluster_port is not None:
-        routes = ", ".join(json.dumps(route) for route in options.routes)
-        listen = json.dumps(f"{options.host}:{options.cluster_port}")
-        lines.append(f"cluster {{ name: shoal, listen: {listen}, routes: [{routes}] }}")
+        lines.append(_cluster(options))
     if options.tls_cert is not None:
         lines.append(
             f"tls {{ cert_file: {json.dumps(str(options.tls_cert))}, key_file: {json.dumps(str(options.tls_key))} }}"
@@ -86,6 +90,16 @@ def server_config(options: ServerOptions) -> str:
     if options.include is not None:
         lines.append(f"include {json.dumps(str(options.include.resolve()))}")
     return "\n".join(lines) + "\n"
+
+
+def _cluster(options: ServerOptions) -> str:
+    """Servers of one cluster know one token: who joins as a server need not be a client."""
+    known = "" if options.token is None else f"shoal:{quote(options.token, safe='')}@"
+    routes = ", ".join(json.dumps(route.replace("://", f"://{known}", 1)) for route in options.routes)
+    listen = json.dumps(f"{options.host}:{options.cluster_port}")
+    password = json.dumps(options.token)
+    authorization = "" if options.token is None else f", authorization {{ user: shoal, password: {password} }}"
+    return f"cluster {{ name: shoal, listen: {listen}, routes: [{routes}]{authorization} }}"
 
 
 class NatsServer:
@@ -100,6 +114,8 @@ class NatsServer:
         folder = self._options.folder
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "server.conf"
+        config.touch()
+        config.chmod(0o600)  # it holds the token
         config.write_text(server_config(self._options))
         for old in folder.glob("*.ports"):
             old.unlink()

@@ -30,6 +30,8 @@ DECAY = 0.98
 """Of what was, with every new piece of evidence: about the last 50 count."""
 ESTABLISHED = 8.0
 """Decayed good evidence above which an author is no newcomer."""
+LIARS = 1024
+"""Newcomers whose ban is remembered: to come back under a new name costs less than to wait."""
 WINDOW = 256
 """Sequence numbers below the highest that may still come, out of order."""
 
@@ -185,6 +187,7 @@ class Door:
         self._established: dict[str, Author] = {}
         self._newcomer_bucket = Bucket(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
         self.banned = set(banned)
+        self._liars: OrderedDict[str, None] = OrderedDict()
         self.refused: Counter[Reason] = Counter()
         self.admitted = 0
 
@@ -215,9 +218,21 @@ class Door:
         """Counts what turned out unusable behind the door, and holds it against its author where that is right."""
         self.refused[reason] += 1
         if reason in LIES:
-            self.banned.add(peer_id)
+            self._ban(peer_id)
         if reason in LIES | BLAMED:
             self._remember(peer_id, self._record(peer_id)).learn(bad=1.0)
+
+    @property
+    def lasting_bans(self) -> set[str]:
+        """Whom to hear no more in later runs either: whoever was banned by people, or as an established author."""
+        return self.banned - self._liars.keys()
+
+    def _ban(self, peer_id: str) -> None:
+        if peer_id not in self._established and peer_id not in self.banned:
+            self._liars[peer_id] = None
+            if len(self._liars) > LIARS:
+                self.banned.discard(self._liars.popitem(last=False)[0])
+        self.banned.add(peer_id)
 
     def praise(self, peer_id: str) -> None:
         """An offer of this author was true, and there was something to learn from it."""

@@ -3,12 +3,14 @@
 Of a procedural task the receipt is drawn again, in a process of its own that may be killed: question and truth then
 come from here, and a claim that differs is a lie, signed by its author. Only the datasets that this node trains on,
 with the settings that it trains on, are drawn: what a peer can choose is a seed, never code, sizes or settings. Of a
-task without a receipt only the question is looked up among the node's own.
+task without a receipt only the question is looked up among the node's own. Tasks that a function of the user's or a
+judge scores are nobody else's: what peers write does not get there.
 """
 
 import asyncio
 from collections.abc import Iterable
 
+from shoal.checker import is_confined, task_spec
 from shoal.errors import TaskError
 from shoal.interfaces import Claim, NotOurs, TaskService
 from shoal.tasks.drawer import Drawer, Spec
@@ -54,6 +56,10 @@ class OwnTasks:
 
     async def task(self, claim: Claim) -> Task | NotOurs:
         """The training task of this node that asks the same, with this node's own prompt, truth and scorer."""
+        found = await self._found(claim)
+        return found if isinstance(found, NotOurs) or is_confined(task_spec(found)) else NotOurs.UNKNOWN_TASK
+
+    async def _found(self, claim: Claim) -> Task | NotOurs:
         if claim.receipt is None:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
             if task is None or task.answer != claim.truth:  # two files may differ without anybody lying
