@@ -2,14 +2,16 @@
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from buffer_values import META, group, open_buffer, run_group, train
+from shoal import wire
 from shoal.buffer import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
 from shoal.buffer.log import FILE, ConsumedGroup, StepRecord, insert_step
 from shoal.errors import RunDirError
-from shoal.types import EXTERNAL
+from shoal.types import EXTERNAL, Message, Role
 
 
 def rows(run_dir, query):
@@ -418,6 +420,32 @@ def test_a_buffer_in_memory_writes_at_once():
         with pytest.raises(StopIteration):  # no suspension: a virtual clock sees no thread
             adding.send(None)
         assert buffer.waiting == 1
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_a_mistake_of_ours_is_not_called_a_full_disk(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        with pytest.raises(sqlite3.IntegrityError):
+            await run_group(buffer, "a")
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_whatever_was_logged_can_be_read_again(tmp_path):
+    long = replace(group("a").rollouts[0], messages=(Message(Role.USER, "x" * (wire.MAX_BYTES + 1)),))
+
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await buffer.admit("a", "chain_sum")
+        await buffer.add(replace(group("a"), rollouts=(long,)))
+        await buffer.close()
+        buffer = open_buffer(tmp_path, resume=True)
+        assert buffer.recovered.waiting == 1
         await buffer.close()
 
     asyncio.run(main())

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from buffer_values import open_buffer, run_group, train
+from buffer_values import group, open_buffer, run_group, train
 from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.metrics import JsonlTracker
 from shoal.report.status import status, status_lines
 from shoal.run.waits import telling_waits
+from shoal.types import EXTERNAL
 
 
 def written_run(run_dir: Path) -> None:
@@ -80,3 +81,18 @@ def test_sigusr1_says_who_waits_where(capfd: pytest.CaptureFixture[str]) -> None
 
     asyncio.run(waiting())
     assert "the patient one waits in Event.wait" in capfd.readouterr().err
+
+
+def test_groups_of_peers_take_nothing_from_the_shares_of_the_run_s_own_tasks(tmp_path: Path) -> None:
+    async def groups() -> None:
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a0", service="alpha")
+        (own,) = await buffer.take(1, 0)
+        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group(f"{EXTERNAL}peer/1")])
+        await buffer.close()
+
+    asyncio.run(groups())
+    (tmp_path / "resolved.toml").write_text("")
+    tasks = status(tmp_path)["tasks"]
+    assert tasks["alpha"]["share"] == 1.0
+    assert [task["share"] for name, task in tasks.items() if name.startswith(EXTERNAL)] == [None]

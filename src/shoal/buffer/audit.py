@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from shoal import wire
-from shoal.buffer.log import RunMeta, read_meta, snapshot
+from shoal.buffer.log import BODY_BYTES, RunMeta, read_meta, snapshot
 from shoal.buffer.raw import RawGroup, RawRollout, RawTask, read_groups, rollout_id
 from shoal.errors import WireError
 from shoal.types import EXTERNAL
@@ -230,7 +230,7 @@ def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
     for position, body in enumerate(group.bodies):
         name = f"{group.id}/{position}"
         try:
-            rollout = wire.decode(body, RawRollout)
+            rollout = wire.decode(body, RawRollout, BODY_BYTES)
         except WireError as error:
             report.found(Check.READABLE, rollout_id(body, name), str(error))
             continue
@@ -238,7 +238,7 @@ def _check_group(group: RawGroup, report: AuditReport) -> _Seen:
         drawn += rollout.drawn_versions
     service = ""
     try:
-        service = wire.decode(group.task, RawTask).service
+        service = wire.decode(group.task, RawTask, BODY_BYTES).service
     except WireError as error:
         report.found(Check.READABLE, group.id, f"task: {error}")
     if not group.bodies and group.ended_reason is None:

@@ -16,7 +16,6 @@ from shoal.buffer.counts import TaskCounts, read_task_counts
 from shoal.buffer.gate import AdmissionGate
 from shoal.buffer.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
 from shoal.buffer.writer import LogWriter
-from shoal.errors import RunDirError
 from shoal.types import EXTERNAL, Group
 
 STALE = "stale"
@@ -64,7 +63,7 @@ class Buffer:
         self._last_step = -1
         self._taker: asyncio.Future[None] | None = None
         self._queue: deque[asyncio.Future[int]] = deque()
-        self._failure: RunDirError | None = None
+        self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
         """Drawn for groups that were dropped, by task service, since this process began."""
         self._on_room: Callable[[], None] | None = None
@@ -388,7 +387,7 @@ class Buffer:
         if self._taker is not None and not self._taker.done():
             self._taker.set_result(None)
 
-    def _fail(self, error: RunDirError) -> None:
+    def _fail(self, error: Exception) -> None:
         """The log cannot be written any more: whoever waits for groups or for room hears of it."""
         self._failure = self._failure or error
         self._wake_taker()

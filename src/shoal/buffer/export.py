@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal import wire
-from shoal.buffer.log import snapshot
+from shoal.buffer.log import BODY_BYTES, snapshot
 from shoal.buffer.raw import RawGroup, RawMessage, RawReceipt, RawRollout, RawTask, RawTurn, read_groups
 from shoal.errors import RunDirError
 
@@ -84,9 +84,9 @@ def export_rows(run_dir: Path) -> Iterator[ExportRow]:
     """Every committed rollout in the order of commit. Raises `RunDirError`, `WireError` for a damaged record."""
     with snapshot(run_dir) as connection:
         for group in read_groups(connection):
-            task = wire.decode(group.task, RawTask)
+            task = wire.decode(group.task, RawTask, BODY_BYTES)
             for body in group.bodies:
-                yield _row(group, task, wire.decode(body, RawRollout))
+                yield _row(group, task, wire.decode(body, RawRollout, BODY_BYTES))
 
 
 def _row(group: RawGroup, task: RawTask, rollout: RawRollout) -> ExportRow:

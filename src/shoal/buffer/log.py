@@ -34,6 +34,8 @@ FORMAT = "1"
 FILE = "log.sqlite"
 INTERRUPTED = "interrupted"
 """The reason of groups that were in flight when the process that ran them ended."""
+BODY_BYTES = 1_000_000_000
+"""Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
 Late = Literal["drop", "mask_tokens", "train"]
 
@@ -345,5 +347,5 @@ def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepReco
 
 def _group(connection: sqlite3.Connection, seq: int, group_id: str, task: bytes, version: int) -> Group:
     bodies = connection.execute("SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position", (seq,))
-    rollouts = tuple(wire.decode(body, Rollout) for (body,) in bodies)
-    return Group(group_id, wire.decode(task, Task), rollouts, version)
+    rollouts = tuple(wire.decode(body, Rollout, BODY_BYTES) for (body,) in bodies)
+    return Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal import wire
+from shoal.buffer.log import BODY_BYTES
 from shoal.errors import WireError
 
 
@@ -124,7 +125,7 @@ def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
 def rollout_id(body: bytes, default: str) -> str:
     """The id in a body that may be no rollout."""
     try:
-        return wire.decode(body, _Named).id
+        return wire.decode(body, _Named, BODY_BYTES).id
     except WireError:
         return default
 

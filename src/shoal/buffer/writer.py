@@ -38,7 +38,7 @@ class _Write(Generic[T]):
         if self._future is not None and not self._future.done():
             self._future.set_result(self._result)
 
-    def fail(self, error: RunDirError) -> None:
+    def fail(self, error: Exception) -> None:
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
 
@@ -53,10 +53,10 @@ class LogWriter:
     each write happens at once on the caller's thread, which a virtual clock needs.
     """
 
-    def __init__(self, log: LockedLog, *, on_failure: Callable[[RunDirError], None], threaded: bool = True) -> None:
+    def __init__(self, log: LockedLog, *, on_failure: Callable[[Exception], None], threaded: bool = True) -> None:
         self._log = log
         self._on_failure = on_failure
-        self._failure: RunDirError | None = None
+        self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[_Write[object] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -113,7 +113,7 @@ class LogWriter:
             except RuntimeError:
                 return  # the loop is closed: nobody is left to be told
 
-    def _transaction(self, writes: "Sequence[_Write[T]]") -> RunDirError | None:
+    def _transaction(self, writes: "Sequence[_Write[T]]") -> Exception | None:
         """Runs writes as one transaction: all of them are durable afterwards, or none and the reason is returned."""
         if self._failure is not None:
             return self._failure
@@ -126,11 +126,13 @@ class LogWriter:
         except Exception as error:  # whatever it is, somebody awaits this write and must hear of it
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            self._failure = RunDirError(f"{self._log.path} cannot be written: {error}; free space, then --resume")
-            self._failure.__cause__ = error
+            self._failure = error
+            if isinstance(error, sqlite3.OperationalError | OSError):
+                self._failure = RunDirError(f"{self._log.path} cannot be written: {error}; free space, then --resume")
+                self._failure.__cause__ = error
         return self._failure
 
-    def _deliver(self, writes: "Sequence[_Write[T]]", failure: RunDirError | None) -> None:
+    def _deliver(self, writes: "Sequence[_Write[T]]", failure: Exception | None) -> None:
         if failure is None:
             for write in writes:
                 write.succeed()

@@ -7,6 +7,7 @@ from shoal.buffer import task_counts
 from shoal.buffer.log import FILE
 from shoal.errors import RunDirError
 from shoal.report.records import RunRecords, read_run
+from shoal.types import EXTERNAL
 
 LATELY = 20
 """Steps that rewards and rates are means of."""
@@ -19,7 +20,8 @@ def status(run_dir: Path) -> dict[str, object]:
     run = read_run(run_dir)
     counts = task_counts(run_dir)
     weights = {task.name: task.weight for task in run.config.tasks} if run.config else {}
-    consumed = sum(task.consumed for task in counts.values())
+    own = {name for name in counts if not name.startswith(EXTERNAL)}  # what peers drew has no share
+    consumed = sum(counts[name].consumed for name in own)
     tasks: dict[str, dict[str, object]] = {}
     for name, task in sorted(counts.items()):
         tasks[name] = {
@@ -29,7 +31,7 @@ def status(run_dir: Path) -> dict[str, object]:
             "trained": task.consumed,
             "failed": dict(task.failed),
             "dropped": dict(task.dropped),
-            "share": task.consumed / consumed if consumed else None,
+            "share": task.consumed / consumed if consumed and name in own else None,
             "target": weights[name] / sum(weights.values()) if name in weights else None,
             "reward": _lately(run, f"reward/{name}"),
             "tokens_per_s": _lately(run, f"tokens_per_s/{name}"),

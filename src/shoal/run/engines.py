@@ -8,7 +8,6 @@ The run goes on while they come and go; it ends when none answers for long, or w
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
 from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, EngineUnavailable
-from shoal.process import Child
+from shoal.process import GRACE_S, Child
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 300.0
@@ -117,8 +116,11 @@ class _Own:
             url = (await child.line(START_TIMEOUT_S)).decode().strip()
             ended = asyncio.create_task(child.died(), name=f"{name} process")
             try:
-                with contextlib.suppress(EngineUnavailable):  # it ended before it was in
+                try:
                     await self.pool.join(name, HttpEngine(url))
+                except EngineUnavailable as error:  # most likely it is about to end
+                    await asyncio.wait([ended], timeout=GRACE_S)
+                    return str(ended.result()) if ended.done() else f"{name}: {error}"
                 ready.set()
                 return str(await ended)
             finally:

@@ -94,6 +94,7 @@ class TrainLoop:
         self.version = version
         self.totals = Totals()
         self._engine_info: EngineInfo | None = None
+        self._engine_shares: list[float] = []  # busy ones, since the step before
         self._to_serve: PublishedVersion | None = None
         self._published = asyncio.Event()
         self._served = asyncio.Event()
@@ -111,6 +112,7 @@ class TrainLoop:
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""
         train = self._config.train
+        self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
         for step in range(self._first_step, train.steps):
             last = step == train.steps - 1
             await self._step(step, push=last or (step + 1) % train.push_every == 0)
@@ -143,6 +145,7 @@ class TrainLoop:
         places = config.max_running * (len(config.urls) or config.count)
         while True:
             info = self._engine_info = await self._parts.engine.info()
+            self._engine_shares.append(info.busy_share)
             most = concurrency.looked(places=places, running=info.running, waiting=info.waiting, groups=gate.running)
             if most != gate.max_running:
                 self._parts.buffer.run_at_most(most)
@@ -301,6 +304,7 @@ class TrainLoop:
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
         self.totals.rewards.append(reward)
         measured = asdict(stats)
+        engine_shares = self._engine_shares or [self._engine_info.busy_share if self._engine_info else 0.0]
         values = {
             "version": version,
             "reward": reward,
@@ -310,7 +314,7 @@ class TrainLoop:
             **{f"tokens_per_s/{name}": count / elapsed_s for name, count in tokens.items()},
             "tokens_per_s": sum(rollout.drawn_tokens for rollout in finished) / elapsed_s,
             "samples_per_s": len(finished) / elapsed_s,
-            "engine_busy": self._engine_info.busy_share if self._engine_info else 0.0,
+            "engine_busy": fmean(engine_shares),
             "trainer_busy": min(1.0, self._busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
             **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
@@ -323,7 +327,7 @@ class TrainLoop:
             **_scorer_values(self._parts.desk.scorer),
             **self._losses_since(),
         }
-        self._busy_s, self._recorded_s = 0.0, now
+        self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
         return values
 
     def _swarm_values(self, external: Sequence[Group], wanted: int) -> dict[str, float]:
