@@ -70,6 +70,8 @@ class Attachment:
     tail: tuple[Message, ...]
     """The messages since the parent's answer; all of them when there is no parent."""
     cause: Cause | None
+    hash: bytes
+    """Of the whole conversation."""
     continues: bool = False
     """Nothing is said after the parent's answer, which was cut short: it goes on where it stopped."""
 
@@ -137,17 +139,18 @@ class Ledger:
 
         Hashes of messages are compared, so that nothing is tokenised. Raises `HistoryDiverged`.
         """
-        messages = conversation.messages
-        for end, known in reversed(list(enumerate(chain(conversation)))):
-            if end and messages[end - 1].role is Role.ASSISTANT and known in self._by_hash:
-                parent = self._twin(self._by_hash[known], messages[:end])
-                return self._checked(self._attached(conversation, parent, messages[end:]))
+        messages, hashes = conversation.messages, chain(conversation)
+        for end in range(len(messages), 0, -1):
+            if messages[end - 1].role is Role.ASSISTANT and hashes[end] in self._by_hash:
+                parent = self._twin(self._by_hash[hashes[end]], messages[:end])
+                return self._checked(self._attached(conversation, hashes[-1], parent, messages[end:]))
         cause = Cause.DIVERGED if self._generations or self._calls else Cause.FIRST
-        return self._checked(Attachment(conversation, None, messages, cause))
+        return self._checked(Attachment(conversation, None, messages, cause, hashes[-1]))
 
     def detached(self, attachment: Attachment, cause: Cause) -> Attachment:
         """The same conversation as a new root: it has to be rendered in full. Raises `HistoryDiverged`."""
-        return self._checked(Attachment(attachment.conversation, None, attachment.conversation.messages, cause))
+        messages = attachment.conversation.messages
+        return self._checked(replace(attachment, parent=None, tail=messages, cause=cause, continues=False))
 
     def open(self, attachment: Attachment, rendered_ids: Sequence[int], digest: str = "") -> Call:
         """Begins a generation. `rendered_ids` are the whole prompt of a root; else the bridge.
@@ -192,7 +195,7 @@ class Ledger:
         self._children[call.id] = []
         self._by_digest.setdefault(call.digest, []).append(call.id)
         self._children[attachment.parent].append(call.id)
-        self._index(generation, message, attachment.conversation)
+        self._index(generation, message, attachment.hash)
         if attachment.parent is not None:
             self._delivered.add(attachment.parent)  # the client has quoted it
         return generation
@@ -246,7 +249,7 @@ class Ledger:
             answered, at = generation.continues, generation.parent
         return tuple(message for part in reversed(parts) for message in part)
 
-    def _attached(self, conversation: Conversation, parent: int, tail: tuple[Message, ...]) -> Attachment:
+    def _attached(self, conversation: Conversation, whole: bytes, parent: int, tail: tuple[Message, ...]) -> Attachment:
         roles = {message.role for message in tail}
         cause = None
         if not roles <= TAIL_ROLES:
@@ -254,11 +257,9 @@ class Ledger:
         elif self.policy is HistoryPolicy.TEMPLATE and Role.USER in roles:
             cause = Cause.SEGMENT
         if cause is not None:
-            return Attachment(conversation, None, conversation.messages, cause)
-        drawn = self._generations[parent].completion
-        return Attachment(
-            conversation, parent, tail, None, continues=not tail and drawn.finish_reason is not FinishReason.STOP
-        )
+            return Attachment(conversation, None, conversation.messages, cause, whole)
+        continues = not tail and self._generations[parent].completion.finish_reason is not FinishReason.STOP
+        return Attachment(conversation, parent, tail, None, whole, continues)
 
     def _checked(self, attachment: Attachment) -> Attachment:
         """Raises `HistoryDiverged` where the policy is `strict` and the newest answer is not extended."""
@@ -290,9 +291,8 @@ class Ledger:
             at = self._generations[at].parent
         return found
 
-    def _index(self, generation: Generation, message: Message, conversation: Conversation) -> None:
-        hashes = chain(conversation)
-        before, keys = hashes[-1], {_link(hashes[-1], message)}
+    def _index(self, generation: Generation, message: Message, before: bytes) -> None:
+        keys = {_link(before, message)}
         if generation.continues and generation.parent is not None:
             before = self._hash_before[generation.parent]
             keys.add(_link(before, generation.message))  # a client may keep the parts of an answer or join them
@@ -366,8 +366,5 @@ def _arguments(call: ToolCall) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big"))
-        digest.update(part)
-    return digest.digest()
+    """Of the parts and where they end."""
+    return blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=16).digest()

@@ -57,7 +57,7 @@ class Host:
         """
         gateway = Gateway(engine, renderer, max_model_len=max_model_len, bounds=Bounds(idle_s=24 * 3600.0))
         if at is None:
-            async with gateway.app.router.lifespan_context(gateway.app):
+            async with gateway.lifetime():
                 yield cls(gateway, sampling, "")
             return
         with socket.create_server((at, 0), backlog=2048) as listening:

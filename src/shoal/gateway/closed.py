@@ -3,7 +3,7 @@
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 
 HANDED_OUT_KEPT = 1000
 
@@ -22,12 +22,14 @@ class ClosedSessions:
         self._handed_out: dict[Path, None] = {}  # oldest first; threads hand out at the same time
         self._lock = Lock()
 
-    def keep(self, token: str, reason: str, export: bytes) -> None:
-        """Writes what a session drew; a file that is there is whole."""
+    def keep(self, token: str, reason: str, export: bytes, *, handed_out: bool = False) -> None:
+        """Writes what a session drew; a file that is there is whole. `handed_out` says that its client gets it now."""
         path = self._path(token)
-        part = path.with_suffix(".part")
+        part = path.with_suffix(f".{get_ident()}")  # two threads may keep the same session
         part.write_bytes(reason.encode() + b"\n" + export)
         part.replace(path)
+        if handed_out:
+            self._note(path)
 
     def reason(self, token: str) -> str | None:
         """Why a session is closed; None for one that is not known to be."""
@@ -44,18 +46,22 @@ class ClosedSessions:
             export = path.read_bytes().partition(b"\n")[2]
         except FileNotFoundError:
             return None
-        with self._lock:
-            self._handed_out.setdefault(path)
-            while len(self._handed_out) > HANDED_OUT_KEPT:
-                oldest = next(iter(self._handed_out))
-                del self._handed_out[oldest]
-                oldest.unlink(missing_ok=True)
+        self._note(path)
         return export
 
     def discard(self) -> None:
         """Removes a temporary folder."""
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    def _note(self, path: Path) -> None:
+        """Counts a file among those handed out, of which the oldest go."""
+        with self._lock:
+            self._handed_out.setdefault(path)
+            while len(self._handed_out) > HANDED_OUT_KEPT:
+                oldest = next(iter(self._handed_out))
+                del self._handed_out[oldest]
+                oldest.unlink(missing_ok=True)
 
     def _path(self, token: str) -> Path:
         # Tokens come from anybody, and open sessions: they are no file names.

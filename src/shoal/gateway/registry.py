@@ -93,8 +93,12 @@ class Sessions:
         """Closes a session, if it is not; what it drew, as JSON. None for a token that names none."""
         session = self.get(token)
         if session is not None:
-            await self._close(session, ENDED)
-        return await self.desk.in_thread(self.closed.hand_out, token)
+            await session.end(ENDED)
+        if session is None or token not in self._open:  # another request has closed it meanwhile
+            return await self.desk.in_thread(self.closed.hand_out, token)
+        exported = await self.desk.in_thread(self._kept, session, handed_out=True)
+        self._open.pop(token, None)
+        return exported
 
     async def evict(self) -> None:
         """Closes sessions that nobody has used for long, and the longest unused while too many tokens are held."""
@@ -115,8 +119,11 @@ class Sessions:
     async def _close(self, session: Session, reason: str) -> None:
         await session.end(reason)
         if session.token in self._open:  # else another request has closed it meanwhile
-            await self.desk.in_thread(self._keep, session)
+            await self.desk.in_thread(self._kept, session)
             self._open.pop(session.token, None)
 
-    def _keep(self, session: Session) -> None:
-        self.closed.keep(session.token, session.ended, msgspec.json.encode(export(session)))
+    def _kept(self, session: Session, *, handed_out: bool = False) -> bytes:
+        """What a session drew, when it is on the disk."""
+        exported = msgspec.json.encode(export(session))
+        self.closed.keep(session.token, session.ended, exported, handed_out=handed_out)
+        return exported

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Mount, Route
 
 from shoal.errors import SessionError, ShoalError
 from shoal.gateway import anthropic, chat, responses, tokens
 from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized
 from shoal.gateway.registry import Bounds, Sessions
 from shoal.gateway.reply import Reply, TooLarge, error_body, status_of, streamed
+from shoal.gateway.routes import Routes, Table
 from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
 from shoal.interfaces import Engine
 from shoal.session import Generation
@@ -71,33 +70,30 @@ class Gateway:
         self._is_open = is_open
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        model_routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._text, methods=["POST"]),
-            Route("/v1/responses", self._responses, methods=["POST"]),
-            Route("/v1/messages", self._messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/v1/models", self._models),
-            Route("/inference/v1/generate", self._tokens, methods=["POST"]),
-        ]
-        self.app = Starlette(
-            routes=[
-                *model_routes,
-                Route("/v1/sessions", self._open, methods=["POST"]),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Mount("/s/{token}", routes=[*model_routes, Route("/end", self._end, methods=["POST"])]),
-            ],
-            lifespan=self._lifespan,
-            exception_handlers={
-                ShoalError: self._refused,
-                HTTPException: self._http_error,
-                ClientDisconnect: self._gone,
-            },
-        )
+        self.app = Routes(*self._tables(), refused=self._refused, lifetime=lambda _: self.lifetime())
+
+    def _tables(self) -> tuple[Table, Table]:
+        """What is served everywhere, and what under the URLs of sessions."""
+        of_models: Table = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._text),
+            "/v1/responses": ("POST", self._responses),
+            "/v1/messages": ("POST", self._messages),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
+            "/v1/models": ("GET", self._models),
+            "/inference/v1/generate": ("POST", self._tokens),
+        }
+        common: Table = {
+            **of_models,
+            "/v1/sessions": ("POST", self._open),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+        }
+        return common, {**of_models, "/end": ("POST", self._end)}
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def lifetime(self) -> AsyncIterator[None]:
+        """Evicts idle sessions until it is left; then all that is under way ends. A server of `app` enters it."""
         evicting = asyncio.create_task(self._evicting(), name="eviction of sessions")
         yield
         under_way = [evicting, *self.sessions.desk.tasks]
@@ -286,22 +282,21 @@ class Gateway:
             value = msgspec.json.decode(data or b"{}", type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise SessionError(f"body: {error}") from error
-        return value, blake2b(http.url.path.encode() + b"\0" + data, digest_size=16).hexdigest()
+        path = str(http.scope["path"]).encode()
+        return value, blake2b(path + b"\0" + data, digest_size=16).hexdigest()
 
-    async def _refused(self, http: Request, error: Exception) -> Response:
+    def _refused(self, http: Request, error: Exception) -> Response:
+        """What a client is told of an error."""
+        counted, path = self.sessions.desk.counts.counted, str(http.scope["path"])
+        if isinstance(error, ClientDisconnect):  # before its request was sent: nobody reads the answer
+            counted["half_requests"] += 1
+            return Response(status_code=400)
+        if isinstance(error, HTTPException):
+            return _json(error_body(SessionError(error.detail), error.status_code, path), error.status_code)
         assert isinstance(error, ShoalError)
         status = status_of(error)
-        self.sessions.desk.counts.counted[f"refused_{status}"] += 1
-        return _json(error_body(error, status, http.url.path), status)
-
-    async def _gone(self, http: Request, error: Exception) -> Response:
-        """Of a request whose client left before it was sent: nobody reads the answer."""
-        self.sessions.desk.counts.counted["half_requests"] += 1
-        return Response(status_code=400)
-
-    async def _http_error(self, http: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _json(error_body(SessionError(error.detail), error.status_code, http.url.path), error.status_code)
+        counted[f"refused_{status}"] += 1
+        return _json(error_body(error, status, path), status)
 
 
 def _noticed(task: "asyncio.Future[Generation]") -> None:

@@ -51,7 +51,7 @@ async def serve(
 
 async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
     """Raises `ChildDied` when the engine's process ends first."""
-    server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="on"))
     died = asyncio.create_task(child.died(), name="watching the engine")
     served = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
     await asyncio.wait({died, served}, return_when=asyncio.FIRST_COMPLETED)
