@@ -145,9 +145,9 @@ class Completion:
                 f"completion streams differ in length: {len(self.token_ids)} token ids, "
                 f"{len(self.logprobs)} logprobs, {len(self.versions)} versions"
             )
-        if any(not math.isfinite(lp) or lp > 0 for lp in self.logprobs):
+        if not all(map(math.isfinite, self.logprobs)) or max(self.logprobs, default=0.0) > 0:
             raise ValueError("completion logprobs must be finite and <= 0")
-        if any(a > b for a, b in zip(self.versions, self.versions[1:], strict=False)):
+        if list(self.versions) != sorted(self.versions):
             raise ValueError("completion versions must not decrease")
 
 

@@ -25,6 +25,7 @@ from shoal.types import Completion, FinishReason, Sampling
 
 CONTEXT = 8192
 ANSWER_TOKENS = 48
+ANSWERS = 1024
 END = "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -58,15 +59,24 @@ def _letter_ids() -> dict[str, int]:
     return {letter: tokenizer().encode(letter, add_special_tokens=False)[0] for letter in set(WORDS)}
 
 
+@cache
+def _answers() -> list[tuple[int, ...]]:
+    """Words, letter by letter, then the end; made before anything is measured, since an engine is another process."""
+    ids, words = _letter_ids(), random.Random(1)
+    said = (
+        " ".join(words.choices(WORDS.split(" "), k=ANSWER_TOKENS // 2))[: ANSWER_TOKENS - 1] for _ in range(ANSWERS)
+    )
+    return [(*(ids[letter] for letter in text), tokenizer().eos_token_id) for text in said]
+
+
 def answer_ids(seed: int) -> tuple[int, ...]:
-    """What the engine draws for a seed: words, letter by letter, then the end."""
-    said = " ".join(random.Random(seed).choices(WORDS.split(" "), k=ANSWER_TOKENS // 2))[: ANSWER_TOKENS - 1]
-    return (*(_letter_ids()[letter] for letter in said), tokenizer().eos_token_id)
+    """What the engine draws for a seed: of its answers, the one that the seed names."""
+    return _answers()[seed % ANSWERS]
 
 
 def answer_s(seed: int, shortest_s: float, longest_s: float) -> float:
-    """How long the engine says to take for a seed."""
-    return random.Random(~seed).uniform(shortest_s, longest_s)
+    """How long the engine says to take for a seed: between the two, each as likely."""
+    return shortest_s + (longest_s - shortest_s) * (seed // ANSWERS % 4096) / 4096
 
 
 class EchoEngine:
@@ -101,7 +111,7 @@ class EchoEngine:
 
 async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
     """Until standard input ends."""
-    made = tokenizer()
+    made, _ = tokenizer(), _answers()
     gateway = Gateway(
         EchoEngine(shortest_s, longest_s),
         ChatRenderer(made, (made.eos_token_id,)),

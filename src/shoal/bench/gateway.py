@@ -96,6 +96,7 @@ class Opened(msgspec.Struct):
 def measure(quick: bool) -> Report:
     """The figures of the module's text."""
     thresholds = gc.get_threshold()
+    answer_ids(0)  # makes them all
     collect_rarely()
     try:
         return uvloop.run(_measured(QUICK if quick else FULL, QUICK.seconds if quick else SATURATED.seconds))

@@ -20,7 +20,7 @@ from shoal.errors import SessionError, ShoalError
 from shoal.gateway import anthropic, chat, responses, tokens
 from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized
 from shoal.gateway.registry import Bounds, Sessions
-from shoal.gateway.reply import Reply, TooLarge, error_body, status_of, streamed
+from shoal.gateway.reply import Reply, TooLarge, error_body, has_left, status_of, streamed
 from shoal.gateway.routes import Routes, Table
 from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
 from shoal.interfaces import Engine
@@ -209,7 +209,7 @@ class Gateway:
         if reply.events is None:
             generation = await session.generation(ask)
             answer = _json(reply.body(generation))
-            if not await http.is_disconnected():
+            if not has_left(http):
                 session.deliver(generation)
             return answer
         task = asyncio.ensure_future(session.generation(ask))
