@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
@@ -16,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 import uvicorn
 
-from shoal.errors import JudgeError, WireError
+from shoal.errors import ConfigError, JudgeError, WireError
 from shoal.judge.arm import Arm
 from shoal.judge.book import FILE, Book
 from shoal.judge.commitment import opens
@@ -35,7 +36,7 @@ from shoal.judge.messages import (
 )
 from shoal.judge.page import leaderboard_html
 from shoal.judge.server import JudgeServer
-from shoal.judge.taking import ModelAt, audited, statements, take
+from shoal.judge.taking import ModelAt, audited, fitting, statements, take
 from shoal.listening import listening_socket
 from shoal.run.judging import NINE
 from shoal.swarm.identity import Identity
@@ -327,6 +328,46 @@ def model_url() -> Iterator[str]:
         server.shutdown()
 
 
+ELSEWHERE = signed(ME, Ask(OTHER.peer_id, "m", Arm.SWARM, 3, 1.0)).hex()
+CHEATS = [
+    ("answers = (SELECT answers FROM challenges WHERE attempt = 0)", "in another challenge"),
+    (f"ask = x'{ELSEWHERE}'", "to another judge"),
+    ("ask = (SELECT ask FROM challenges WHERE attempt = 0)", "asked for fewer challenges"),
+    ("attempt = 5", "expected 0 to 1, got [0, 5]"),
+]
+"""Done to a challenge that was not answered."""
+
+
+def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) -> None:
+    async def main() -> None:
+        with listening_socket("127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum"]).app, log_level="warning"))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            dead = ModelAt("http://127.0.0.1:9/v1", "m", retry_s=0.001)
+            with pytest.raises(JudgeError, match=r"model http://127\.0\.0\.1:9/v1/chat/completions: "):
+                await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s)
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
+    assert judge.book.standings(judge.now_s()) == []
+
+
+def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
+    short, long = ["a\ud7ff"] * 5, ["\u6c34" * 20_000] * 27
+    assert list(fitting(short)) == short
+    assert len(signed(ME, Answers(HERE.peer_id, "x", fitting(long)))) <= MOST_BYTES
+    assert {len(text) for text in fitting(long)} == {(MOST_BYTES - 8192) // 27 // 3}
+
+
+def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: Drawer) -> None:
+    judge.rehearse()
+    wordy = replace(SUMS, system_prompt="x" * 16_000)
+    with pytest.raises(ConfigError, match="expected fewer of every specialty"):
+        Judge(judge.book, HERE, [wordy], drawer, ExactScorer(), Rules(each=20)).rehearse()
+
+
 def test_an_audit_finds_a_judge_that_cheats(
     judge: Judge, drawer: Drawer, clock: Clock, model_url: str, tmp_path: Path
 ) -> None:
@@ -338,16 +379,24 @@ def test_an_audit_finds_a_judge_that_cheats(
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum", "gcd"]).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
-            _, verdict = await take(
+            _, verdict, silent = await take(
                 url, ModelAt(model_url, "m"), ME, arm=Arm.SWARM, round_=3, judge=HERE.peer_id, clock=clock
             )
-            assert verdict.score == 0.5
+            assert (verdict.score, silent) == (0.5, 0)
             with pytest.raises(WireError, match="expected one of"):
                 await take(url, ModelAt(model_url, "m"), ME, arm=Arm.SOLO, round_=1, judge=OTHER.peer_id)
             assert await audit(url) == (0, [])
+            unanswered = await challenged(judge)
             clock.now_s += 3600 + 601
-            assert await audit(url) == (1, [])
+            assert await audit(url) == (2, [])
             book = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+            (asked,) = book.execute("SELECT ask FROM challenges WHERE attempt = 1").fetchone()
+            for change, words in CHEATS:
+                book.execute(f"UPDATE challenges SET {change} WHERE id = ?", (unanswered.id,))
+                _, (complaint,) = await audit(url)
+                assert words in complaint, change
+                back = "UPDATE challenges SET answers = NULL, attempt = 1, ask = ? WHERE id = ?"
+                book.execute(back, (asked, unanswered.id))
             book.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
             _, (complaint,) = await audit(url)
             assert "other marks" in complaint

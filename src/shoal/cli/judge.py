@@ -71,7 +71,7 @@ def take(
 
     at = ModelAt(engine, model, os.environ.get(key_env, ""), max_tokens, temperature)
     key = Identity.load(identity)
-    challenge, verdict = asyncio.run(
+    challenge, verdict, unanswered = asyncio.run(
         take_challenge(judge_url.rstrip("/"), at, key, arm=arm, round_=round_, judge=judge)
     )
     passed: dict[str, list[bool]] = {}
@@ -83,6 +83,7 @@ def take(
         "sitting": challenge.sitting,
         "attempt": challenge.attempt,
         "pass@1": verdict.score,
+        "unanswered": unanswered,
     }
     show(values | {name: sum(one) / len(one) for name, one in passed.items()}, json_)
 

@@ -114,7 +114,9 @@ def join(
         asyncio.run(generate(settings, answered_by(settings, model_url, model, key, rule), pace))
     except KeyboardInterrupt:
         print("stopped")
-    show(json.loads((Path(settings.run_dir) / "swarm" / "status.json").read_text()), json_)
+    path = Path(settings.run_dir) / "swarm" / "status.json"
+    if path.exists():  # else it was stopped before it began
+        show(json.loads(path.read_text()), json_)
 
 
 @app.command()

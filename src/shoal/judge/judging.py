@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.errors import JudgeError, TaskError, WireError
+from shoal import wire
+from shoal.errors import ConfigError, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.judge.book import Book, KeptSitting, Record
 from shoal.judge.commitment import SEED_BYTES, commitment_of, question_index
 from shoal.judge.messages import (
+    MOST_BYTES,
     Answers,
     Ask,
     Challenge,
@@ -40,6 +42,8 @@ SKEW_S = 300.0
 """How far the clock of a taker may be off."""
 MOST_TIMEOUTS = 2
 """Of one challenge; the answers after them are not tried, so that a challenge cannot keep the scorer for long."""
+MOST_CHALLENGE = 0.8
+"""Share of a message that the questions of a typical challenge may take; others are longer."""
 PEERS = 4096
 """Whose rates are remembered."""
 PUBLISHED = 64
@@ -101,6 +105,16 @@ class Judge:
         self._marking: set[str] = set()
         self._peers: OrderedDict[str, Bucket] = OrderedDict()
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
+
+    def rehearse(self) -> None:
+        """Draws a challenge that nobody gets. Blocks. Raises `ConfigError` when such would not fit into a message."""
+        sitting = Sitting(0, 0.0, 0.0, 0.0, b"", self.rules.each, self._specialties)
+        tasks = drawn(self._drawer, sitting, bytes(SEED_BYTES), self.peer_id, "", 0)
+        size = sum(len(wire.encode(Question(task.service, task.messages))) for task in tasks)
+        if size > MOST_CHALLENGE * MOST_BYTES:
+            raise ConfigError(
+                f"questions: expected fewer of every specialty: {len(tasks)} are {size} bytes of at most {MOST_BYTES}"
+            )
 
     @property
     def peer_id(self) -> str:

@@ -20,7 +20,7 @@ from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
 from shoal.types import Message, RewardStatus
 
 MOST_BYTES = 256 * 1024
-"""Of a signed message; the answers to one challenge fit in."""
+"""Of a signed message. A judge whose challenges do not fit in does not start; a taker cuts answers that would not."""
 MOST_NAME_CHARACTERS = 100
 MOST_ANSWER_CHARACTERS = 16_384
 _PURPOSE = b"shoal judge\x00"

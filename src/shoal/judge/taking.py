@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import aiohttp
@@ -39,8 +39,9 @@ MODEL_TIMEOUT_S = 120.0
 JUDGE_TIMEOUT_S = 300.0
 TRIES = 3
 """Of a question whose answer failed to come; then it counts as unanswered."""
-RETRY_S = 1.0
 MOST_LEDGER_BYTES = 16 * 1024 * 1024
+ROOM_BESIDES = 8192
+"""Bytes of a message beside the texts of its answers."""
 
 T = TypeVar("T")
 
@@ -56,6 +57,8 @@ class ModelAt:
     max_tokens: int = 1024
     temperature: float | None = None
     """The server's own when unset."""
+    retry_s: float = 1.0
+    """First pause before a question is asked again."""
 
 
 class _Said(msgspec.Struct):
@@ -79,8 +82,11 @@ async def take(
     round_: int,
     judge: str | None = None,
     clock: Callable[[], float] = time.time,
-) -> tuple[Challenge, Verdict]:
-    """Has a model judged once. Raises `JudgeError` or `WireError`, also when the judge is not `judge`."""
+) -> tuple[Challenge, Verdict, int]:
+    """Has a model judged once; gives how many questions it did not answer, which count as wrong.
+
+    Raises `JudgeError` or `WireError`, also when the judge is not `judge` and when the model answers nothing at all.
+    """
     async with aiohttp.ClientSession() as http:
         sittings, judge_id = statements(await _ledger(http, judge_url), judge)
         ask = Ask(judge_id, model.name, arm, round_, clock())
@@ -90,11 +96,24 @@ async def take(
         if sitting is None or not sitting.opens_s <= challenge.deadline_s <= sitting.reveals_s:
             raise WireError(f"challenge: expected one of a sitting that was committed to, got {challenge.sitting}")
         turn = asyncio.Semaphore(AT_ONCE)
-        texts = await asyncio.gather(*(_answer(http, turn, model, one.messages) for one in challenge.questions))
-        answers = Answers(judge_id, challenge.id, tuple(text[:MOST_ANSWER_CHARACTERS] for text in texts))
+        said = await asyncio.gather(*(_answer(http, turn, model, one.messages) for one in challenge.questions))
+        texts = ["" if isinstance(one, JudgeError) else one for one in said]
+        failures = [one for one in said if isinstance(one, JudgeError)]
+        if len(failures) == len(said):
+            raise failures[0]
+        answers = Answers(judge_id, challenge.id, fitting(texts))
         data = await _exchanged(http, f"{judge_url}/verdict", signed(identity, answers))
         _, verdict = opened(data, Verdict, author=judge_id)
-        return challenge, verdict
+        return challenge, verdict, len(failures)
+
+
+def fitting(texts: Sequence[str]) -> tuple[str, ...]:
+    """What of some texts a signed message holds: the first part of each, if all are too long together."""
+    texts = [text[:MOST_ANSWER_CHARACTERS] for text in texts]
+    room = MOST_BYTES - ROOM_BESIDES
+    if sum(len(text.encode()) for text in texts) <= room:
+        return tuple(texts)
+    return tuple(text.encode()[: room // len(texts)].decode(errors="ignore") for text in texts)
 
 
 def statements(ledger: Ledger, judge: str | None) -> tuple[dict[int, Sitting], str]:
@@ -103,14 +122,18 @@ def statements(ledger: Ledger, judge: str | None) -> tuple[dict[int, Sitting], s
     authors = {peer_id for peer_id, _ in found}
     if len(authors) != 1:
         raise WireError(f"ledger: expected one judge's commitments, got {len(authors)}")
-    return {sitting.number: sitting for _, sitting in found}, authors.pop()
+    numbered = {sitting.number: sitting for _, sitting in found}
+    if len(numbered) != len(found):
+        raise WireError("ledger: two commitments for one sitting")
+    return numbered, authors.pop()
 
 
 async def audited(judge_url: str, drawer: Drawer, scorer: Scorer, *, judge: str | None = None) -> tuple[int, list[str]]:
     """How many challenges of sittings that are over were checked, and everything that is wrong with them.
 
-    Seeds are held against the commitments, the takers' words against their signatures, and questions and marks are made
-    again. Raises `JudgeError` or `WireError`.
+    Seeds are held against the commitments, the takers' words against their signatures and against the judge, the
+    challenge and the attempt that they stand for, and questions and marks are made again. Raises `JudgeError` or
+    `WireError`.
     """
     async with aiohttp.ClientSession() as http:
         ledger = await _ledger(http, judge_url)
@@ -118,36 +141,78 @@ async def audited(judge_url: str, drawer: Drawer, scorer: Scorer, *, judge: str 
         seeds = {one.number: one.seed for _, one in (opened(data, Revealed, author=judge_id) for data in ledger.seeds)}
         wrong, checked = [], 0
         for number, seed in sorted(seeds.items()):
-            sitting = sittings[number]
-            if not opens(seed, sitting.commitment):
+            sitting = sittings.get(number)
+            if sitting is None or not opens(seed, sitting.commitment):
                 wrong.append(f"sitting {number}: the seed is not the one that was committed to")
                 continue
             data = await _exchanged(http, f"{judge_url}/sittings/{number}", most=MOST_LEDGER_BYTES)
+            asked: dict[str, _Asked] = {}
             for id_ in wire.decode(data, list[str]):
                 found = await _exchanged(http, f"{judge_url}/transcripts/{id_}", most=2 * MOST_BYTES)
-                transcript = wire.decode(found, Transcript)
-                wrong += [f"{id_}: {why}" for why in await _complaints(transcript, sitting, seed, drawer, scorer)]
                 checked += 1
+                try:
+                    one = _asked(id_, wire.decode(found, Transcript), judge_id)
+                    wrong += [f"{id_}: {why}" for why in await _complaints(one, sitting, seed, drawer, scorer)]
+                except (WireError, TaskError) as error:
+                    wrong.append(f"{id_}: {error}")
+                else:
+                    asked[id_] = replace(one, answers=None)
+            wrong += [f"sitting {number}: {why}" for why in _uncounted(asked.values())]
     return checked, wrong
 
 
-async def _complaints(
-    transcript: Transcript, sitting: Sitting, seed: bytes, drawer: Drawer, scorer: Scorer
-) -> Sequence[str]:
-    try:
-        peer_id, ask = opened(transcript.ask, Ask)
-        if transcript.answers is None:
-            return []
-        _, answers = opened(transcript.answers, Answers, author=peer_id)
-        arguments = (drawer, sitting, seed, peer_id, ask.model, transcript.attempt)
-        tasks = await asyncio.to_thread(drawn, *arguments)
-    except (WireError, TaskError) as error:
-        return [str(error)]
-    if len(answers.texts) != len(tasks):
-        return [f"expected {len(tasks)} answers, got {len(answers.texts)}"]
-    marks = await marked(scorer, tasks, answers.texts)
-    given = [mark.passed for mark in transcript.marks]
-    return [] if given == [mark.passed for mark in marks] else ["other marks than these answers are worth"]
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A transcript whose signed words are of this judge and this challenge."""
+
+    peer_id: str
+    ask: Ask
+    attempt: int
+    answers: Answers | None
+    passed: tuple[bool, ...]
+
+
+def _asked(id_: str, transcript: Transcript, judge: str) -> _Asked:
+    """Raises `WireError`."""
+    peer_id, ask = opened(transcript.ask, Ask)
+    answers = None if transcript.answers is None else opened(transcript.answers, Answers, author=peer_id)[1]
+    if ask.judge != judge or (answers is not None and (answers.judge, answers.challenge) != (judge, id_)):
+        raise WireError("the taker said this to another judge, or in another challenge")
+    return _Asked(peer_id, ask, transcript.attempt, answers, tuple(mark.passed for mark in transcript.marks))
+
+
+async def _complaints(one: _Asked, sitting: Sitting, seed: bytes, drawer: Drawer, scorer: Scorer) -> Sequence[str]:
+    """Raises `TaskError`."""
+    if one.answers is None:
+        return []
+    tasks = await asyncio.to_thread(drawn, drawer, sitting, seed, one.peer_id, one.ask.model, one.attempt)
+    texts = one.answers.texts
+    if len(texts) != len(tasks):
+        return [f"expected {len(tasks)} answers, got {len(texts)}"]
+    marks = await marked(scorer, tasks, texts)
+    right = tuple(mark.passed for mark in marks)
+    return [] if one.passed == right else ["other marks than these answers are worth"]
+
+
+def _uncounted(sitting: Iterable[_Asked]) -> list[str]:
+    """A judge that skips attempts chooses questions; one that counts an `Ask` twice makes up challenges."""
+    attempts: dict[tuple[str, str], list[int]] = {}
+    moments: dict[str, list[float]] = {}
+    for one in sitting:
+        attempts.setdefault((one.peer_id, one.ask.model), []).append(one.attempt)
+        moments.setdefault(one.peer_id, []).append(one.ask.sent_s)
+    return [
+        *(
+            f"attempts of {peer_id}, {model}: expected 0 to {len(found) - 1}, got {sorted(found)}"
+            for (peer_id, model), found in attempts.items()
+            if sorted(found) != list(range(len(found)))
+        ),
+        *(
+            f"{peer_id} asked for fewer challenges than it was given"
+            for peer_id, found in moments.items()
+            if len(set(found)) < len(found)
+        ),
+    ]
 
 
 async def _ledger(http: aiohttp.ClientSession, judge_url: str) -> Ledger:
@@ -180,8 +245,8 @@ async def _read(reply: aiohttp.ClientResponse, most: int) -> bytes:
 
 async def _answer(
     http: aiohttp.ClientSession, turn: asyncio.Semaphore, model: ModelAt, messages: Sequence[Message]
-) -> str:
-    """The model's words; none when it does not answer. Raises `JudgeError` when it refuses to."""
+) -> str | JudgeError:
+    """The model's words, or why it has none after some tries. Raises `JudgeError` when it refuses to answer."""
     request: dict[str, object] = {
         "model": model.name,
         "messages": [{"role": message.role.value, "content": message.content} for message in messages],
@@ -191,16 +256,18 @@ async def _answer(
         request["temperature"] = model.temperature
     headers = {"Authorization": f"Bearer {model.key}"} if model.key else {}
     url, limit = f"{model.url.rstrip('/')}/chat/completions", aiohttp.ClientTimeout(total=MODEL_TIMEOUT_S)
+    why = ""
     async with turn:
         for attempt in range(TRIES):
+            await asyncio.sleep(model.retry_s * (2**attempt - 1))
             try:
                 async with http.post(url, json=request, headers=headers, timeout=limit) as reply:
                     body = await _read(reply, MOST_LEDGER_BYTES)
+                    why = f"HTTP {reply.status}: {body[:300].decode(errors='replace')}"
                     if reply.status in (400, 401, 403, 404):
-                        raise JudgeError(f"model {url}: HTTP {reply.status}: {body[:300].decode(errors='replace')}")
+                        raise JudgeError(f"model {url}: {why}")
                     if reply.status == 200:
                         return msgspec.json.decode(body, type=_Body).choices[0].message.content or ""
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, IndexError):
-                pass
-            await asyncio.sleep(RETRY_S * 2**attempt)
-    return ""
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, IndexError) as error:
+                why = str(error) or type(error).__name__
+    return JudgeError(f"model {url}: {why}")

@@ -1,5 +1,6 @@
 """`shoal judge serve` and `audit`: a judge with all that it needs."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -56,6 +57,7 @@ async def serve_judge(
         rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
         scorer = await stack.enter_async_context(RewardService(rewards))
         judge = Judge(book, identity, specialties, drawer, scorer, rules)
+        await asyncio.to_thread(judge.rehearse)
         judge.ledger()  # committed to before anybody can ask
         listening = stack.enter_context(listening_socket(host, port))
         bound_host, bound_port = listening.getsockname()[:2]

@@ -38,6 +38,8 @@ PING_INTERVAL_S = 5
 RETRY_S = (0.25, 4.0)
 """First and longest pause between two attempts to connect."""
 CONSUMER_IDLE_S = 60.0
+HISTORY_S = 3600.0
+"""How long the stream keeps frames, and how far back a late joiner reads."""
 STREAM_BYTES = 256 * 1024 * 1024
 _FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError)
 # ValueError: nats-py raises it for what a server says that it cannot read.
@@ -55,7 +57,7 @@ class NatsExchange:
         self._subjects = f"shoal.{options.swarm}"
         self._client: Client | None = None
         self._consumer: JetStreamContext.PullSubscription | None = None
-        self._last_time = datetime.now(UTC) - timedelta(seconds=options.history_s)
+        self._last_time = datetime.now(UTC) - timedelta(seconds=HISTORY_S)
         self._last_number = 0
         self.connections = 0
         """Made so far; one more than were lost while there is one."""
@@ -192,11 +194,11 @@ class NatsExchange:
             subjects=[f"{self._subjects}.*.*"],
             storage=StorageType.FILE,
             discard=DiscardPolicy.OLD,
-            max_age=self._options.history_s,
+            max_age=HISTORY_S,
             max_msgs_per_subject=KEPT_PER_AUTHOR,
             max_bytes=STREAM_BYTES,
             max_msg_size=MAX_FRAME_BYTES + 1024,  # with the headers
-            duplicate_window=min(120.0, self._options.history_s),
+            duplicate_window=120.0,
         )
         copies = 3 if len(self._options.servers) >= 3 else 1
         try:

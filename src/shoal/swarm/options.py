@@ -20,8 +20,6 @@ class NatsOptions:
     servers: tuple[str, ...]
     """URLs: nats://, tls:// or ws://, with user and password or a token in them if the server wants these."""
     swarm: str
-    history_s: float = 3600.0
-    """How long the stream keeps frames, and how far back a late joiner reads."""
     credentials: Path | None = None
     """A NATS .creds file, or an nkey seed."""
     tls_ca: Path | None = None
