@@ -33,6 +33,7 @@ def test_a_shortened_run_gives_every_figure() -> None:
     assert isinstance(crowd, dict)
     assert (crowd["requests"], crowd["answered"]) == (20, 20)
     assert 0 < crowd["wait_p50_s"] <= crowd["wait_p99_s"]
-    pushes = report["pushes_served"]
+    pushes = report["pushes"]
     assert isinstance(pushes, dict)
-    assert pushes["recompute"] >= pushes["drain"] >= 1
+    served = pushes["5M/2 0.5"]
+    assert served["recompute_served"] >= served["drain_served"] >= 1

@@ -5,7 +5,8 @@
                             the better of one and two threads; the rounds of the sides take turns
     over_generate           tokens/s that were asked for, over those of `model.generate` in static batches (the best of
                             some sizes), on lengths that are lognormal with sigma 1
-    interrupt_over_drain    tokens/s while weights are pushed again and again: recomputing what runs, over draining
+    interrupt_over_drain    tokens/s while weights are pushed again and again: recomputing what runs, over draining, at
+                            `PUSH_SETTING`; `pushes` has it for other numbers of rows and times between pushes
     push_stall_over_memcpy  how long a push stops decoding, over copying as many bytes from memory to memory
     crowd                   1,000 requests at once over HTTP: how long they waited, and the engine's memory
 """
@@ -15,7 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import exp
 from pathlib import Path
@@ -42,6 +43,10 @@ MEAN_TOKENS = 32
 MOST_TOKENS = 256
 RUNNING = 128
 STALL_ROUNDS = 8
+WAVES = 6
+PUSH_SHARES = (0.25, 0.5, 1.0)
+PUSH_SETTING = "50M/8 0.5"
+"""Weights larger than the caches, so that few rows cost nearly as much as one, as they do on accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class Effort:
     drawn_tokens: dict[str, int]
     answers: int
     """Of varied length."""
-    push_every_tokens: int
+    pushes: dict[str, Sequence[float]]
+    """By model and rows: mean answers drawn by each row between two pushes."""
     crowd: int
     """Requests at once."""
     threads: Sequence[int] = (1, 2)
@@ -64,15 +70,14 @@ FULL = Effort(
     {"5M": {8: 10, 32: 6, 128: 3}, "50M": {8: 4, 32: 2, 128: 2}},
     DRAWN_TOKENS,
     answers=384,
-    push_every_tokens=128 * MEAN_TOKENS,
+    pushes={"5M/8": PUSH_SHARES, "5M/32": PUSH_SHARES, "5M/128": PUSH_SHARES, "50M/8": PUSH_SHARES},
     crowd=1000,
 )
-"""A training step of 128 answers consumes what is drawn between two pushes."""
 QUICK = Effort(
     {"5M": {8: 1}, "50M": {8: 1}},
     {"5M": 8, "50M": 4},
     answers=16,
-    push_every_tokens=100,
+    pushes={"5M/2": (0.5,)},
     crowd=20,
     threads=(1,),
     generate_batches=(16,),
@@ -91,7 +96,7 @@ def measure(quick: bool) -> Report:
             shares, rates = _shares(directories, effort)
             torch.set_num_threads(1)
             generate = _over_generate(directories["5M"], effort)
-            interrupt = _interrupt_over_drain(directories["5M"], effort)
+            interrupt = _interrupt_over_drain(directories, effort)
             stall = _push_stall(directories["50M"])
             lengths = _lengths(effort.crowd)
             waits = asyncio.run(crowd(directories["5M"], [_prompt(i) for i in range(effort.crowd)], lengths))
@@ -193,42 +198,43 @@ def _generating(model: Qwen2ForCausalLM, lengths: Sequence[int], batch: int) -> 
     return run
 
 
-def _interrupt_over_drain(directory: Path, effort: Effort) -> Report:
-    """The same answers under pushes that come with every so many drawn tokens, on one thread."""
-    engines = {mode: _engine(directory, max_running=RUNNING, on_update=mode) for mode in OnUpdate}
-    lengths = _lengths(effort.answers)
-    pushes: dict[OnUpdate, int] = {}
+def _interrupt_over_drain(directories: dict[str, Path], effort: Effort) -> Report:
+    """The same answers under pushes, `WAVES` to each row, by setting and what happens at an update; on one thread."""
+    pushes: dict[str, dict[str, float]] = {}
+    for setting, shares in effort.pushes.items():
+        name, _, running = setting.partition("/")
+        lengths = _lengths(WAVES * int(running))
+        for share in shares:
+            every_tokens = share * int(running) * sum(lengths) / len(lengths)
+            rates, served = {}, {}
+            for mode in OnUpdate:
+                engine = _engine(directories[name], max_running=int(running), on_update=mode)
+                began_s = time.perf_counter()
+                served[mode] = _finish_while_pushing(engine, lengths, directories[name], every_tokens)
+                rates[mode] = sum(lengths) / (time.perf_counter() - began_s)
+            pushes[f"{setting} {share}"] = {
+                "recompute_over_drain": rates[OnUpdate.RECOMPUTE] / rates[OnUpdate.DRAIN],
+                "keep_over_drain": rates[OnUpdate.KEEP] / rates[OnUpdate.DRAIN],
+                "drain_tokens_per_s": rates[OnUpdate.DRAIN],
+                **{f"{mode}_served": served[mode] for mode in OnUpdate},
+            }
+    chosen = pushes.get(PUSH_SETTING) or next(iter(pushes.values()))
+    return {"interrupt_over_drain": chosen["recompute_over_drain"], "pushes": pushes}
 
-    def pushed(mode: OnUpdate) -> Callable[[], None]:
-        def run() -> None:
-            pushes[mode] = _finish_while_pushing(engines[mode], lengths, directory, effort.push_every_tokens)
 
-        return run
-
-    best = _best_s({(mode, 1): (pushed(mode), 1) for mode in OnUpdate}, 2)
-    rates = {mode: sum(lengths) / best[mode, 1] for mode in OnUpdate}
-    return {
-        "interrupt_over_drain": rates[OnUpdate.RECOMPUTE] / rates[OnUpdate.DRAIN],
-        "keep_over_drain": rates[OnUpdate.KEEP] / rates[OnUpdate.DRAIN],
-        "pushes_served": {mode.value: pushes[mode] for mode in OnUpdate},
-        "pushed_tokens_per_s": {mode.value: rates[mode] for mode in OnUpdate},
-    }
-
-
-def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory: Path, every_tokens: int) -> int:
-    """Draws the answers; how many versions were served meanwhile."""
-    first = version = engine.version
+def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory: Path, every_tokens: float) -> int:
+    """Draws the answers; how many versions were served meanwhile. Files are checked before, as by another thread."""
+    staged = engine.slots.staged(1, directory, None)
+    version, next_push, served = 0, every_tokens, {0}
     for i, length in enumerate(lengths):
         engine.submit(Request(_prompt(i), Sampling(length, seed=i)))
-    next_push = engine.tokens_drawn + every_tokens
-    served = {first}
     while not engine.idle:
         engine.step()
         served.add(engine.version)
         if engine.tokens_drawn >= next_push:
             version += 1
             next_push += every_tokens
-            engine.update(engine.slots.staged(version, directory, None))
+            engine.update(replace(staged, version=version))
     return len(served) - 1
 
 

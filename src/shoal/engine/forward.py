@@ -91,13 +91,13 @@ class DirectForward:
         x_TW = self._embedding_VW.index_select(0, token_T)
         for index, layer in enumerate(self._layers):
             q, k, v = self._attended(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
-            out_THD = layout.attend(index, q, k, v, layer.scaling, layer.window)
-            x_TW = torch.addmm(x_TW, out_THD.flatten(1), layer.out_weight_t)
+            out_TW = layout.attend(index, q, k, v, layer.scaling, layer.window).flatten(1)
+            if keep_K is not None and layer is self._layers[-1]:  # of other rows only keys and values were wanted
+                x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
+            x_TW = torch.addmm(x_TW, out_TW, layer.out_weight_t)
             gate_up = F.linear(self._normed(x_TW, layer.norm_mid_W), layer.gate_up_weight)
             gate, up = gate_up.chunk(2, -1)
             x_TW = torch.addmm(x_TW, F.silu(gate).mul_(up), layer.down_weight_t)
-        if keep_K is not None:
-            x_TW = x_TW.index_select(0, keep_K)
         return F.linear(self._normed(x_TW, self._norm_W), self._head_VW)
 
     def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
