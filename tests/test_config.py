@@ -99,15 +99,21 @@ def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complain
 
 
 def test_a_misspelled_setting_of_a_loss_is_answered_with_that_loss_s_settings() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.double_sided.band_low'\?"):
+    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.band_low'\?"):
         parse({**TASKS, "train": {"loss": {"name": "double_sided", "band_lo": 0.5}}})
 
 
 def test_misspelled_settings_of_every_loss_and_of_sections_within_sections_are_answered() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.gspo.clip_high'\?"):
+    with pytest.raises(ConfigError, match=r"did you mean 'train.loss.clip_high'\?"):
         parse({**TASKS, "train": {"loss": {"name": "gspo", "clip_hi": 0.5}}})
     with pytest.raises(ConfigError, match=r"did you mean 'train.kl.coefficient'\?"):
         parse(TASKS, ["train.kl.coeficient=0.1"])
+
+
+def test_parameters_of_a_loss_without_a_name_are_the_default_loss_s() -> None:
+    loss = parse(TASKS, ["train.loss.weight_cap=3"]).train.loss
+    assert isinstance(loss, DecoupledLoss)
+    assert loss.weight_cap == 3
 
 
 def test_two_tasks_of_one_name_and_a_jsonl_task_without_a_file_are_refused() -> None:
@@ -126,7 +132,7 @@ def test_a_list_of_tasks_is_required_and_not_empty() -> None:
 
 @pytest.mark.parametrize("value", ["false", '"off"', '""', '"no"', "0"])
 def test_behaviour_correction_cannot_be_turned_off_without_saying_that_it_biases(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss\.decoupled\.behaviour_correction"):
+    with pytest.raises(ConfigError, match=r"train\.loss\.behaviour_correction"):
         parse({**TASKS, "train": {"loss": {"name": "decoupled"}}}, [f"train.loss.behaviour_correction={value}"])
 
 

@@ -67,8 +67,8 @@ def test_evaluations_and_events_are_never_left_out() -> None:
             {"kind": "eval", "step": 1, "time_s": 0.2, "sampled": 0.5, "greedy": None, "questions": 64},
         ]
     )
-    assert lines[0] == "held-out score after 0 steps: sampled 0.250, greedy 0.500"
-    assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out score after 1 steps: sampled 0.500"]
+    assert lines[0] == "held-out accuracy after 0 steps: sampled 0.250, greedy 0.500"
+    assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out accuracy after 1 steps: sampled 0.500"]
 
 
 def test_numbers_that_are_missing_are_dashes() -> None:

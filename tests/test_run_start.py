@@ -12,7 +12,8 @@ import pytest
 from shoal.buffer import Buffer
 from shoal.config import Config, parse
 from shoal.errors import RunDirError
-from shoal.run.loop import TrainLoop
+from shoal.metrics import Record
+from shoal.run.loop import Totals, TrainLoop
 from shoal.run.plan import prepare
 from shoal.run.training import run_meta, run_training, train
 from shoal.weights import WeightStore
@@ -77,3 +78,16 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
 
     asyncio.run(resume())
     assert engine.served == (1, b"of the push")
+
+
+def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:
+    records: list[Record] = [
+        {"kind": "eval", "step": 0, "sampled": 0.1, "greedy": None},
+        {"kind": "step", "step": 1, "reward": 0.2, "staleness_max": 1},
+        {"kind": "step", "step": 2, "reward": 0.3, "staleness_max": 3},
+        {"kind": "event", "name": "resumed"},
+        {"kind": "step", "step": 3, "reward": 0.9, "staleness_max": 7},
+    ]
+    totals = Totals.earlier(records, 2)
+    assert (totals.rewards, totals.staleness_max) == ([0.2, 0.3], 3)
+    assert totals.evals[0][0] == 0.1

@@ -84,10 +84,10 @@ STEP_NAMES: Mapping[str, str] = {
     "peers": "Peers that are remembered.",
 }
 EVAL_NAMES: Mapping[str, str] = {
-    "sampled": "Mean score on held-out questions, answers drawn as in training.",
-    "greedy": "Mean score on held-out questions, most likely token each time; null when not run.",
+    "sampled": "Share of the held-out questions answered with full marks, answers drawn as in training.",
+    "greedy": "The same, most likely token each time; null when not run.",
     "questions": "How many held-out questions were asked.",
-    "unscored": "Answers that the scorer could not score; they are left out of the means.",
+    "unscored": "Answers that the scorer could not score; they are left out of the shares.",
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }

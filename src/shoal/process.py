@@ -104,6 +104,7 @@ class Child:
         ours, theirs = socket.socketpair()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as output:
+            self._log_begins_at = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self.command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -133,7 +134,10 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 line = await self._reader.readline()
         except TimeoutError:
-            raise ChildDied(f"the {self.name} process said nothing for {timeout_s:.0f} s; see {self._log}") from None
+            log = self._last_words() or "nothing"
+            raise ChildDied(
+                f"the {self.name} process was not ready in {timeout_s:.0f} s; its log ends: {log}"
+            ) from None
         if not line.endswith(b"\n"):
             raise ChildDied(str(await self.died()))
         return line
@@ -152,8 +156,14 @@ class Child:
     async def died(self) -> Exit:
         """Returns when the child has ended, however it ends."""
         code = await self._process.wait()
-        lines = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        return Exit(self.name, code, lines[0] if lines else "")
+        return Exit(self.name, code, self._last_words())
+
+    def _last_words(self) -> str:
+        """The last line that this process wrote to its log; earlier lives wrote to the same file."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_begins_at)
+            lines = file.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
     async def end(self) -> None:
         """Ends the child: asks its process group to terminate, and kills it when it takes longer than the grace."""

@@ -112,7 +112,7 @@ class LiveProgress:
             parts += [f"{name} {text}" for name, text in self._step_texts().items()]
             line = "  ".join(parts)
         elif kind == "eval":
-            line = f"held-out score after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
+            line = f"held-out accuracy after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
         else:
             line = self._event
         self._stream.write(line + "\n")

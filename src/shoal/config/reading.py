@@ -85,10 +85,12 @@ def _sentence(error: ValidationError) -> str:
     """The first complaint of pydantic as one sentence that names the field."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
-    where = ".".join(path)
+    # After a loss pydantic names which one it is; a setting has no such part.
+    shown = [part for before, part in zip(["", *path], path, strict=False) if before != "loss" or part not in LOSSES]
+    where = ".".join(shown)
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*path[:-1], close[0]])!r}?" if close else ""
+        hint = f"; did you mean {'.'.join([*shown[:-1], close[0]])!r}?" if close else ""
         return f"unknown setting {where!r}{hint}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]) if not where else f"{where}: {first['ctx']['error']}"

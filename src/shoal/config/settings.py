@@ -6,7 +6,7 @@ Every field has a default that works, a sentence and a unit. What can be derived
 import re
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shoal.config.losses import DecoupledLoss, LossConfig
 from shoal.config.section import Section
@@ -161,6 +161,12 @@ class TrainConfig(Section):
     ranks: int = Field(
         1, ge=1, description="Processes that train together, weights and moments sharded over them; on GPUs one each."
     )
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """Parameters without a name are the default loss's."""
+        return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value
 
 
 class RewardConfig(Section):

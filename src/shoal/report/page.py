@@ -104,7 +104,7 @@ def _first_sentence(run: RunRecords, figures: Mapping[str, float]) -> str:
 
 def _score(figures: Mapping[str, float]) -> str:
     parts = [
-        f"held-out score ({how}) {figures[before]:.2f} at first, {figures[after]:.2f} at last"
+        f"held-out accuracy ({how}) {figures[before]:.2f} at first, {figures[after]:.2f} at last"
         for how, before, after in (
             ("sampled", "accuracy_before", "accuracy_after"),
             ("greedy", "greedy_before", "greedy_after"),

@@ -11,11 +11,11 @@ Generation goes on during every one of them.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -25,7 +25,7 @@ from shoal.buffer.buffer import STALE
 from shoal.config import Config
 from shoal.engine import canary
 from shoal.interfaces import Engine, EngineInfo, Runner, Scorer
-from shoal.metrics import Trackers
+from shoal.metrics import Record, Trackers
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
@@ -83,6 +83,23 @@ class Totals:
     rewards: list[float] = field(default_factory=list)  # one per step
     evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
 
+    @classmethod
+    def earlier(cls, records: Iterable[Record], steps: int) -> "Totals":
+        """What the processes before this one recorded of the first `steps` steps; rates are of each process alone."""
+        of_step: dict[float, Record] = {}
+        totals = cls()
+        for record in records:
+            step = _known(record, "step")
+            if step > steps:
+                continue
+            if record["kind"] == "step":
+                of_step[step] = record
+            elif record["kind"] == "eval":
+                totals.evals.append((_known(record, "sampled"), _known(record, "greedy")))
+        totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
+        totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
+        return totals
+
 
 class TrainLoop:
     """Owns step and version. Invariant: a step is in the log before the weights that come of it are published."""
@@ -90,7 +107,7 @@ class TrainLoop:
     def __init__(self, parts: Parts, *, first_step: int, version: int) -> None:
         self._parts = parts
         self._config = parts.config
-        self._first_step = first_step
+        self.first_step = first_step
         self.version = version
         self.totals = Totals()
         self._engine_info: EngineInfo | None = None
@@ -113,7 +130,7 @@ class TrainLoop:
         """All steps that remain, then waits until the engine serves the last Version."""
         train = self._config.train
         self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
-        for step in range(self._first_step, train.steps):
+        for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
             await self._step(step, push=last or (step + 1) % train.push_every == 0)
             if last or (step + 1) % self._config.checkpoint.every_steps == 0:
@@ -361,6 +378,11 @@ class TrainLoop:
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
             "failed": sum(task.failed.total() for task in counts),
         }
+
+
+def _known(record: Record, name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else nan
 
 
 def _mean_reward(group: Group) -> float:

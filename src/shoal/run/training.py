@@ -28,12 +28,12 @@ from shoal.buffer import Buffer, RunMeta
 from shoal.config import Config, to_toml
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
-from shoal.metrics import Record, trackers_of
+from shoal.metrics import Record, read_records, trackers_of
 from shoal.process import Child
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.engines import EngineSettings, Told, engines
-from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
+from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
 from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, check_run_dir, prepare
 from shoal.run.playing import orchestrator, playing, scoring
@@ -54,7 +54,7 @@ Listener: TypeAlias = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to. Rewards are means over its first and its last tenth."""
+    """What a run came to. Rewards are means over its first and its last tenth; times are of the last process."""
 
     accuracy_before: float
     accuracy_after: float
@@ -226,6 +226,8 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     recovered = parts.buffer.recovered
     first_step = 0 if recovered.last_step is None else recovered.last_step + 1
     loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
+    if first_step:
+        loop.totals = Totals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
     await _recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
@@ -243,7 +245,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
         reward_first=fmean(totals.rewards[:tenth] or [0.0]),
         reward_last=fmean(totals.rewards[-tenth:] or [0.0]),
         wall_s=time.monotonic() - began_s,
-        steps=len(totals.rewards),
+        steps=max(first_step, parts.config.train.steps),
         samples_per_s=totals.samples / trained_s,
         staleness_max=totals.staleness_max,
         parity=parity,
@@ -290,7 +292,7 @@ async def _recover(parts: Parts, loop: TrainLoop) -> None:
         await loop.serve_recovered(parts.buffer.recovered.version)
         parts.trackers.log_event(
             "resumed",
-            step=float(parts.buffer.recovered.last_step or 0),
+            step=loop.first_step,
             waiting=float(parts.buffer.recovered.waiting),
             interrupted=float(parts.buffer.recovered.interrupted),
         )
