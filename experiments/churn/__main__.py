@@ -112,8 +112,12 @@ class Swarm:
 
     def ended(self) -> dict[str, str]:
         """Members that ended by themselves, with their last words: there should be none."""
-        gone = [name for name, process in self._members.items() if process.returncode is not None]
-        return {name: _last_line(self._folder / f"{name}.log") for name in gone}
+        codes = {name: process.returncode for name, process in self._members.items()}
+        return {
+            name: f"code {code}: {_last_line(self._folder / f'{name}.log')}"
+            for name, code in codes.items()
+            if code is not None
+        }
 
     async def late_joiner(self) -> tuple[float, int]:
         """Seconds until somebody who joins now has the history, and how many frames that is."""

@@ -31,8 +31,8 @@ UNASKED = 0.1
 TELL_EVERY_S = 5.0
 MOST_HEARD = 512
 """Peers whose wants are remembered."""
-INTAKE_PAUSE_S = 0.1
-"""After each batch: whoever sends how much, reading takes a few percent of a core."""
+INTAKE_PAUSE_S = 0.5
+"""After each batch: whoever sends how much, reading takes 2 % of a core."""
 
 
 class Answerer(Protocol):

@@ -8,11 +8,12 @@
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
 `listen` pulls no more frames per second than `INTAKE_PER_S`, whoever sends how many, and `verify` rests as long as it
-works. Nothing that comes from outside, and no absence of it, ends a run.
+works, longer after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter, OrderedDict, deque
@@ -34,9 +35,13 @@ from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_o
 from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
 
-INTAKE_PER_S = 250
-"""Frames read per second at most: 0.2 ms each, 5 % of a core."""
+INTAKE_PER_S = 60
+"""Frames read per second at most, on average: with 0.3 ms each, 2 % of a core."""
+INTAKE_BURST_S = 16.0
+"""What would be read in this time may be read at once, by a node that joins late or was cut off."""
 INTAKE_BATCH = 32
+NEWCOMER_REST = 4.0
+"""Rest of `verify` after a newcomer's offer, by the time that it took: a crowd of liars takes a fifth of its time."""
 PENDING = 512
 PENDING_PER_AUTHOR = 32
 READY_PER_GROUP = 8
@@ -189,13 +194,16 @@ class Node:
         }
 
     async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = -math.inf  # when what was read so far would have been read at the average rate
         while True:
             frames = await self._means.exchange.receive(INTAKE_BATCH)
             for frame in frames:
                 letter = self.door.admit(frame, self._clock())
                 if isinstance(letter, Letter):
                     self._file(letter)
-            await asyncio.sleep(self._pause_s * len(frames))
+            due_s = max(due_s, loop.time() - INTAKE_BURST_S) + self._pause_s * len(frames)
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
 
     def _file(self, letter: Letter) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
@@ -240,6 +248,7 @@ class Node:
                         await self._work.wait()
                 continue
             letter, content = self._drop_pending(self._next_pending())
+            rest = NEWCOMER_REST if self.door.is_newcomer(letter.peer_id) else 1.0
             began_s = time.monotonic()
             found = await self._verified(letter, content)
             self._useful_share += (1 - NEED_DECAY) * (isinstance(found, Ready) - self._useful_share)
@@ -250,7 +259,7 @@ class Node:
                 self._taken.add(letter.id)
                 self.door.praise(letter.peer_id)
                 self._ready.append(found)
-            await asyncio.sleep(time.monotonic() - began_s)
+            await asyncio.sleep(rest * (time.monotonic() - began_s))
 
     def _next_pending(self) -> str:
         """Uniformly one of the established, mostly; a crowd of newcomers does not keep them waiting."""
