@@ -1,6 +1,7 @@
 """What hostile peers cost an honest node: its steps per second while they send to it, and while they do not.
 
-steps_ratio          steps per second with the flood over steps while the same frames go to another swarm
+steps_ratio          steps per second with the flood over steps while the same frames go to another swarm: median of
+                     `steps_ratios`, each of two windows side by side
 steps_ratio_idle     the same over steps while nobody sends anything
 cpu_ratio            processor time of the node per step with the flood over that while it goes to another swarm
 steps_per_s          with the flood, with the flood elsewhere, without one
@@ -25,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from shoal.bench.flood import NOBODY
 from shoal.buffer.audit import audit
@@ -177,13 +179,21 @@ def _rates(spans: Sequence[tuple[str, Mark, Mark]]) -> Report:
         cpu_s[swarm] += ended.cpu_s - begun.cpu_s
     if not all(steps[swarm] for swarm in (SWARM, OTHER, NOBODY)):
         raise ChildDied("bench hostile: the flood or the node ended before all was measured")
+    ratios = [_per_s(flooded) / _per_s(spared) for spared, flooded in zip(spans[::3], spans[1::3], strict=True)]
     per_s = {swarm: steps[swarm] / seconds[swarm] for swarm in steps}
     return {
-        "steps_ratio": per_s[SWARM] / per_s[OTHER],
+        "steps_ratio": median(ratios),
+        "steps_ratios": ratios,
         "steps_ratio_idle": per_s[SWARM] / per_s[NOBODY],
         "cpu_ratio": cpu_s[SWARM] / steps[SWARM] / (cpu_s[OTHER] / steps[OTHER]),
         "steps_per_s": {"flood": per_s[SWARM], "elsewhere": per_s[OTHER], "none": per_s[NOBODY]},
     }
+
+
+def _per_s(span: tuple[str, Mark, Mark]) -> float:
+    """Steps per second."""
+    _, begun, ended = span
+    return (ended.steps - begun.steps) / (ended.time_s - begun.time_s)
 
 
 def _outcome(folder: Path) -> Report:

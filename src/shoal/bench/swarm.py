@@ -24,8 +24,8 @@ from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Means
-from shoal.swarm.node import INTAKE_PER_S, Node
+from shoal.swarm.member import INTAKE_PER_S, Means
+from shoal.swarm.node import Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Door, Letter, Limits
 from shoal.tasks.library import Library

@@ -132,9 +132,9 @@ class NatsExchange:
         if behind > MOST_BEHIND and time.monotonic() >= self._next_skip_s:
             self._next_skip_s = time.monotonic() + SKIP_EVERY_S
             await self._consumer.unsubscribe()
-            self._consumer = await self._follow(
-                self._client.jetstream(), skip_to=self._last_number + behind - MOST_BEHIND // 2
-            )
+            stream = self._client.jetstream()
+            end = (await stream.stream_info(self._stream)).state.last_seq  # numbers have gaps where frames were dropped
+            self._consumer = await self._follow(stream, skip_to=max(end - MOST_BEHIND // 2, self._last_number + 1))
         return frames
 
     def _is_next(self, message: Msg) -> bool:

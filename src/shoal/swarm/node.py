@@ -13,7 +13,6 @@ works, longer after newcomers. Nothing that comes from outside, and no absence o
 
 import asyncio
 import contextlib
-import math
 import random
 import time
 from collections import Counter, OrderedDict, deque
@@ -29,16 +28,23 @@ from shoal.swarm import offer as offers
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import BANNED_FILE, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
+from shoal.swarm.member import (
+    BANNED_FILE,
+    INTAKE_PER_S,
+    Intake,
+    Means,
+    Ready,
+    Settings,
+    Tally,
+    ban_in,
+    read_lines,
+    write_status,
+)
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
 
-INTAKE_PER_S = 60
-"""Frames read per second at most, on average: with 0.3 ms each, 2 % of a core."""
-INTAKE_BURST_S = 16.0
-"""What would be read in this time may be read at once, by a node that joins late or was cut off."""
 INTAKE_BATCH = 32
 NEWCOMER_REST = 4.0
 """Rest of `verify` after a newcomer's offer, by the time that it took: a crowd of liars takes a fifth of its time."""
@@ -87,7 +93,7 @@ class Node:
         self._identity = identity
         self._folder = folder
         self._clock = clock
-        self._pause_s = 1 / intake_per_s
+        self._intake = Intake(intake_per_s)
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._newcomers = NewcomerShare()
@@ -194,16 +200,13 @@ class Node:
         }
 
     async def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        due_s = -math.inf  # when what was read so far would have been read at the average rate
         while True:
-            frames = await self._means.exchange.receive(INTAKE_BATCH)
-            for frame in frames:
+            for frame in await self._means.exchange.receive(INTAKE_BATCH):
                 letter = self.door.admit(frame, self._clock())
+                self._intake.read(letter)
                 if isinstance(letter, Letter):
                     self._file(letter)
-            due_s = max(due_s, loop.time() - INTAKE_BURST_S) + self._pause_s * len(frames)
-            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            await self._intake.pause()
 
     def _file(self, letter: Letter) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
