@@ -7,7 +7,7 @@
 
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` pulls no more frames per second than `INTAKE_PER_S`, whoever sends how many, and `verify` rests as long as it
+`listen` pulls no more frames per second than its `Intake` allows, whoever sends how many, and `verify` rests as long as it
 works, longer after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
@@ -28,18 +28,7 @@ from shoal.swarm import offer as offers
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import (
-    BANNED_FILE,
-    INTAKE_PER_S,
-    Intake,
-    Means,
-    Ready,
-    Settings,
-    Tally,
-    ban_in,
-    read_lines,
-    write_status,
-)
+from shoal.swarm.member import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
@@ -74,7 +63,7 @@ class Node:
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.time,
-        intake_per_s: float = INTAKE_PER_S,
+        intake: Intake | None = None,
         threads: bool = True,
         wants: int | None = None,
         trained: Iterable[str] = (),
@@ -93,7 +82,7 @@ class Node:
         self._identity = identity
         self._folder = folder
         self._clock = clock
-        self._intake = Intake(intake_per_s)
+        self._intake = intake or Intake()
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._newcomers = NewcomerShare()
