@@ -7,8 +7,8 @@
 
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` pulls no more frames per second than its `Intake` allows, whoever sends how many, and `verify` rests as long as it
-works, longer after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
+`listen` reads no faster than its `Intake` allows, whoever sends how many, and `verify` rests as long as it works, longer
+after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
 import asyncio
