@@ -7,7 +7,7 @@
 
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` reads no faster than its `Intake` allows, whoever sends how many, and `verify` rests as long as it works, longer
+`listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works, longer
 after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
