@@ -26,6 +26,7 @@ STEP_NAMES: Mapping[str, str] = {
     "version": "Version of the weights that the step began with.",
     "reward": "Mean reward of the finished rollouts consumed by the step.",
     "reward/<task>": "The same for one task.",
+    "solve_rate/<task>": "Share of one task's rollouts in that mean whose reward was full, 1 or more; 0..1.",
     "staleness_mean": "Mean staleness of the consumed groups, in versions.",
     "staleness_max": "Largest staleness among the consumed groups, in versions.",
     "staleness/<versions>": "How many of the consumed groups were that stale.",
