@@ -54,7 +54,8 @@ STEP_NAMES: Mapping[str, str] = {
     "value_loss": "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic.",
     "explained_variance": "Share of the returns' variance that the critic's values explain; missing without a critic.",
     "refused_updates": "Updates of the step that were not taken because the gradient was not finite.",
-    "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
+    "informative_share": "Share of the groups whose rewards differ, 0..1; with baselines within groups the others "
+    "give no gradient.",
     "length_mean": "Mean answer length, in tokens.",
     "waiting": "Finished groups that no step has consumed yet.",
     "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
@@ -258,10 +259,12 @@ class WandbTracker:
         except ModuleNotFoundError as error:
             raise _missing_extra("metrics.wandb_project", "wandb") from error
         self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+        # An evaluation ends after later steps were logged, and W&B drops what comes under an earlier step of its own.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the values of one step."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         """Sends what is pending."""

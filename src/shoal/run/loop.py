@@ -36,7 +36,7 @@ from shoal.swarm.split import Split, most_external
 from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
-from shoal.train.advantage import is_informative, mask_tokens, step_samples
+from shoal.train.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.train.client import TrainerProcess
 from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.types import Group, Sample, Task
@@ -106,6 +106,7 @@ class TrainLoop:
     def __init__(self, parts: Parts, *, first_step: int, version: int) -> None:
         self._parts = parts
         self._config = parts.config
+        self._returns = returns_of(parts.config.train, parts.config.rollout.max_tokens)
         self.first_step = first_step
         self.version = version
         self.totals = Totals()
@@ -195,7 +196,7 @@ class TrainLoop:
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
         train = self._config.train
-        redraw = partial(informative_groups, discount=train.turn_discount)
+        redraw = partial(informative_groups, returns=self._returns)
         take = redraw if train.dynamic_sampling else Buffer.take
         wanted, chosen = self._chosen()
         places = len(chosen) if self._split else 0
@@ -336,7 +337,7 @@ class TrainLoop:
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
             **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
             **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
-            "informative_share": fmean(is_informative(group, self._config.train.turn_discount) for group in groups),
+            "informative_share": fmean(is_informative(group, self._returns) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},

@@ -26,7 +26,8 @@ from shoal.tasks.turns.repair import Repair
 from shoal.types import Split
 
 PROBED_TASKS = 64
-ADAM_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two moments
+WEIGHT_BYTES = 4  # float32, whatever the engine's
+TRAINED_BYTES = 16  # gradient, two moments, and what the weight was before the update
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -114,11 +115,29 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "rollouts_per_step": rows,
         "tokens_per_step_at_most": rows * row_tokens,
         "engine_memory_mb": round((parameters * BYTES[config.model.dtype] + kv_bytes) / 1e6, 1),
-        "trainer_memory_mb": round(parameters * ADAM_BYTES_PER_PARAMETER / 1e6, 1),
+        "trainer_memory_mb": round(_trainer_bytes(config, prepared.model_dir) / 1e6, 1),
         "staleness_bound": config.asynchrony.eta,
         "staleness_expected": _expected_staleness(config),
         "run_dir": config.run_dir,
     }
+
+
+def _trainer_bytes(config: Config, model_dir: Path) -> int:
+    """Of each rank, without activations."""
+    parameters, rank = parameter_count(model_dir), config.train.lora.rank
+    adapters = sum(rank * sum(shape) for name, shape in _shapes(model_dir) if _is_adapted(name, shape, config))
+    trained = adapters if rank else parameters
+    copies = 2 if config.train.kl.coefficient else 1  # and the reference
+    return (copies * parameters * WEIGHT_BYTES + trained * TRAINED_BYTES) // config.train.ranks
+
+
+def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
+    """Whether LoRA adds to this tensor; by default to every matrix but those of the vocabulary."""
+    if len(shape) != 2 or not name.endswith(".weight"):
+        return False
+    targets = config.train.lora.targets
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    return layer in targets if targets else "embed" not in layer and layer != "lm_head"
 
 
 def _expected_staleness(config: Config) -> str:
@@ -131,23 +150,30 @@ def _expected_staleness(config: Config) -> str:
 
 def parameter_count(model_dir: Path) -> int:
     """From the headers of the safetensors files; no tensor is read."""
+    return sum(prod(shape) for _, shape in _shapes(model_dir))
+
+
+def _shapes(model_dir: Path) -> list[tuple[str, list[int]]]:
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
-    return sum(_numbers_in(file) for file in files)
+    return [named for file in files for named in _shapes_in(file)]
 
 
-def _numbers_in(file: Path) -> int:
+def _shapes_in(file: Path) -> list[tuple[str, list[int]]]:
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(size))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
 
 
 def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
-    heads = settings["num_attention_heads"]
-    width = settings.get("head_dim") or settings["hidden_size"] // heads
-    return 2 * settings["num_hidden_layers"] * (settings.get("num_key_value_heads") or heads) * width * number_bytes
+    try:
+        heads, layers, width = (settings[name] for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
+    except KeyError as error:
+        raise ModelError(f"config.json: expected {error.args[0]}, as causal language models have, got none") from error
+    width = settings.get("head_dim") or width // heads
+    return 2 * layers * (settings.get("num_key_value_heads") or heads) * width * number_bytes
 
 
 def _model_directory(path: str) -> Path:
