@@ -143,10 +143,15 @@ class JsonlTracker:
         self.write("step", {"step": step, **values})
 
     def write(self, kind: str, values: Record) -> Record:
-        """Writes one record and returns it; numbers that are not finite become null."""
+        """Writes one record and returns it; numbers that are not finite become null. Raises `RunDirError`."""
         time_s = round(self._clock() - self._started_at, 3)
         record: Record = {"kind": kind, "time_s": time_s, **{name: _finite(value) for name, value in values.items()}}
-        os.write(self._file, msgspec.json.encode(record) + b"\n")
+        try:
+            os.write(self._file, msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            raise RunDirError(
+                f"metrics.jsonl cannot be written: {error.strerror}; free space, then --resume"
+            ) from error
         return record
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.agents.clients import Agent, agent_of
 from shoal.checker import needs_tests, task_spec
-from shoal.config import Config
+from shoal.config import Config, load, to_toml
 from shoal.errors import ConfigError, ModelError, RunDirError
 from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
@@ -206,3 +206,22 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         parent = parent.parent
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise RunDirError(f"{run_dir} cannot be written: no permission in {parent}")
+
+
+def changed_settings(config: Config, run_dir: Path) -> list[str]:
+    """Those that differ from what the run was last started with: all may, but what is trained is then not one thing."""
+    try:
+        before, now = load(run_dir / "resolved.toml").model_dump(), config.model_dump()
+    except ConfigError:
+        return []
+    sections = [name for name in now if isinstance(now[name], dict)]
+    changed = [f"{name}.{key}" for name in sections for key in now[name] if before[name].get(key) != now[name][key]]
+    return changed + [name for name in now if name not in sections and before[name] != now[name]]
+
+
+def write_resolved(config: Config, run_dir: Path) -> None:
+    """Writes down what a run is started with. Raises `RunDirError`."""
+    try:
+        (run_dir / "resolved.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
