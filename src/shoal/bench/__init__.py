@@ -13,7 +13,7 @@ MODULES = {
     "async": "asynchrony",
     "engine": "engine",
     "gateway": "gateway",
-    "hostile": "flooded",
+    "hostile": "hostile",
     "orchestrator": "orchestrator",
     "packing": "packing",
     "rewards": "rewards",

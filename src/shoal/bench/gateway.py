@@ -1,15 +1,17 @@
 """What the gateway adds to the time that an engine takes, with a thousand conversations under way.
 
-The gateway has a process, the clients another; the engine in the gateway's process computes nothing, but takes 1 to 2 s
-for an answer of 48 tokens. A session asks five times and waits 1 to 3 s between an answer and the next question, as an
+The gateway has a process, the clients another; the engine in the gateway's process takes an answer of 48 tokens from a
+table, after 1 to 2 s. A session asks five times and waits 1 to 3 s between an answer and the next question, as an
 agent does that runs a tool. Sessions are replaced as they end, so that so many are open all the time.
 
-    p50_ms, p99_ms         time of a request as its client sees it, less the time that the engine said it takes: the
-                           network, the clients' own work and any lateness of timers included
+    p50_ms, p99_ms         from a request's first byte to the last byte of its answer, as the clients' process sees
+                           them, less the time that the engine said it takes: the network, waits for the clients'
+                           process and any lateness of timers included
     requests_per_s         how many were answered per second meanwhile
     saturated_per_s        how many can be, when neither engine nor clients ever wait
     lost                   requests without an answer, and answers that their session's export does not have
-    retokenised            tokens of the exports that are not the drawn ones, where they were drawn
+    retokenised            tokens of the exports that are not the drawn ones, where they were drawn; the exports are
+                           kept, and looked at when nothing is measured any more
 """
 
 import asyncio
@@ -17,11 +19,13 @@ import contextlib
 import gc
 import itertools
 import random
+import re
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 import psutil
@@ -66,6 +70,14 @@ class Seen:
     lost: int = 0
     retokenised: int = 0
     sessions: int = 0
+    exports: list[tuple[bytes, list[int]]] = field(default_factory=list)
+    """What each session handed out, and the seeds of its answers."""
+
+    def check(self) -> None:
+        """Counts what the exports have not, or have otherwise than it was drawn."""
+        for export, seeds in self.exports:
+            _check(msgspec.json.decode(export, type=Export), seeds, self)
+        self.exports.clear()
 
 
 class ChatMessage(msgspec.Struct):
@@ -138,6 +150,7 @@ async def _seen(load: Load) -> tuple[Seen, float]:
         await asyncio.sleep(load.seconds)
         busy = (sum(process.cpu_times()[:2]) - cpu_s) / load.seconds
         await running
+    seen.check()
     return seen, busy
 
 
@@ -159,10 +172,10 @@ async def _client(
     """One session after the other over one connection; the first ones begin one after the other."""
     await asyncio.sleep(load.cycle_s * index / load.open_sessions)
     host, port = url.removeprefix("http://").split(":")
-    connection = Connection(*await asyncio.open_connection(host, int(port)))
+    _, connection = await asyncio.get_running_loop().create_connection(Connection, host, int(port))
     while time.perf_counter() < ends_s:
         await _session(connection, load, seen, next(names), began_s, ends_s)
-    connection.close()
+    await connection.closed()
 
 
 async def _session(connection: "Connection", load: Load, seen: Seen, name: int, began_s: float, ends_s: float) -> None:
@@ -176,7 +189,7 @@ async def _session(connection: "Connection", load: Load, seen: Seen, name: int, 
         asked = _encoder.encode({"model": "echo", "messages": messages, "seed": seed})
         began = time.perf_counter()
         status, body = await connection.posted(f"/s/{token}/v1/chat/completions", asked)
-        ended = time.perf_counter()
+        ended = connection.answered_s
         if status != 200:
             seen.lost += 1
             break
@@ -186,7 +199,7 @@ async def _session(connection: "Connection", load: Load, seen: Seen, name: int, 
         messages.append(ChatMessage("user", f"the tool says: {seed}. Is that what you expected? Go on."))
         await asyncio.sleep(pauses.uniform(*load.pause_s))
     _, body = await connection.posted(f"/s/{token}/end", b"{}")
-    _check(msgspec.json.decode(body, type=Export), seeds, seen)
+    seen.exports.append((body, seeds))
 
 
 def _check(export: Export, seeds: list[int], seen: Seen) -> None:
@@ -200,20 +213,44 @@ def _check(export: Export, seeds: list[int], seen: Seen) -> None:
         before = [*turn.prompt_ids, *turn.token_ids]
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """A kept-alive connection, without the half millisecond that a whole HTTP client takes for a request."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    answered_s = 0.0
+    """When the last byte of the newest answer came."""
+
+    def __init__(self) -> None:
+        self._came = b""
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._gone = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        head, _, body = self._came.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        if length is not None and len(body) == int(length[1]) and self._answer is not None:
+            self.answered_s = time.perf_counter()
+            self._answer.set_result((int(head.split()[1]), body))
+            self._answer = None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone.set()
+        if self._answer is not None:
+            self._answer.set_exception(error or ConnectionResetError("the gateway closed the connection"))
 
     async def posted(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer."""
         head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
-        self._writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        lines = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
-        length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
-        return int(lines[0].split()[1]), await self._reader.readexactly(length)
+        self._came = b""
+        answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        return await answer
 
-    def close(self) -> None:
+    async def closed(self) -> None:
         """Ends the connection."""
-        self._writer.close()
+        self._transport.close()
+        await self._gone.wait()

@@ -318,8 +318,9 @@ class Session:
         wanted = ask.max_tokens if ask.max_tokens is not None else room
         try:
             if own is None:
-                base = Sampling(wanted, 1.0 if ask.temperature is None else ask.temperature, ask.top_p or 1.0)
-                return replace(base, max_tokens=min(wanted, room), stop_token_ids=stops, seed=ask.seed)
+                temperature = 1.0 if ask.temperature is None else ask.temperature
+                least = min(wanted, room)
+                return Sampling(least, temperature, ask.top_p or 1.0, stop_token_ids=stops, seed=ask.seed)
             asked = replace(own, max_tokens=wanted)
         except ValueError as error:
             raise SessionError(str(error)) from error
