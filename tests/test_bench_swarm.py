@@ -1,6 +1,10 @@
 """The shortened run of `shoal bench swarm`."""
 
-from shoal.bench import run_bench
+from importlib import import_module
+
+import pytest
+
+from shoal.bench import MODULES, run_bench
 
 
 def test_offers_come_in_fast_and_simulated_nodes_take_from_one_another() -> None:
@@ -10,3 +14,8 @@ def test_offers_come_in_fast_and_simulated_nodes_take_from_one_another() -> None
     assert 7000 < float(str(report["frame_bytes"])) < 10_000
     assert float(str(report["offers_per_s"])) > 200
     assert float(str(report["with_receipt_per_s"])) > 50
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_benchmark_that_has_a_name_can_be_called(name: str) -> None:
+    assert callable(import_module(f"shoal.bench.{MODULES[name]}").measure)

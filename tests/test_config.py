@@ -85,6 +85,11 @@ def test_every_section_says_what_it_is_about() -> None:
             "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, got "
             "'mask_tokens': both would still train the tokens that it masks",
         ),
+        (
+            'train={advantage = "batch", dynamic_sampling = true}',
+            "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
+            "rewards are all equal have a gradient there",
+        ),
         ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
         ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
         ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),

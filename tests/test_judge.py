@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 import uvicorn
 
-from shoal.errors import ConfigError, JudgeError, WireError
+from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
 from shoal.judge.arm import Arm
 from shoal.judge.book import FILE, Book
 from shoal.judge.commitment import opens
@@ -36,9 +36,10 @@ from shoal.judge.messages import (
 )
 from shoal.judge.page import leaderboard_html
 from shoal.judge.server import JudgeServer
-from shoal.judge.taking import ModelAt, audited, fitting, statements, take
+from shoal.judge.taking import audited, fitting, statements, take
 from shoal.listening import listening_socket
 from shoal.run.judging import NINE
+from shoal.swarm.chat import ModelAt
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer
 from shoal.types import Reward, RewardStatus, Task
@@ -344,9 +345,9 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum"]).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
-            dead = ModelAt("http://127.0.0.1:9/v1", "m", retry_s=0.001)
-            with pytest.raises(JudgeError, match=r"model http://127\.0\.0\.1:9/v1/chat/completions: "):
-                await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s)
+            dead = ModelAt("http://127.0.0.1:9/v1", "m")
+            with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1/chat/completions: "):
+                await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
             server.should_exit = True
             await serving
 

@@ -162,6 +162,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(config: Path) -> None:
     assert plan["rollouts_per_step"] == 8
     assert plan["staleness_bound"] == 2
     assert plan["parameters"] > 0
+    assert plan["trainer_memory_mb"] == round(plan["parameters"] * 20 / 1e6, 1)
     assert sorted(config.parent.rglob("*")) == before
 
 

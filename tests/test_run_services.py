@@ -71,5 +71,6 @@ def test_a_run_trains_on_tasks_of_the_user_s_own_here_and_elsewhere_and_outlives
     )
     tasks = json.loads(status.stdout)["tasks"]
     assert tasks["fast"]["trained"] + tasks["words"]["trained"] == 24
-    assert abs(tasks["fast"]["trained"] - 12) <= 4
+    assert abs(tasks["fast"]["trained"] - 12) <= 1
     assert tasks["fast"]["tokens_per_s"] > 0
+    assert 0 <= tasks["fast"]["solve_rate"] <= 1

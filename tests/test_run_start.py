@@ -14,7 +14,7 @@ from shoal.config import Config, parse
 from shoal.errors import RunDirError
 from shoal.metrics import Record
 from shoal.run.loop import Totals, TrainLoop
-from shoal.run.plan import prepare
+from shoal.run.plan import changed_settings, prepare, write_resolved
 from shoal.run.training import run_meta, run_training, train
 from shoal.weights import WeightStore
 
@@ -91,3 +91,10 @@ def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:
     totals = Totals.earlier(records, 2)
     assert (totals.rewards, totals.staleness_max) == ([0.2, 0.3], 3)
     assert totals.evals[0][0] == 0.1
+
+
+def test_settings_that_a_resumed_run_was_not_started_with_are_named(tmp_path: Path) -> None:
+    tasks: dict[str, Any] = {"tasks": [{"name": "gcd"}]}
+    write_resolved(parse(tasks), tmp_path)
+    assert changed_settings(parse(tasks), tmp_path) == []
+    assert changed_settings(parse(tasks, ["train.lr=1", "seed=7"]), tmp_path) == ["train.lr", "seed"]

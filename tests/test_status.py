@@ -37,7 +37,8 @@ def written_run(run_dir: Path) -> None:
     tasks = [{"name": "alpha", "weight": 3, "service": "jsonl", "path": "x"}, {"name": "beta"}]
     (run_dir / "resolved.toml").write_text(to_toml(parse({"tasks": tasks, "train": {"steps": 7}})))
     tracker = JsonlTracker(run_dir / "metrics.jsonl")
-    tracker.log(1, {"version": 0, "reward": 0.5, "reward/alpha": 0.75, "reward/beta": 0.25, "tokens_per_s": 100.0})
+    rewards = {"reward": 0.5, "reward/alpha": 0.75, "reward/beta": 0.25, "solve_rate/alpha": 0.5}
+    tracker.log(1, {"version": 0, **rewards, "tokens_per_s": 100.0})
     tracker.close()
 
 
@@ -47,7 +48,7 @@ def test_status_counts_every_group_of_every_task_and_names_reasons(tmp_path: Pat
     assert (values["steps"], values["of"], values["reward"]) == (1, 7, 0.5)
     alpha, beta = values["tasks"]["alpha"], values["tasks"]["beta"]
     assert [alpha[name] for name in ("started", "running", "waiting", "trained")] == [3, 1, 1, 1]
-    assert (alpha["share"], alpha["target"], alpha["reward"]) == (0.5, 0.75, 0.75)
+    assert (alpha["share"], alpha["target"], alpha["reward"], alpha["solve_rate"]) == (0.5, 0.75, 0.75, 0.5)
     assert beta["failed"] == {"the service died": 1}
     assert any("the service died" in line for line in status_lines(values))
 

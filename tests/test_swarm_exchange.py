@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import nats
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -21,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from shoal.clock import run_virtual
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
-from shoal.swarm.exchange import KEPT_PER_AUTHOR, MemoryHub
+from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemoryHub
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
@@ -114,6 +115,26 @@ def test_a_late_joiner_reads_the_history_in_order_and_a_flood_pushes_out_only_it
         late = await collected(joined(server.url), KEPT_PER_AUTHOR + 1)
         assert time.monotonic() - began_s < 5
         assert late == [b"quiet", *(b"%d" % i for i in range(50, KEPT_PER_AUTHOR + 50))]
+
+    with_server(tmp_path, body)
+
+
+def test_who_is_far_behind_skips_to_the_newest_frames(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        first = joined(server.url)
+        hearing = asyncio.ensure_future(collected(first, 1))
+        await published(first, b"0", author="a0")
+        await hearing
+        client = await nats.connect(server.url)
+        for i in range(1, 2 * MOST_BEHIND):
+            await client.publish(f"shoal.reef.offer.a{i % 100}", b"%d" % i)
+        await client.flush()
+        await client.close()
+        frames: list[bytes] = []
+        while not frames or frames[-1] != b"%d" % (2 * MOST_BEHIND - 1):
+            frames += await first.receive(32)
+        assert frames[:32] == [b"%d" % i for i in range(1, 33)]
+        assert frames[32:] == [b"%d" % i for i in range(2 * MOST_BEHIND - MOST_BEHIND // 2 - 1, 2 * MOST_BEHIND)]
 
     with_server(tmp_path, body)
 

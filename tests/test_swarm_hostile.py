@@ -19,7 +19,7 @@ from shoal.rewards.scorer import WorkerScorer
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Means
+from shoal.swarm.member import Intake, Means
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
@@ -138,7 +138,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
             async with NatsExchange(options) as mine, NatsExchange(options) as theirs:
                 means = Means(mine, own, renderer, scorer, 256, "tiny")
                 identity = Identity.load(tmp_path / "node" / "identity.pem")
-                node = Node(means, SwarmConfig(external_groups=4), identity, tmp_path / "node", intake_per_s=5000)
+                node = Node(means, SwarmConfig(external_groups=4), identity, tmp_path / "node", intake=Intake(5000))
                 lorises = slow_lorises(server.url, 50)
                 running = asyncio.ensure_future(node.run())
                 hearing = asyncio.ensure_future(drained(theirs))

@@ -18,7 +18,7 @@ from shoal.tasks.openenv import openenv_task
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.tasks.service import Capability
 from shoal.tasks.trl_tasks import trl_task
-from shoal.types import Message, Role, Split, ToolCall
+from shoal.types import Message, RewardStatus, Role, Split, ToolCall
 
 ROWS = [{"prompt": f"double {n}", "answer": str(2 * n), "n": n} for n in range(40)]
 CHATS = [{"prompt": [{"role": "user", "content": f"double {n}"}], "answer": str(2 * n)} for n in range(40)]
@@ -44,6 +44,27 @@ def test_trl_s_reward_functions_are_called_as_trl_calls_them_and_weighed() -> No
     right, wrong = asyncio.run(served.score(task, [str(task.answer), "?"]))
     assert right.value == pytest.approx(1.0 + 0.5 * (1 - len(str(task.answer)) / 10))
     assert wrong.value == pytest.approx(0.45)
+
+
+def rarest(prompts, completions, question_id, **columns):
+    assert len(set(map(str, prompts))) == len(set(question_id)) == 1
+    return [1.0 / completions.count(said) for said in completions]
+
+
+def dropped(completions, **columns):
+    return [1.0]
+
+
+def test_a_reward_function_of_trl_s_kind_may_compare_the_completions_of_a_group() -> None:
+    rows = [{**row, "question_id": i} for i, row in enumerate(ROWS)]
+    served = trl_task("d", rows, reward_funcs=[rarest])
+    scored = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["a", "b", "a", "a"]))
+    assert [one.value for one in scored] == pytest.approx([1 / 3, 1.0, 1 / 3, 1 / 3])
+    served = trl_task("d", rows, reward_funcs=[dropped])
+    scored = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["a", "b"]))
+    assert {(one.status, one.evidence) for one in scored} == {
+        (RewardStatus.FAILED, "d: ValueError: dropped: expected 2 rewards, got 1")
+    }
 
 
 def test_a_reward_function_of_trl_s_own_scores_conversations() -> None:

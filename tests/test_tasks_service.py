@@ -88,6 +88,20 @@ def test_a_silent_member_s_work_is_lost_once_and_its_late_results_are_nobody_s()
     assert len(results) == 1
 
 
+def test_a_member_whose_connection_broke_is_lost_sooner_unless_it_is_heard_of_again() -> None:
+    one, results = registry(), []
+    member = joined(one)
+    submitted(one, results)
+    (job,) = one.work(member, [], 0.0).jobs
+    one.hung_up(member, 1.0)
+    one.heard(member, Ask(holding=[job.lease]), 2.0)
+    one.expire(6.0)
+    assert results == []
+    one.hung_up(member, 6.0)
+    one.expire(8.1)
+    assert [type(result) for result in results] == [Lost]
+
+
 def test_work_that_a_member_does_not_know_of_was_never_received_and_is_given_up() -> None:
     one, results = registry(), []
     member = joined(one)

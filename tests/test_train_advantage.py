@@ -16,6 +16,7 @@ from shoal.train.advantage import (
     is_informative,
     mask_tokens,
     overlong_penalty,
+    returns_of,
     rows,
     samples,
     step_samples,
@@ -159,6 +160,12 @@ def test_a_group_is_informative_when_finished_rewards_differ() -> None:
     assert is_informative(group(rollout(1.0), rollout(0.0)))
     assert not is_informative(group(rollout(1.0), rollout(1.0)))
     assert not is_informative(group(rollout(1.0), rollout(0.0, failed=True)))
+
+
+def test_a_group_whose_answers_differ_in_being_too_long_only_is_informative() -> None:
+    answers = group(rollout(1.0), rollout(1.0, turn((1,), (5,) * 9)))
+    assert not is_informative(answers)
+    assert is_informative(answers, returns_of(TrainConfig(overlong_tokens=4), max_tokens=10))
 
 
 def test_a_turn_that_extends_the_conversation_extends_the_row() -> None:

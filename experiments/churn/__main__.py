@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import ascii_lowercase
 
 from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
@@ -25,6 +26,7 @@ from shoal.swarm.server import NatsServer, ServerOptions
 
 HERE = Path(__file__).parent
 SERVERS = 3
+TOKEN = "coral"
 MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 STOP_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
@@ -61,8 +63,9 @@ class Swarm:
 
     def __init__(self, folder: Path, scale: Scale, cut: Cut) -> None:
         self._folder, self._scale, self._cut = folder, scale, cut
+        self._tasks = folder / "tasks.jsonl"
         self._ports = _free_ports(2 * SERVERS)
-        self.urls = [f"nats://{cut.host}:{port}" for port in self._ports[:SERVERS]]
+        self.urls = [f"nats://{TOKEN}@{cut.host}:{port}" for port in self._ports[:SERVERS]]
         self._servers: dict[int, NatsServer] = {}
         self._members: dict[str, asyncio.subprocess.Process] = {}
         self._joined = 0
@@ -71,6 +74,8 @@ class Swarm:
     async def start(self) -> None:
         """Servers, nodes, generators."""
         save(untrained(Shape(width=32, heads=2, feed_forward=64, context=128), 0), self._folder / "tiny")
+        questions = [{"prompt": f"say {letter}{i}", "answer": letter} for letter in ascii_lowercase for i in range(20)]
+        self._tasks.write_text("\n".join(map(json.dumps, questions)))
         for number in range(SERVERS):
             await self._serve(number)
         for number in range(self._scale.steady):
@@ -112,8 +117,12 @@ class Swarm:
 
     def ended(self) -> dict[str, str]:
         """Members that ended by themselves, with their last words: there should be none."""
-        gone = [name for name, process in self._members.items() if process.returncode is not None]
-        return {name: _last_line(self._folder / f"{name}.log") for name in gone}
+        codes = {name: process.returncode for name, process in self._members.items()}
+        return {
+            name: f"code {code}: {_last_line(self._folder / f'{name}.log')}"
+            for name, code in codes.items()
+            if code is not None
+        }
 
     async def late_joiner(self) -> tuple[float, int]:
         """Seconds until somebody who joins now has the history, and how many frames that is."""
@@ -156,6 +165,7 @@ class Swarm:
             port=clients[number],
             name=f"server-{number}",
             cluster_port=cluster[number],
+            token=TOKEN,
             routes=tuple(f"nats://127.0.0.1:{port}" for i, port in enumerate(cluster) if i != number),
         )
         server = NatsServer(options)
@@ -218,7 +228,7 @@ class Swarm:
                 "run_dir": str(self._folder / name),
                 "seed": sum(map(ord, name)),
                 "model": {"path": str(self._folder / "tiny")},
-                "tasks": [{"name": "gcd", "rewrite": [[r"^.*numbers: ([\d, ]+).*$", r"gcd \1"]]}],
+                "tasks": [{"name": "letters", "service": "jsonl", "path": str(self._tasks), "scorer": "contains"}],
                 "rollout": {"group_size": 4, "max_tokens": 8},
                 "train": {"steps": 1_000_000, "groups_per_step": 2, "lr": 1e-4},
                 "eval": {"every_steps": 0, "questions": 1},

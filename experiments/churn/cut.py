@@ -5,8 +5,10 @@ import os
 import subprocess
 from types import TracebackType
 
-NAME = "shoal-churn"
-HERE, THERE = "10.77.31.1", "10.77.31.2"
+# Two of these may run on one machine.
+NAME = f"churn{os.getpid()}"
+OURS, THEIRS = f"{NAME}a", f"{NAME}b"
+HERE, THERE = (f"10.77.{os.getpid() % 256}.{end}" for end in (1, 2))
 
 
 class Cut:
@@ -45,22 +47,22 @@ class Cut:
 
     def down(self) -> None:
         """Cuts it off."""
-        _ip("link", "set", "shoal-churn0", "down")
+        _ip("link", "set", OURS, "down")
 
     def up(self) -> None:
         """Heals."""
-        _ip("link", "set", "shoal-churn0", "up")
+        _ip("link", "set", OURS, "up")
 
     def _make(self) -> None:
         subprocess.run(["ip", "netns", "delete", NAME], check=False, capture_output=True)
         _ip("netns", "add", NAME)
-        _ip("link", "add", "shoal-churn0", "type", "veth", "peer", "name", "shoal-churn1")
-        _ip("link", "set", "shoal-churn1", "netns", NAME)
-        _ip("address", "add", f"{HERE}/24", "dev", "shoal-churn0")
-        _ip("link", "set", "shoal-churn0", "up")
+        _ip("link", "add", OURS, "type", "veth", "peer", "name", THEIRS)
+        _ip("link", "set", THEIRS, "netns", NAME)
+        _ip("address", "add", f"{HERE}/24", "dev", OURS)
+        _ip("link", "set", OURS, "up")
         for arguments in (
-            ("address", "add", f"{THERE}/24", "dev", "shoal-churn1"),
-            ("link", "set", "shoal-churn1", "up"),
+            ("address", "add", f"{THERE}/24", "dev", THEIRS),
+            ("link", "set", THEIRS, "up"),
             ("link", "set", "lo", "up"),
         ):
             _ip("-n", NAME, *arguments)

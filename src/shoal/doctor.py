@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal import process
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.rungs import rung
 from shoal.warm_start import cache_directory
@@ -20,7 +21,7 @@ OPTIONAL = {"tensorboard": "metrics.tensorboard", "wandb": "metrics.wandb_projec
 
 def diagnosis() -> dict[str, object]:
     """A line per finding; values begin with `missing` where something is to be done."""
-    cores = len(os.sched_getaffinity(0))
+    cores = process.cores()
     memory = psutil.virtual_memory()
     cache = cache_directory()
     return {

@@ -1,6 +1,6 @@
 """The seams of Shoal, as Protocols. Whatever stands behind one can be replaced, and only these are faked in tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -194,16 +194,4 @@ class Exchange(Protocol):
 
         Who joins late gets what is still kept of the time before.
         """
-        ...
-
-
-class Tracker(Protocol):
-    """Somewhere metrics go."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values of one step."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is pending."""
         ...

@@ -26,6 +26,7 @@ STEP_NAMES: Mapping[str, str] = {
     "version": "Version of the weights that the step began with.",
     "reward": "Mean reward of the finished rollouts consumed by the step.",
     "reward/<task>": "The same for one task.",
+    "solve_rate/<task>": "Share of one task's rollouts in that mean whose reward was full, 1 or more; 0..1.",
     "staleness_mean": "Mean staleness of the consumed groups, in versions.",
     "staleness_max": "Largest staleness among the consumed groups, in versions.",
     "staleness/<versions>": "How many of the consumed groups were that stale.",
@@ -53,7 +54,8 @@ STEP_NAMES: Mapping[str, str] = {
     "value_loss": "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic.",
     "explained_variance": "Share of the returns' variance that the critic's values explain; missing without a critic.",
     "refused_updates": "Updates of the step that were not taken because the gradient was not finite.",
-    "informative_share": "Share of the groups whose rewards differ, 0..1; only those give a gradient.",
+    "informative_share": "Share of the groups whose rewards differ, 0..1; with baselines within groups the others "
+    "give no gradient.",
     "length_mean": "Mean answer length, in tokens.",
     "waiting": "Finished groups that no step has consumed yet.",
     "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
@@ -141,10 +143,15 @@ class JsonlTracker:
         self.write("step", {"step": step, **values})
 
     def write(self, kind: str, values: Record) -> Record:
-        """Writes one record and returns it; numbers that are not finite become null."""
+        """Writes one record and returns it; numbers that are not finite become null. Raises `RunDirError`."""
         time_s = round(self._clock() - self._started_at, 3)
         record: Record = {"kind": kind, "time_s": time_s, **{name: _finite(value) for name, value in values.items()}}
-        os.write(self._file, msgspec.json.encode(record) + b"\n")
+        try:
+            os.write(self._file, msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            raise RunDirError(
+                f"metrics.jsonl cannot be written: {error.strerror}; free space, then --resume"
+            ) from error
         return record
 
     def close(self) -> None:
@@ -257,10 +264,12 @@ class WandbTracker:
         except ModuleNotFoundError as error:
             raise _missing_extra("metrics.wandb_project", "wandb") from error
         self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+        # An evaluation ends after later steps were logged, and W&B drops what comes under an earlier step of its own.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the values of one step."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         """Sends what is pending."""

@@ -29,6 +29,11 @@ MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
 
 
+def cores() -> int:
+    """How many this process may use; where the system does not tell, how many there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent ends; called first thing in a child (Linux only)."""
     if sys.platform != "linux":

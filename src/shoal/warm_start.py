@@ -118,11 +118,21 @@ def demo_model(recipe: Recipe | None = None) -> DemoModel:
         done = subprocess.run(command, env=torch_environment(1), check=False)
         if done.returncode != 0:
             raise ModelError(f"the embedded model could not be made: its process ended with code {done.returncode}")
-        unfinished.rename(directory)
+        _rename(unfinished, directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return DemoModel(directory, time.monotonic() - began_s)
+
+
+def _rename(unfinished: Path, directory: Path) -> None:
+    """Gives a model its name, unless another process was sooner: then that one's is used."""
+    try:
+        unfinished.rename(directory)
+    except OSError as error:
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def slip(generator: random.Random, answer: str) -> str:

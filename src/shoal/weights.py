@@ -9,8 +9,12 @@ newer ones are served.
 
 import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from shoal.errors import RunDirError
 
 FILE = "model.safetensors"
 
@@ -39,21 +43,30 @@ class WeightStore:
         directory.mkdir(parents=True, exist_ok=True)
 
     def begin(self, version: int) -> Path:
-        """An empty directory in which `FILE` is to be written before `seal` gives it its name."""
+        """An empty directory in which `FILE` is to be written before `seal` gives it its name. Raises `RunDirError`."""
         unfinished = self._directory / f"v{version}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
+        with self._writing():
+            unfinished.mkdir()
         return unfinished
 
     def seal(self, version: int) -> PublishedVersion:
-        """Turns what was begun into a Version; one of the same number is replaced."""
+        """Turns what was begun into a Version; one of the same number is replaced. Raises `RunDirError`."""
         unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"
-        digest = checksum(unfinished / FILE)
-        (unfinished / "checksum").write_text(digest)
-        if final.exists():
-            shutil.rmtree(final)
-        unfinished.rename(final)
+        with self._writing():
+            digest = checksum(unfinished / FILE)
+            (unfinished / "checksum").write_text(digest)
+            if final.exists():
+                shutil.rmtree(final)
+            unfinished.rename(final)
         return PublishedVersion(version, final / FILE, digest)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirError(f"{self._directory} cannot be written: {error}; free space, then --resume") from error
 
     def kept(self, version: int) -> PublishedVersion | None:
         """A Version that an earlier process sealed; None when it is not there, or not whole."""

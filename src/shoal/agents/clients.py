@@ -24,7 +24,7 @@ import msgspec
 from shoal.agents.host import Seat
 from shoal.agents.runner import AgentFailed, Play
 from shoal.errors import TaskError
-from shoal.process import PARENT
+from shoal.process import PARENT, cores
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
 
@@ -70,7 +70,7 @@ def agent_of(named: object) -> Agent:
         raise TaskError(f"agent: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
     if isinstance(spec.run, str):
         return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run)))
-    most = spec.max_at_once or PROCESSES_PER_CORE * len(os.sched_getaffinity(0))
+    most = spec.max_at_once or PROCESSES_PER_CORE * cores()
     return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run)))
 
 

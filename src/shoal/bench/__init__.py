@@ -13,7 +13,7 @@ MODULES = {
     "async": "asynchrony",
     "engine": "engine",
     "gateway": "gateway",
-    "hostile": "hostile",
+    "hostile": "flooded",
     "orchestrator": "orchestrator",
     "packing": "packing",
     "rewards": "rewards",

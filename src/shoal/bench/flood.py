@@ -1,7 +1,7 @@
-"""`python -m shoal.bench.flood URL SWARM OTHER WINDOW_S WINDOWS RATE`: hostile peers, for `shoal bench hostile`.
+"""`python -m shoal.bench.flood URL WINDOWS ROUNDS RATE`: hostile peers, for `shoal bench hostile`.
 
-Sends RATE frames a second to SWARM in every other window of time, to OTHER in between, so that what the machine does
-for the flood itself is the same in both. The frames: a thousand identities with true signatures and useless offers, one
+Sends RATE frames a second to one swarm after the other, as WINDOWS says (`reef:12,-:30` is 12 s to the swarm reef and
+30 s to nobody), ROUNDS times. The frames: a thousand identities with true signatures and useless offers, one
 author without end, forged signatures, replays, gaps, zip bombs, no msgpack at all. A line announces each window.
 """
 
@@ -28,6 +28,7 @@ PER_FLOODER = 1000
 BATCH = 100
 LORISES = 50
 BOMB_BYTES = 64 * 1024 * 1024
+NOBODY = "-"
 
 
 def hostile_frames(swarm: str, now_s: float) -> list[tuple[str, bytes]]:
@@ -51,34 +52,36 @@ def hostile_frames(swarm: str, now_s: float) -> list[tuple[str, bytes]]:
     return found
 
 
-async def flood(url: str, swarms: Sequence[str], window_s: float, windows: int, rate: float) -> None:
-    """Sends, window after window, to the first swarm and the second in turn, beginning with the second."""
+async def flood(url: str, windows: Sequence[tuple[str, float]], rounds: int, rate: float) -> None:
+    """Sends to each swarm for as many seconds, again and again."""
     client = await nats.connect(url)
-    frames = {swarm: hostile_frames(swarm, time.time()) for swarm in swarms}
+    frames = {swarm: hostile_frames(swarm, time.time()) for swarm, _ in windows if swarm != NOBODY}
     host, port = url.removeprefix("nats://").split(":")
     lorises = [socket.create_connection((host, int(port))) for _ in range(LORISES)]
     for one in lorises:
         one.sendall(b"CONNECT {}\r\nSUB shoal.> 1\r\nPU")
-    sent = 0
-    for window in range(windows):
-        swarm = swarms[(window + 1) % 2]
-        began_s, sent_here = time.monotonic(), 0
-        sys.stdout.write(f"{swarm} {time.time()}\n")
-        sys.stdout.flush()
+    position = 0
+    for swarm, window_s in [*windows] * rounds:
+        _say(f"{swarm} 0")
+        began_s, sent = time.monotonic(), 0
         while (passed_s := time.monotonic() - began_s) < window_s:
-            while sent_here < rate * passed_s:
+            while swarm != NOBODY and sent < rate * passed_s:
                 for _ in range(BATCH):
-                    author, frame = frames[swarm][sent % len(frames[swarm])]
+                    author, frame = frames[swarm][position % len(frames[swarm])]
                     await client.publish(f"shoal.{swarm}.offer.{author}", frame)
-                    sent += 1
-                sent_here += BATCH
+                    position += 1
+                sent += BATCH
             await asyncio.sleep(0.005)
-        sys.stdout.write(f"sent {sent_here}\n")
-    sys.stdout.write(f"end {time.time()}\n")
+        _say(f"sent {sent}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
     die_with_parent()
-    _url, _swarm, _other, _window_s, _windows, _rate = sys.argv[1:]
-    asyncio.run(flood(_url, (_swarm, _other), float(_window_s), int(_windows), float(_rate)))
+    _url, _windows, _rounds, _rate = sys.argv[1:]
+    _parts = [window.split(":") for window in _windows.split(",")]
+    asyncio.run(flood(_url, [(name, float(length)) for name, length in _parts], int(_rounds), float(_rate)))

@@ -24,8 +24,8 @@ from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Means
-from shoal.swarm.node import INTAKE_PER_S, Node
+from shoal.swarm.member import INTAKE_PER_S, Intake, Means
+from shoal.swarm.node import Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Door, Letter, Limits
 from shoal.tasks.library import Library
@@ -179,7 +179,7 @@ def _member(exchange: MemoryExchange, folder: Path, i: int) -> Node:
         folder,
         seed=i,
         clock=lambda: 1.8e9 + loop.time(),
-        intake_per_s=2.0,
+        intake=Intake(2.0),
         threads=False,
     )
 

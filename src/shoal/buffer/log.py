@@ -69,8 +69,6 @@ class RunMeta:
     late: Late
     groups_per_step: int
     push_every: int
-    config_hash: str = ""
-    """For the record; a resumed run may differ in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +183,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
         connection.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
-        rows = [*values.items(), ("config_hash", meta.config_hash)]
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
         connection.execute("COMMIT")
         return
     stored = dict(connection.execute("SELECT key, value FROM meta"))
@@ -204,7 +201,6 @@ def read_meta(connection: sqlite3.Connection) -> RunMeta:
         late=late[stored["async.late"]],
         groups_per_step=int(stored["train.groups_per_step"]),
         push_every=int(stored["train.push_every"]),
-        config_hash=stored["config_hash"],
     )
 
 

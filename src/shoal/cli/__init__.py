@@ -111,6 +111,7 @@ def serve(
     import uvloop
 
     from shoal.config import parse
+    from shoal.process import cores
     from shoal.run.serving import serve as serve_model
 
     settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model
@@ -122,7 +123,7 @@ def serve(
         print(f"{url}/v1", curl, sep="\n")
         sys.stdout.flush()
 
-    threads = len(os.sched_getaffinity(0))
+    threads = cores()
     uvloop.run(serve_model(settings, host=host, port=port, threads=threads, announce=announce))
 
 

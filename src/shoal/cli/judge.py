@@ -65,8 +65,8 @@ def take(
     json_: JsonFlag = False,
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
-    from shoal.judge.taking import ModelAt
     from shoal.judge.taking import take as take_challenge
+    from shoal.swarm.chat import ModelAt
     from shoal.swarm.identity import Identity
 
     at = ModelAt(engine, model, os.environ.get(key_env, ""), max_tokens, temperature)

@@ -28,6 +28,7 @@ def serve(
 
     from shoal.config import RewardConfig
     from shoal.errors import ConfigError
+    from shoal.process import cores
     from shoal.rewards.service import TOKEN_VARIABLE
     from shoal.run.scoring import serve_rewards
 
@@ -39,5 +40,5 @@ def serve(
         print(url)
         sys.stdout.flush()
 
-    config = RewardConfig(workers=workers or len(os.sched_getaffinity(0)), timeout_s=timeout_s)
+    config = RewardConfig(workers=workers or cores(), timeout_s=timeout_s)
     uvloop.run(serve_rewards(config, host=host, port=port, token=token, announce=announce, log=log))

@@ -272,6 +272,11 @@ class Config(Section):
                 f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
                 f"got {self.train.minibatches}"
             )
+        if self.train.dynamic_sampling and self.train.advantage in ("batch", "gae"):
+            raise ValueError(
+                "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups "
+                "whose rewards are all equal have a gradient there"
+            )
         if self.train.overlong_tokens >= self.rollout.max_tokens:
             raise ValueError(
                 f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "

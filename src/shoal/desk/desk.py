@@ -24,14 +24,12 @@ from shoal.interfaces import Exchange, Recogniser, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import BANNED_FILE, read_lines, write_status
+from shoal.swarm.member import BANNED_FILE, Intake, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import RewardStatus, Task
 
 INTAKE_BATCH = 32
-INTAKE_PER_S = 250
-"""Frames read per second at most."""
 HEARD = 64
 """Newest offers of peers that may be asked."""
 SHOWN_OTHERS = 8
@@ -185,13 +183,14 @@ class Desk:
                 await asyncio.sleep(time.monotonic() - began_s)
 
     async def _listen(self) -> None:
+        intake = Intake()
         while True:
-            frames = await self._means.exchange.receive(INTAKE_BATCH)
-            for frame in frames:
+            for frame in await self._means.exchange.receive(INTAKE_BATCH):
                 letter = self._door.admit(frame, self._clock())
+                intake.read(letter)
                 if isinstance(letter, Letter) and isinstance(letter.content, Offer):
                     self._heard.append((letter, letter.content))
-            await asyncio.sleep(len(frames) / INTAKE_PER_S)
+            await intake.pause()
 
     async def _share(self) -> None:
         while True:

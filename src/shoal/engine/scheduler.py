@@ -140,10 +140,6 @@ class Scheduler(Generic[S]):
         """Sequences queued."""
         return len(self._waiting)
 
-    def waiting_sequences(self) -> list[S]:
-        """The queued sequences, in no particular order."""
-        return list(self._waiting.values())
-
     def add(self, sequence: S) -> None:
         """Queues a new sequence."""
         sequence.arrival = self._arrivals

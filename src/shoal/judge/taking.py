@@ -4,13 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import aiohttp
-import msgspec
 
 from shoal import wire
-from shoal.errors import JudgeError, TaskError, WireError
+from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.judge.arm import Arm
 from shoal.judge.commitment import opens
@@ -29,48 +27,17 @@ from shoal.judge.messages import (
     opened,
     signed,
 )
+from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer
 from shoal.types import Message
 
-AT_ONCE = 8
-"""Questions that the model answers at the same time."""
-MODEL_TIMEOUT_S = 120.0
 JUDGE_TIMEOUT_S = 300.0
 TRIES = 3
 """Of a question whose answer failed to come; then it counts as unanswered."""
 MOST_LEDGER_BYTES = 16 * 1024 * 1024
 ROOM_BESIDES = 8192
 """Bytes of a message beside the texts of its answers."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAt:
-    """A model behind a URL that speaks OpenAI's chat completions."""
-
-    url: str
-    """Up to and including /v1."""
-    name: str
-    key: str = ""
-    max_tokens: int = 1024
-    temperature: float | None = None
-    """The server's own when unset."""
-    retry_s: float = 1.0
-    """First pause before a question is asked again."""
-
-
-class _Said(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Said
-
-
-class _Body(msgspec.Struct):
-    choices: list[_Choice]
 
 
 async def take(
@@ -82,12 +49,14 @@ async def take(
     round_: int,
     judge: str | None = None,
     clock: Callable[[], float] = time.time,
+    retry_s: float = 1.0,
 ) -> tuple[Challenge, Verdict, int]:
     """Has a model judged once; gives how many questions it did not answer, which count as wrong.
 
-    Raises `JudgeError` or `WireError`, also when the judge is not `judge` and when the model answers nothing at all.
+    Raises `JudgeError` or `WireError`, also when the judge is not `judge`, and an `EngineError` when the model refuses
+    a question or answers none; the first pause before it is asked again is `retry_s`.
     """
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession() as http, ChatModel(model, logprobs=False) as chat:
         sittings, judge_id = statements(await _ledger(http, judge_url), judge)
         ask = Ask(judge_id, model.name, arm, round_, clock())
         data = await _exchanged(http, f"{judge_url}/challenge", signed(identity, ask))
@@ -95,10 +64,9 @@ async def take(
         sitting = sittings.get(challenge.sitting)
         if sitting is None or not sitting.opens_s <= challenge.deadline_s <= sitting.reveals_s:
             raise WireError(f"challenge: expected one of a sitting that was committed to, got {challenge.sitting}")
-        turn = asyncio.Semaphore(AT_ONCE)
-        said = await asyncio.gather(*(_answer(http, turn, model, one.messages) for one in challenge.questions))
-        texts = ["" if isinstance(one, JudgeError) else one for one in said]
-        failures = [one for one in said if isinstance(one, JudgeError)]
+        said = await asyncio.gather(*(_answer(chat, one.messages, retry_s) for one in challenge.questions))
+        texts = ["" if isinstance(one, EngineUnavailable) else one for one in said]
+        failures = [one for one in said if isinstance(one, EngineUnavailable)]
         if len(failures) == len(said):
             raise failures[0]
         answers = Answers(judge_id, challenge.id, fitting(texts))
@@ -243,31 +211,12 @@ async def _read(reply: aiohttp.ClientResponse, most: int) -> bytes:
     return bytes(body)
 
 
-async def _answer(
-    http: aiohttp.ClientSession, turn: asyncio.Semaphore, model: ModelAt, messages: Sequence[Message]
-) -> str | JudgeError:
-    """The model's words, or why it has none after some tries. Raises `JudgeError` when it refuses to answer."""
-    request: dict[str, object] = {
-        "model": model.name,
-        "messages": [{"role": message.role.value, "content": message.content} for message in messages],
-        "max_tokens": model.max_tokens,
-    }
-    if model.temperature is not None:
-        request["temperature"] = model.temperature
-    headers = {"Authorization": f"Bearer {model.key}"} if model.key else {}
-    url, limit = f"{model.url.rstrip('/')}/chat/completions", aiohttp.ClientTimeout(total=MODEL_TIMEOUT_S)
-    why = ""
-    async with turn:
-        for attempt in range(TRIES):
-            await asyncio.sleep(model.retry_s * (2**attempt - 1))
-            try:
-                async with http.post(url, json=request, headers=headers, timeout=limit) as reply:
-                    body = await _read(reply, MOST_LEDGER_BYTES)
-                    why = f"HTTP {reply.status}: {body[:300].decode(errors='replace')}"
-                    if reply.status in (400, 401, 403, 404):
-                        raise JudgeError(f"model {url}: {why}")
-                    if reply.status == 200:
-                        return msgspec.json.decode(body, type=_Body).choices[0].message.content or ""
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, IndexError) as error:
-                why = str(error) or type(error).__name__
-    return JudgeError(f"model {url}: {why}")
+async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:
+    """The model's words, or why it has none after some tries. Raises `RequestRefused`."""
+    for attempt in range(TRIES):
+        await asyncio.sleep(retry_s * (2**attempt - 1))
+        try:
+            return (await model.said(messages)).message.content or ""
+        except EngineUnavailable as error:
+            why = error
+    return why

@@ -34,6 +34,7 @@ def status(run_dir: Path) -> dict[str, object]:
             "share": task.consumed / consumed if consumed and name in own else None,
             "target": weights[name] / sum(weights.values()) if name in weights else None,
             "reward": _lately(run, f"reward/{name}"),
+            "solve_rate": _lately(run, f"solve_rate/{name}"),
             "tokens_per_s": _lately(run, f"tokens_per_s/{name}"),
         }
     return {
@@ -65,7 +66,8 @@ def status_lines(values: dict[str, object]) -> list[str]:
         lines.append(
             f"{name:<{width}}  running {task['running']}, waiting {task['waiting']}, trained {task['trained']} of "
             f"{task['started']} started; share {_number(task['share'])} (target {_number(task['target'])}), "
-            f"reward {_number(task['reward'])}, {_number(task['tokens_per_s'])} tokens/s"
+            f"reward {_number(task['reward'])}, solved {_number(task['solve_rate'])}, "
+            f"{_number(task['tokens_per_s'])} tokens/s"
         )
         for outcome in ("failed", "dropped"):
             lines += [f"{'':<{width}}  {outcome} {number}: {reason}" for reason, number in task[outcome].items()]

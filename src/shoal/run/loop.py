@@ -11,7 +11,7 @@ Generation goes on during every one of them.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,10 +24,10 @@ from shoal.buffer import Buffer
 from shoal.buffer.buffer import STALE
 from shoal.config import Config
 from shoal.engine import canary
-from shoal.interfaces import Engine, EngineInfo, Runner, Scorer
+from shoal.interfaces import Engine, EngineInfo, Runner
 from shoal.metrics import Record, Trackers
-from shoal.rewards.marks import FullMarks
-from shoal.rewards.service import RewardService
+from shoal.rewards.marks import FULL
+from shoal.run.playing import scorer_values
 from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.swarm.external import external_rows
 from shoal.swarm.member import Ready
@@ -35,9 +35,8 @@ from shoal.swarm.node import Node
 from shoal.swarm.split import Split, most_external
 from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
-from shoal.tasks.remote import ServiceScorer
 from shoal.tasks.rollout import SingleTurn
-from shoal.train.advantage import is_informative, mask_tokens, step_samples
+from shoal.train.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.train.client import TrainerProcess
 from shoal.train.messages import RATIO_BOUNDS, StepStats
 from shoal.types import Group, Sample, Task
@@ -107,6 +106,7 @@ class TrainLoop:
     def __init__(self, parts: Parts, *, first_step: int, version: int) -> None:
         self._parts = parts
         self._config = parts.config
+        self._returns = returns_of(parts.config.train, parts.config.rollout.max_tokens)
         self.first_step = first_step
         self.version = version
         self.totals = Totals()
@@ -196,7 +196,7 @@ class TrainLoop:
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
         train = self._config.train
-        redraw = partial(informative_groups, discount=train.turn_discount)
+        redraw = partial(informative_groups, returns=self._returns)
         take = redraw if train.dynamic_sampling else Buffer.take
         wanted, chosen = self._chosen()
         places = len(chosen) if self._split else 0
@@ -326,6 +326,7 @@ class TrainLoop:
             "version": version,
             "reward": reward,
             **{f"reward/{name}": fmean(rewards) for name, rewards in by_task.items()},
+            **{f"solve_rate/{name}": fmean(value >= FULL for value in rewards) for name, rewards in by_task.items()},
             "staleness_mean": fmean(staleness),
             "staleness_max": max(staleness),
             **{f"tokens_per_s/{name}": count / elapsed_s for name, count in tokens.items()},
@@ -336,12 +337,12 @@ class TrainLoop:
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
             **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
             **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
-            "informative_share": fmean(is_informative(group, self._config.train.turn_discount) for group in groups),
+            "informative_share": fmean(is_informative(group, self._returns) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
-            **_scorer_values(self._parts.desk.scorer),
+            **scorer_values(self._parts.desk.scorer),
             **self._losses_since(),
         }
         self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
@@ -387,10 +388,3 @@ def _known(record: Record, name: str) -> float:
 
 def _mean_reward(group: Group) -> float:
     return fmean(rollout.reward.value for rollout in group.finished)
-
-
-def _scorer_values(scorer: Scorer) -> Mapping[str, float]:
-    """What the scorer tells of itself; nothing of one that is not a run's own."""
-    inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
-    inner = inner.others if isinstance(inner, ServiceScorer) else inner
-    return inner.values if isinstance(inner, RewardService) else {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.agents.clients import Agent, agent_of
 from shoal.checker import needs_tests, task_spec
-from shoal.config import Config
+from shoal.config import Config, load, to_toml
 from shoal.errors import ConfigError, ModelError, RunDirError
 from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
@@ -26,7 +26,8 @@ from shoal.tasks.turns.repair import Repair
 from shoal.types import Split
 
 PROBED_TASKS = 64
-ADAM_BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two moments
+WEIGHT_BYTES = 4  # float32, whatever the engine's
+TRAINED_BYTES = 16  # gradient, two moments, and what the weight was before the update
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -114,11 +115,29 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "rollouts_per_step": rows,
         "tokens_per_step_at_most": rows * row_tokens,
         "engine_memory_mb": round((parameters * BYTES[config.model.dtype] + kv_bytes) / 1e6, 1),
-        "trainer_memory_mb": round(parameters * ADAM_BYTES_PER_PARAMETER / 1e6, 1),
+        "trainer_memory_mb": round(_trainer_bytes(config, prepared.model_dir) / 1e6, 1),
         "staleness_bound": config.asynchrony.eta,
         "staleness_expected": _expected_staleness(config),
         "run_dir": config.run_dir,
     }
+
+
+def _trainer_bytes(config: Config, model_dir: Path) -> int:
+    """Of each rank, without activations."""
+    parameters, rank = parameter_count(model_dir), config.train.lora.rank
+    adapters = sum(rank * sum(shape) for name, shape in _shapes(model_dir) if _is_adapted(name, shape, config))
+    trained = adapters if rank else parameters
+    copies = 2 if config.train.kl.coefficient else 1  # and the reference
+    return (copies * parameters * WEIGHT_BYTES + trained * TRAINED_BYTES) // config.train.ranks
+
+
+def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
+    """Whether LoRA adds to this tensor; by default to every matrix but those of the vocabulary."""
+    if len(shape) != 2 or not name.endswith(".weight"):
+        return False
+    targets = config.train.lora.targets
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    return layer in targets if targets else "embed" not in layer and layer != "lm_head"
 
 
 def _expected_staleness(config: Config) -> str:
@@ -131,23 +150,30 @@ def _expected_staleness(config: Config) -> str:
 
 def parameter_count(model_dir: Path) -> int:
     """From the headers of the safetensors files; no tensor is read."""
+    return sum(prod(shape) for _, shape in _shapes(model_dir))
+
+
+def _shapes(model_dir: Path) -> list[tuple[str, list[int]]]:
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
-    return sum(_numbers_in(file) for file in files)
+    return [named for file in files for named in _shapes_in(file)]
 
 
-def _numbers_in(file: Path) -> int:
+def _shapes_in(file: Path) -> list[tuple[str, list[int]]]:
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(size))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
 
 
 def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
-    heads = settings["num_attention_heads"]
-    width = settings.get("head_dim") or settings["hidden_size"] // heads
-    return 2 * settings["num_hidden_layers"] * (settings.get("num_key_value_heads") or heads) * width * number_bytes
+    try:
+        heads, layers, width = (settings[name] for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
+    except KeyError as error:
+        raise ModelError(f"config.json: expected {error.args[0]}, as causal language models have, got none") from error
+    width = settings.get("head_dim") or width // heads
+    return 2 * layers * (settings.get("num_key_value_heads") or heads) * width * number_bytes
 
 
 def _model_directory(path: str) -> Path:
@@ -180,3 +206,22 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         parent = parent.parent
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise RunDirError(f"{run_dir} cannot be written: no permission in {parent}")
+
+
+def changed_settings(config: Config, run_dir: Path) -> list[str]:
+    """Those that differ from what the run was last started with: all may, but what is trained is then not one thing."""
+    try:
+        before, now = load(run_dir / "resolved.toml").model_dump(), config.model_dump()
+    except ConfigError:
+        return []
+    sections = [name for name in now if isinstance(now[name], dict)]
+    changed = [f"{name}.{key}" for name in sections for key in now[name] if before[name].get(key) != now[name][key]]
+    return changed + [name for name in now if name not in sections and before[name] != now[name]]
+
+
+def write_resolved(config: Config, run_dir: Path) -> None:
+    """Writes down what a run is started with. Raises `RunDirError`."""
+    try:
+        (run_dir / "resolved.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error

@@ -14,6 +14,8 @@ from shoal.buffer import Buffer
 from shoal.config import Config
 from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
 from shoal.metrics import Trackers
+from shoal.rewards.marks import FullMarks
+from shoal.rewards.service import RewardService
 from shoal.run.plan import Prepared
 from shoal.tasks.adjust import Bounds, Change
 from shoal.tasks.library import Library
@@ -42,6 +44,13 @@ def scoring(prepared: Prepared, others: Scorer) -> Scorer:
         if isinstance(service, RemoteService | Definition) and service.has(Capability.SCORE)
     }
     return ServiceScorer(own, others) if own else others
+
+
+def scorer_values(scorer: Scorer) -> Mapping[str, float]:
+    """What the scorer tells of itself; nothing of one that is not a run's own."""
+    inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
+    inner = inner.others if isinstance(inner, ServiceScorer) else inner
+    return inner.values if isinstance(inner, RewardService) else {}
 
 
 @asynccontextmanager

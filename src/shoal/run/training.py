@@ -8,8 +8,6 @@ says which; `--resume` goes on from the log.
 """
 
 import asyncio
-import hashlib
-import os
 import shutil
 import tempfile
 import time
@@ -25,17 +23,17 @@ import uvloop
 
 from shoal import checkpoint
 from shoal.buffer import Buffer, RunMeta
-from shoal.config import Config, to_toml
+from shoal.config import Config
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.metrics import Record, read_records, trackers_of
-from shoal.process import Child
+from shoal.process import Child, cores
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
 from shoal.run.membership import check_membership, joined
-from shoal.run.plan import Prepared, check_run_dir, prepare
+from shoal.run.plan import Prepared, changed_settings, check_run_dir, prepare, write_resolved
 from shoal.run.playing import orchestrator, playing, scoring
 from shoal.run.waits import telling_waits
 from shoal.sandbox import rungs
@@ -109,7 +107,7 @@ class Threads:
 
 def compute_threads() -> Threads:
     """Half of the cores for the engine and half for the trainer."""
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    half = max(1, cores() // 2)
     return Threads(half, half)
 
 
@@ -136,9 +134,14 @@ async def train(
         stack.push_async_callback(buffer.close)
         if not resume:
             stack.enter_context(nothing_left_behind(run_dir, buffer))
-        _write_resolved(config, run_dir)
+        changed = changed_settings(config, run_dir)
+        write_resolved(config, run_dir)
         trackers = trackers_of(config.metrics, run_dir, listeners)
         stack.callback(trackers.close)
+        if changed:
+            trackers.log_event("settings_changed", settings=", ".join(changed))
+        if trackers.prometheus_port is not None:
+            trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
         child = TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
         trainer_child = await stack.enter_async_context(child)
         engine, answering = await stack.enter_async_context(
@@ -357,7 +360,6 @@ def run_meta(config: Config) -> RunMeta:
         late=config.asynchrony.late,
         groups_per_step=config.train.groups_per_step,
         push_every=config.train.push_every,
-        config_hash=hashlib.blake2b(to_toml(config).encode(), digest_size=8).hexdigest(),
     )
 
 
@@ -374,23 +376,23 @@ def _sampling(config: Config, prepared: Prepared) -> Sampling:
     )
 
 
-def _write_resolved(config: Config, run_dir: Path) -> None:
-    try:
-        (run_dir / "resolved.toml").write_text(to_toml(config))
-    except OSError as error:
-        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
-
-
 def _write_model(model_dir: Path, parts: Parts) -> None:
     """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights.
 
     With adapters these are the merged weights, and `adapter/` has the adapters by themselves.
     """
-    target = parts.run_dir / "model"
+    try:
+        _copy_model(model_dir, parts.run_dir)
+    except OSError as error:
+        raise RunDirError(f"{parts.run_dir / 'model'} cannot be written: {error}; free space, then --resume") from error
+
+
+def _copy_model(model_dir: Path, run_dir: Path) -> None:
+    target = run_dir / "model"
     shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-    newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
+    newest = max((run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     shutil.copyfile(newest / FILE, target / FILE)
     adapters = sorted(newest.glob("adapter_*"))
     for file in adapters:
-        (parts.run_dir / "adapter").mkdir(exist_ok=True)
-        shutil.copyfile(file, parts.run_dir / "adapter" / file.name)
+        (run_dir / "adapter").mkdir(exist_ok=True)
+        shutil.copyfile(file, run_dir / "adapter" / file.name)

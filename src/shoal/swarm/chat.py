@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -9,11 +10,13 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
-from shoal.types import Task
+from shoal.types import Message, Task
 
 AT_ONCE = 8
 TIMEOUT_S = 120.0
 MAX_BODY_BYTES = 4 * 1024 * 1024
+REFUSED_FOR_NOW = (408, 409, 425, 429)
+"""Of HTTP's 4xx; the others would be the same the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class ModelAt:
     name: str
     key: str = ""
     max_tokens: int = 256
-    temperature: float = 1.0
+    temperature: float | None = 1.0
+    """The server's own when unset."""
 
 
 class _Token(msgspec.Struct):
@@ -36,18 +40,22 @@ class _Logprobs(msgspec.Struct):
     content: list[_Token] | None = None
 
 
-class _Said(msgspec.Struct):
+class Said(msgspec.Struct):
+    """A message of the model."""
+
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Said
+class Choice(msgspec.Struct):
+    """What a model answered."""
+
+    message: Said
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 
 
 class _Body(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[Choice]
 
 
 class ChatModel:
@@ -55,8 +63,10 @@ class ChatModel:
 
     kind = GeneratorKind.FROZEN
 
-    def __init__(self, model: ModelAt) -> None:
+    def __init__(self, model: ModelAt, *, logprobs: bool = True) -> None:
+        """Without `logprobs` they are not asked for; some servers have none."""
         self._model = model
+        self._logprobs = logprobs
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> "ChatModel":
@@ -73,18 +83,21 @@ class ChatModel:
 
     async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
         """`n` independent answers, without those that say nothing. Raises `EngineUnavailable` or `RequestRefused`."""
-        found = await asyncio.gather(*(self._answer(task) for _ in range(n)))
-        return [rollout for rollout in found if rollout is not None]
+        found = await asyncio.gather(*(self.said(task.messages) for _ in range(n)))
+        return [rollout for rollout in map(_offered, found) if rollout is not None]
 
-    async def _answer(self, task: Task) -> OfferedRollout | None:
+    async def said(self, messages: Sequence[Message]) -> Choice:
+        """One answer; it is asked for once. Raises `EngineUnavailable` or `RequestRefused`."""
         model = self._model
-        request = {
+        request: dict[str, object] = {
             "model": model.name,
-            "messages": [{"role": message.role.value, "content": message.content} for message in task.messages],
+            "messages": [{"role": message.role.value, "content": message.content} for message in messages],
             "max_tokens": model.max_tokens,
-            "temperature": model.temperature,
-            "logprobs": True,
         }
+        if model.temperature is not None:
+            request["temperature"] = model.temperature
+        if self._logprobs:
+            request["logprobs"] = True
         headers = {"Authorization": f"Bearer {model.key}"} if model.key else {}
         url = f"{model.url.rstrip('/')}/chat/completions"
         try:
@@ -92,13 +105,12 @@ class ChatModel:
                 body = await _bounded(reply)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnavailable(f"model {url}: {error or type(error).__name__}") from error
-        if reply.status in (400, 401, 403, 404, 422):
+        if 400 <= reply.status < 500 and reply.status not in REFUSED_FOR_NOW:
             raise RequestRefused(f"model {url}: HTTP {reply.status}: {body[:300].decode(errors='replace')}")
         try:
-            choice = msgspec.json.decode(body, type=_Body).choices[0]
+            return msgspec.json.decode(body, type=_Body).choices[0]
         except (msgspec.MsgspecError, IndexError):
             raise EngineUnavailable(f"model {url}: HTTP {reply.status}, no chat completion") from None
-        return _offered(choice)
 
 
 async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
@@ -110,7 +122,7 @@ async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _offered(choice: _Choice) -> OfferedRollout | None:
+def _offered(choice: Choice) -> OfferedRollout | None:
     if not choice.message.content:
         return None
     tokens = choice.logprobs.content if choice.logprobs is not None else None

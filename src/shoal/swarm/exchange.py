@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 
 from shoal.errors import ExchangeUnavailable
 
-MOST_BEHIND = 2048
+MOST_BEHIND = 1024
 """Frames that a member reads up on; one that is further behind skips to the newest half of these, for old offers are
 worth little and in a large swarm there are more of them than anybody can read."""
 KEPT_PER_AUTHOR = 128

@@ -17,7 +17,7 @@ from shoal.interfaces import Exchange, Recogniser, TaskService
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Tally, write_status
+from shoal.swarm.member import Intake, Tally, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.trust import Door, Letter
 from shoal.types import Split, Task, seed_for
@@ -31,8 +31,6 @@ UNASKED = 0.1
 TELL_EVERY_S = 5.0
 MOST_HEARD = 512
 """Peers whose wants are remembered."""
-INTAKE_PAUSE_S = 0.1
-"""After each batch: whoever sends how much, reading takes a few percent of a core."""
 
 
 class Answerer(Protocol):
@@ -167,14 +165,16 @@ class Generator:
         return result
 
     async def _listen(self) -> None:
+        intake = Intake()
         while True:
             for frame in await self._exchange.receive(INTAKE_BATCH):
                 letter = self._door.admit(frame, self._clock())
+                intake.read(letter)
                 if isinstance(letter, Letter) and isinstance(letter.content, Want):
                     self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
                     while len(self._needs) > MOST_HEARD:
                         del self._needs[next(iter(self._needs))]
-            await asyncio.sleep(INTAKE_PAUSE_S)
+            await intake.pause()
 
     async def _tell(self) -> None:
         while True:

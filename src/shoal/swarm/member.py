@@ -1,6 +1,8 @@
-"""What a member of a swarm works with, what it remembers in files, and what it counts."""
+"""What a member of a swarm works with, how fast it reads, what it remembers in files, and what it counts."""
 
+import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +10,17 @@ from typing import Literal, Protocol
 
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
-from shoal.swarm.trust import Letter
+from shoal.swarm.trust import Letter, Reason
 from shoal.types import Reward
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
+INTAKE_PER_S = 60.0
+"""Frames that a member reads per second at most, on average: 0.2 ms each, 1 % of a core, whoever sends how many."""
+INTAKE_BURST_S = 16.0
+"""What would be read in this time may be read at once, by who joins late or was cut off."""
+OWN_COST = 0.25
+"""Of reading one's own frame, beside another's: no signature is checked."""
 
 
 class Settings(Protocol):
@@ -88,6 +96,24 @@ class Tally:
     taken: int = 0
     missing: int = 0
     """Groups that steps wanted and were not there."""
+
+
+class Intake:
+    """Bounds what a member reads. One event loop."""
+
+    def __init__(self, per_s: float = INTAKE_PER_S) -> None:
+        self._frame_s = 1 / per_s
+        self._due_s = -math.inf  # when what was read so far would have been read at the average rate
+
+    def read(self, letter: Letter | Reason) -> None:
+        """A frame was read, and this came of it."""
+        now_s = asyncio.get_running_loop().time()
+        cost = OWN_COST if letter is Reason.OWN else 1.0
+        self._due_s = max(self._due_s, now_s - INTAKE_BURST_S) + cost * self._frame_s
+
+    async def pause(self) -> None:
+        """Waits until more may be read."""
+        await asyncio.sleep(max(0.0, self._due_s - asyncio.get_running_loop().time()))
 
 
 def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:

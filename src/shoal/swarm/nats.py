@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import random
 import ssl
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -40,9 +41,12 @@ RETRY_S = (0.25, 4.0)
 CONSUMER_IDLE_S = 60.0
 HISTORY_S = 3600.0
 """How long the stream keeps frames, and how far back a late joiner reads."""
+SKIP_EVERY_S = 10.0
+"""Between two skips to the newest frames: in a flood everybody is behind again at once, and each makes a consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
-_FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError)
-# ValueError: nats-py raises it for what a server says that it cannot read.
+_FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError, RuntimeError, AttributeError)
+# nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
+# has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
 
 
 class NatsExchange:
@@ -59,6 +63,7 @@ class NatsExchange:
         self._consumer: JetStreamContext.PullSubscription | None = None
         self._last_time = datetime.now(UTC) - timedelta(seconds=HISTORY_S)
         self._last_number = 0
+        self._next_skip_s = 0.0
         self.connections = 0
         """Made so far; one more than were lost while there is one."""
         self.failure = ""
@@ -124,11 +129,12 @@ class NatsExchange:
             return []
         frames = [message.data for message in messages if self._is_next(message)]
         behind = messages[-1].metadata.num_pending if messages else 0
-        if behind > MOST_BEHIND:
+        if behind > MOST_BEHIND and time.monotonic() >= self._next_skip_s:
+            self._next_skip_s = time.monotonic() + SKIP_EVERY_S
             await self._consumer.unsubscribe()
-            self._consumer = await self._follow(
-                self._client.jetstream(), skip_to=self._last_number + behind - MOST_BEHIND // 2
-            )
+            stream = self._client.jetstream()
+            end = (await stream.stream_info(self._stream)).state.last_seq  # numbers have gaps where frames were dropped
+            self._consumer = await self._follow(stream, skip_to=max(end - MOST_BEHIND // 2, self._last_number + 1))
         return frames
 
     def _is_next(self, message: Msg) -> bool:

@@ -7,8 +7,8 @@
 
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` pulls no more frames per second than `INTAKE_PER_S`, whoever sends how many, and `verify` rests as long as it
-works. Nothing that comes from outside, and no absence of it, ends a run.
+`listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works, longer
+after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from shoal.swarm import offer as offers
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import BANNED_FILE, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
+from shoal.swarm.member import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
 
-INTAKE_PER_S = 250
-"""Frames read per second at most: 0.2 ms each, 5 % of a core."""
 INTAKE_BATCH = 32
+NEWCOMER_REST = 4.0
+"""Rest of `verify` after a newcomer's offer, by the time that it took: a crowd of liars takes a fifth of its time."""
 PENDING = 512
 PENDING_PER_AUTHOR = 32
 READY_PER_GROUP = 8
@@ -63,7 +63,7 @@ class Node:
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.time,
-        intake_per_s: float = INTAKE_PER_S,
+        intake: Intake | None = None,
         threads: bool = True,
         wants: int | None = None,
         trained: Iterable[str] = (),
@@ -82,7 +82,7 @@ class Node:
         self._identity = identity
         self._folder = folder
         self._clock = clock
-        self._pause_s = 1 / intake_per_s
+        self._intake = intake or Intake()
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._newcomers = NewcomerShare()
@@ -190,12 +190,12 @@ class Node:
 
     async def _listen(self) -> None:
         while True:
-            frames = await self._means.exchange.receive(INTAKE_BATCH)
-            for frame in frames:
+            for frame in await self._means.exchange.receive(INTAKE_BATCH):
                 letter = self.door.admit(frame, self._clock())
+                self._intake.read(letter)
                 if isinstance(letter, Letter):
                     self._file(letter)
-            await asyncio.sleep(self._pause_s * len(frames))
+            await self._intake.pause()
 
     def _file(self, letter: Letter) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
@@ -240,6 +240,7 @@ class Node:
                         await self._work.wait()
                 continue
             letter, content = self._drop_pending(self._next_pending())
+            rest = NEWCOMER_REST if self.door.is_newcomer(letter.peer_id) else 1.0
             began_s = time.monotonic()
             found = await self._verified(letter, content)
             self._useful_share += (1 - NEED_DECAY) * (isinstance(found, Ready) - self._useful_share)
@@ -250,7 +251,7 @@ class Node:
                 self._taken.add(letter.id)
                 self.door.praise(letter.peer_id)
                 self._ready.append(found)
-            await asyncio.sleep(time.monotonic() - began_s)
+            await asyncio.sleep(rest * (time.monotonic() - began_s))
 
     def _next_pending(self) -> str:
         """Uniformly one of the established, mostly; a crowd of newcomers does not keep them waiting."""

@@ -144,6 +144,8 @@ class Hub:
         member, ask = http.path_params["member"], await _body(http, Ask)
         loop = asyncio.get_running_loop()
         event = self._events[member] = asyncio.Event()
+        hangup = loop.create_task(_hangs_up(http), name="a task service waits for work")
+        hangup.add_done_callback(lambda _: event.set())
         try:
             self.registry.heard(member, ask, loop.time())
             work = Work([], [])
@@ -155,7 +157,11 @@ class Hub:
                             break
                         event.clear()
                         await event.wait()
+                        if hangup.done():
+                            self.registry.hung_up(member, loop.time())
+                            break
         finally:
+            hangup.cancel()
             if self._events.get(member) is event:
                 del self._events[member]
         return _json(work)
@@ -261,6 +267,12 @@ class ServingHub:
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._server.serve(sockets=[self._listening]))
+
+
+async def _hangs_up(http: Request) -> None:
+    """Returns when whoever asks is gone; its body has been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(http: Request, kind: type[T]) -> T:

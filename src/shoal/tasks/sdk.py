@@ -13,6 +13,9 @@
         def score(self, task, answer):                    # optional: else the checker that the question names
             return float(answer.strip() == task.answer)
 
+        def scores(self, task, answers):                  # instead of `score`: a whole group, to compare its answers
+            return [len(set(answers)) / len(answers)] * len(answers)
+
 `draw` gets a generator whose seed is the hash of the task's name, the split and the index, and a question that belongs
 to the other split by its text is drawn anew: draws can be repeated, and held-out questions stay held out. Methods may
 be `async` or not; those that are not run in threads. The class is made once in each process that serves it.
@@ -92,7 +95,7 @@ class Definition:
         max_running: int = 64,
         timeout_s: float = 300.0,
     ) -> None:
-        """`author` has `draw`, and perhaps `rollout` and `score`. Raises `TaskError`."""
+        """`author` has `draw`, and perhaps `rollout` and `score` or `scores`. Raises `TaskError`."""
         if not callable(getattr(author, "draw", None)):
             raise TaskError(f"{name}: expected a method `draw`, found none in {type(author).__name__}")
         self._name, self.version, self.max_running, self.timeout_s = name, version, max_running, timeout_s
@@ -108,8 +111,11 @@ class Definition:
     @property
     def capabilities(self) -> list[Capability]:
         """What the author wrote."""
-        known = {"draw": Capability.DRAW, "rollout": Capability.ROLLOUT, "score": Capability.SCORE}
-        return [capability for name, capability in known.items() if callable(getattr(self._author, name, None))]
+        known = {Capability.DRAW: ["draw"], Capability.ROLLOUT: ["rollout"], Capability.SCORE: ["score", "scores"]}
+        return [capability for capability, names in known.items() if any(map(self._wrote, names))]
+
+    def _wrote(self, name: str) -> bool:
+        return callable(getattr(self._author, name, None))
 
     def has(self, capability: Capability) -> bool:
         """Whether the author wrote that."""
@@ -155,14 +161,28 @@ class Definition:
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
+        if self._wrote("scores"):
+            return await self._scored_together(task, answers)
         return [await self._scored(task, answer) for answer in answers]
 
     async def _scored(self, task: Task, answer: str) -> Reward:
         try:
-            given = await _called(self._author.score, task, answer)  # type: ignore[attr-defined]
-            return given if isinstance(given, Reward) else Reward(float(cast(float, given)))
+            return _reward(await _called(self._author.score, task, answer))  # type: ignore[attr-defined]
         except Exception as error:  # an author's code is anybody's: its failure is a status
-            return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {type(error).__name__}: {error}")
+            return self._unscored(error)
+
+    async def _scored_together(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        try:
+            given = await _called(self._author.scores, task, answers)  # type: ignore[attr-defined]
+            rewards = [_reward(one) for one in cast(Sequence[object], given)]
+            if len(rewards) != len(answers):
+                raise ValueError(f"scores: expected {len(answers)} rewards, got {len(rewards)}")
+        except Exception as error:  # as above
+            return [self._unscored(error)] * len(answers)
+        return rewards
+
+    def _unscored(self, error: Exception) -> Reward:
+        return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {type(error).__name__}: {error}")
 
     def _task(self, question: Question, split: Split, index: int) -> Task:
         info: dict[str, Json] = {} if question.info is None else {"info": question.info}
@@ -237,6 +257,10 @@ def outcome_of(said: object) -> Outcome:
     if said is None:
         return Outcome()
     return Outcome(answer=said) if isinstance(said, str) else Outcome(reward=float(cast(float, said)))
+
+
+def _reward(given: object) -> Reward:
+    return given if isinstance(given, Reward) else Reward(float(cast(float, given)))
 
 
 async def _called(method: Callable[..., object], *arguments: object) -> object:

@@ -20,8 +20,10 @@ from shoal.types import Outcome, Reward, Split, Task
 PROTOCOL = 1
 BEAT_S = 2.0
 """A service asks for work at least this often, whether it wants any or not."""
-LEASE_S = 6.0
+LEASE_S = 5.0
 """After a silence of so long it counts as dead, and others do its work."""
+REDIAL_S = 2.0
+"""When the connection breaks on which it waits for work, as when it is killed, its silence may only last this long."""
 MOST_JOBS = 256
 """Given out in one answer."""
 
@@ -199,6 +201,8 @@ class _Member:
     id: str
     hello: Hello
     heard_s: float
+    due_s: float
+    """It counts as dead when it is not heard of by then."""
     max_running: int
     leases: dict[str, _Ticket] = field(default_factory=dict)
     rollouts: int = 0
@@ -222,7 +226,7 @@ class Registry:
     """Which processes serve which task, and who works on what. Times are seconds of any one clock.
 
     Invariants: a job is leased to one process at a time, and one result of it is taken; a lease that its process does
-    not know of, or whose process was silent for `LEASE_S`, is given up, so that whoever waits can ask again.
+    not know of, or whose process was silent for too long, is given up, so that whoever waits can ask again.
     """
 
     def __init__(self, names: Collection[str], *, lease_s: float = LEASE_S) -> None:
@@ -249,7 +253,7 @@ class Registry:
                     f"version: {hello.name!r} is served in version {other.hello.version!r} with "
                     f"{', '.join(other.hello.capabilities)} at the moment; end those processes first"
                 )
-        member = _Member(secrets.token_urlsafe(18), hello, now_s, hello.max_running)
+        member = _Member(secrets.token_urlsafe(18), hello, now_s, now_s + self._lease_s, hello.max_running)
         self._members[member.id] = service.members[member.id] = member
         self.on_members(hello.name, len(service.members))
         return member.id
@@ -257,11 +261,17 @@ class Registry:
     def heard(self, member_id: str, ask: Ask, now_s: float) -> None:
         """A member asks for work. Raises `UnknownMember`. What it was sent and does not hold, it never got."""
         member = self._member(member_id)
-        member.heard_s = now_s
+        member.heard_s, member.due_s = now_s, now_s + self._lease_s
         if ask.max_running is not None:
             member.max_running = ask.max_running
         for lease in member.leases.keys() - set(ask.holding):
             self._give_up(member, lease, "the answer that carried it did not arrive")
+
+    def hung_up(self, member_id: str, now_s: float) -> None:
+        """The connection on which a member waited for work broke."""
+        member = self._members.get(member_id)
+        if member is not None:
+            member.due_s = min(member.due_s, now_s + REDIAL_S)
 
     def work(self, member_id: str, holding: Sequence[str], now_s: float) -> Work:
         """What there is for a member now; the jobs are leased to it. Raises `UnknownMember`."""
@@ -301,7 +311,7 @@ class Registry:
     def expire(self, now_s: float) -> None:
         """Gives up those who were silent for too long."""
         for member in list(self._members.values()):
-            if now_s - member.heard_s > self._lease_s:
+            if now_s > member.due_s:
                 self.leave(member.id, f"the service was silent for {now_s - member.heard_s:.1f} s")
 
     def submit(self, name: str, job: Job, *, due_s: float, done: Callable[[Result | Lost], None]) -> _Ticket:

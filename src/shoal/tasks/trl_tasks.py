@@ -4,8 +4,9 @@
     game = trl_task("game", rows, environment_factory=Game)             # service = "python", path = "my_tasks:game"
     sums = trl_task("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
 
-Reward functions are called as TRL calls them, `f(prompts=..., completions=..., **columns)`, with one rollout at a time:
-one that compares the completions of a batch with each other is not what it was there. None says nothing of a rollout.
+Reward functions are called as TRL calls them, `f(prompts=..., completions=..., **columns)`, with a whole group at a
+time; with tools or environments with one rollout, as it ends: one that compares completions is not what it was there.
+None says nothing of a rollout.
 Environments have `reset(**row)`, public methods that are tools, and perhaps `get_reward()` (TRL 1.x).
 """
 
@@ -54,19 +55,29 @@ class _Rewards:
     def __init__(self, parts: list[tuple[Callable[..., Any], float]]) -> None:
         self._parts = parts
 
-    async def of(self, row: Row, messages: Sequence[Message], completion: Sequence[Message], **more: Any) -> float:
-        columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        given = [plain(message) for message in messages]
-        prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else given]
+    async def of(
+        self, row: Row, messages: Sequence[Message], said: Sequence[Sequence[Message]], **more: Any
+    ) -> list[float]:
+        """One reward for each of the completions of a prompt."""
+        columns = {name: [value] * len(said) for name, value in row.items() if name not in ("prompt", "completion")}
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else [plain(message) for message in messages]
         # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
-        said = [plain(message) for message in completion]
-        completions = [said[-1]["content"] if isinstance(prompts[0], str) else said]
-        total = 0.0
+        completions: list[Any] = [[plain(message) for message in one] for one in said]
+        if isinstance(prompt, str):
+            completions = [one[-1]["content"] for one in completions]
+        totals = [0.0] * len(said)
         for function, weight in self._parts:
-            called = function(prompts=prompts, completions=completions, **columns, **more)
-            (value,) = await called if inspect.isawaitable(called) else called
-            total += 0.0 if value is None else weight * float(value)
-        return total
+            called = function(prompts=[prompt] * len(said), completions=completions, **columns, **more)
+            values = await called if inspect.isawaitable(called) else called
+            for i, value in enumerate(_one_each(values, len(said), function)):
+                totals[i] += 0.0 if value is None else weight * float(value)
+        return totals
+
+
+def _one_each(values: Sequence[Any], n: int, function: Callable[..., Any]) -> Sequence[Any]:
+    if len(values) != n:
+        raise ValueError(f"{getattr(function, '__name__', function)}: expected {n} rewards, got {len(values)}")
+    return values
 
 
 class _Scored:
@@ -78,9 +89,9 @@ class _Scored:
     def draw(self, split: Split, index: int) -> Task:
         return self._rows.task(split, index)
 
-    async def score(self, task: Task, answer: str) -> float:
-        row = self._rows.row_of(task)
-        return await self._rewards.of(row, task.messages, [Message(Role.ASSISTANT, answer)])
+    async def scores(self, task: Task, answers: Sequence[str]) -> list[float]:
+        said = [[Message(Role.ASSISTANT, answer)] for answer in answers]
+        return await self._rewards.of(self._rows.row_of(task), task.messages, said)
 
 
 class _Played:
@@ -109,7 +120,7 @@ class _Played:
         begun = len(messages)
         await converse(model, messages, tools)
         more = {"environments": [environment]} if environment is not None else {}
-        reward = await self._rewards.of(row, messages[:begun], messages[begun:], **more)
+        (reward,) = await self._rewards.of(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
             reward += float(cast(float, await called(cast(Any, environment).get_reward)))
         return Outcome(reward=reward)

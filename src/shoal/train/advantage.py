@@ -4,7 +4,7 @@ The baseline is over rollouts, never over rows: one rollout may give several row
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -130,15 +130,28 @@ def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
     return -min(1.0, over / soft_tokens) if over > 0 else 0.0
 
 
-def is_informative(group: Group, discount: float = 1.0) -> bool:
-    """Whether the group's finished rollouts differ in what their turns led to; if not, its gradient is zero.
+def returns_of(config: TrainConfig, max_tokens: int) -> Callable[[Rollout], list[float]]:
+    """What the config makes of a rollout's rewards, before any comparison; `max_tokens` is of one answer."""
+
+    def returns(rollout: Rollout) -> list[float]:
+        longest = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
+        penalty = overlong_penalty(longest, max_tokens, config.overlong_tokens) if config.overlong_tokens else 0.0
+        return turn_returns(rollout, config.turn_discount, penalty)
+
+    return returns
+
+
+def is_informative(group: Group, returns: Callable[[Rollout], list[float]] = turn_returns) -> bool:
+    """Whether the group's finished rollouts differ in what their turns led to.
+
+    If not, its gradient is zero, unless rewards are compared with those of other groups or judged by a critic.
 
     >>> from shoal.types import Group, Reward, Rollout, Task
     >>> rollouts = tuple(Rollout(id=str(r), messages=(), turns=(), reward=Reward(r)) for r in (0.0, 1.0))
     >>> is_informative(Group(id="g", task=Task("t", "s", ()), rollouts=rollouts, admitted_version=0))
     True
     """
-    (values,) = turn_advantages([[turn_returns(rollout, discount) for rollout in group.finished]], "grpo_no_std")
+    (values,) = turn_advantages([[returns(rollout) for rollout in group.finished]], "grpo_no_std")
     return any(value for turns in values for value in turns)
 
 
@@ -160,12 +173,7 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
     began with, so that every group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline is over the finished
     rollouts, each once. Groups of which no more than half finished are padded by nobody: the buffer drops them.
     """
-
-    def returns(rollout: Rollout) -> list[float]:
-        longest = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
-        penalty = overlong_penalty(longest, max_tokens, config.overlong_tokens) if config.overlong_tokens else 0.0
-        return turn_returns(rollout, config.turn_discount, penalty)
-
+    returns = returns_of(config, max_tokens)
     values = turn_advantages([[returns(rollout) for rollout in group.finished] for group in groups], config.advantage)
     result = []
     for group, group_values in zip(groups, values, strict=True):

@@ -1,24 +1,29 @@
 """The trainer process as the main process sees it; imports no torch."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
-from shoal.errors import TrainerError
+from shoal.errors import ChildDied, TrainerError
 from shoal.process import Child, torch_environment
 from shoal.train import messages as m
 from shoal.types import Sample
 
 A = TypeVar("A", bound=m.Answer)
+ANSWER_TIMEOUT_S = 6 * 3600.0
+"""Longer than any step: a trainer that hangs must not hold up a run for ever."""
 
 
 class TrainerProcess:
     """Asks the trainer for one thing at a time. Every method raises `TrainerError`, or `ChildDied` when it is gone."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """`timeout_s` is of each answer; then the trainer counts as gone."""
         self._child = child
+        self._timeout_s = timeout_s
 
     @staticmethod
     def child(log: Path, threads: int) -> Child:
@@ -64,7 +69,15 @@ class TrainerProcess:
         return (await self._ask(m.Load(str(directory)), m.Done)).seconds
 
     async def _ask(self, request: m.Request, expected: type[A]) -> A:
-        answer = m.answer_from(await self._child.ask(wire.encode(request)))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                frame = await self._child.ask(wire.encode(request))
+        except TimeoutError:
+            raise ChildDied(
+                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; "
+                f"go on with --resume"
+            ) from None
+        answer = m.answer_from(frame)
         if isinstance(answer, m.Failed):
             raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
         if not isinstance(answer, expected):
