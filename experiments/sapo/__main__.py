@@ -30,33 +30,44 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     plan = tomllib.loads((HERE / "experiment.toml").read_text())
     scale = QUICK if options.quick else Scale()
-    training, held_out = split(drawn(200 if options.quick else 3000))
-    held_out = fewer(held_out, plan["held_out_per_task"])
+
+    @cache
+    def questions() -> tuple[list[Question], list[Question]]:
+        training, held_out = split(drawn(200 if options.quick else 3000))
+        return training, fewer(held_out, plan["held_out_per_task"])
 
     @cache
     def warm(regime: str) -> dict[str, torch.Tensor]:
-        return warm_weights(scale, training, plan["regimes"][regime])
+        return warm_weights(scale, questions()[0], plan["regimes"][regime])
 
     def measure(key: str) -> Record:
         regime, cell, seed = key.rsplit(":", 2)
-        return run_cell(Cell.of(cell), int(seed), scale, warm(regime), training, held_out)
+        return run_cell(Cell.of(cell), int(seed), scale, warm(regime), *questions())
 
-    complete(options.results, [options.only] if options.only else keys_of(plan, quick=options.quick), measure)
-    cells = summary(finished(options.results))
+    planned = keys_of(plan, quick=options.quick)
+    complete(options.results, [options.only] if options.only else planned, measure)
+    found = finished(options.results)
+    runs = {
+        key: found[key]
+        for regime in plan["regimes"]
+        for key in planned
+        if key in found and key.startswith(f"{regime}:")
+    }
+    cells = summary(runs)
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(finished(options.results)))
-    draw(options.results, finished(options.results))
+    (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
+    draw(options.results, runs)
 
 
 def keys_of(plan: Record, *, quick: bool) -> list[str]:
     """Regime, cell and seed; the paper's cells of all regimes before the controls."""
     if quick:
-        return [f"{next(iter(plan['regimes']))}:{cell}:0" for cell in ("8/0", "4/4", "adaptive")]
+        return [f"{next(iter(plan['regimes']))}:{cell}:0" for cell in ("8/0", "4/4", "adaptive", "8/0-dynamic")]
     return [
         f"{regime}:{cell}:{seed}"
-        for cells in (plan["cells"], plan["controls"])
+        for cells, regimes in ((plan["cells"], plan["regimes"]), (plan["controls"], plan["controls_in"]))
         for seed in plan["seeds"]
-        for regime in plan["regimes"]
+        for regime in regimes
         for cell in cells
     ]
 

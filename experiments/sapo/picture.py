@@ -43,7 +43,7 @@ def draw_agents(path: Path, runs: Mapping[str, Record], regimes: list[str], cell
             totals = [sum(sum(curve) for curve in same) for same in agents]
             axes.set_title(f"{regime} {cell}: {' '.join(f'{total:.0f}' for total in totals)}", loc="left", fontsize=9)
         panels[0].set_ylabel("own reward of each agent, 5 rounds", fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=70)
 
 
 def draw_band(axes: Axes, cell: str, seeds: list[list[list[float]]]) -> None:

@@ -193,10 +193,10 @@ def learn(nodes: Nodes, trained: list[list[tuple[Group, bool]]], lr: float) -> N
     most = max(len(groups) for groups in useful)
     if not most:
         return
+    each = next(len(one.rewards) for groups in useful for one, _ in groups)
     asked, answers, advantage = [], [], []
     for groups in useful:
         blank = most - len(groups)
-        each = len(trained[0][0][0].rewards)
         asked.append(questions_tensor([group.question.text for group, _ in groups] + [""] * blank))
         answers.append(torch.cat([*(one.answers for one, _ in groups), torch.full((blank * each, MOST_ANSWER), PAD)]))
         scores = [a if a > 0 or not drop else 0.0 for one, drop in groups for a in advantages(one.rewards, "grpo")]

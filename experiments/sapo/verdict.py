@@ -10,6 +10,13 @@ from experiments.grid import Record, markdown
 PAPER = {"8/0": 561.79, "6/2": 854.43, "4/4": 1093.31, "2/6": 945.87}
 PAPER_OSCILLATION = {"8/0": 0.074, "6/2": 0.096, "4/4": 0.089, "2/6": 0.156}
 WINDOW = 20
+BEGUN = 0.1
+"""Own reward, moving average of 5 rounds, from which a node counts as having begun to learn."""
+HEAD = (
+    *("regime, own/external", "seeds", "cumulative own reward", "over 8/0, by seed", "paper's"),
+    *("first to last node begins in round", "held out at first", "held out at the end", "own groups a round", "taken"),
+    *("oscillation", "8/0's, by fewer own groups", "paper's"),
+)
 
 
 def summary(runs: Mapping[str, Record]) -> list[Record]:
@@ -27,6 +34,7 @@ def summary(runs: Mapping[str, Record]) -> list[Record]:
                 "seeds": len(same),
                 "cumulative": cumulative,
                 "cumulative_mean": fmean(cumulative),
+                "begins": [beginnings(record) for record in same],
                 "held_out_first": fmean(record["evaluations"][0][1] for record in same),
                 "held_out_last": [record["evaluations"][-1][1] for record in same],
                 "taken": fmean(fmean(record["taken"]) for record in same),
@@ -62,8 +70,9 @@ def comparisons(runs: Mapping[str, Record]) -> str:
             for key, record in runs.items()
             if key.split(":")[1] == cell and key.replace(cell, "8/0", 1) in runs
         ]
-        for regime in [*dict.fromkeys(regime for regime, _, _ in pairs), "both"]:
-            same = [(one, alone) for where, one, alone in pairs if regime in (where, "both")]
+        regimes = list(dict.fromkeys(regime for regime, _, _ in pairs))
+        for regime in [*regimes, *(["all"] if len(regimes) > 1 else [])]:
+            same = [(one, alone) for where, one, alone in pairs if regime in (where, "all")]
             reward = [mean_reward(one) - mean_reward(alone) for one, alone in same]
             held = [one["evaluations"][-1][1] - alone["evaluations"][-1][1] for one, alone in same]
             rows.append([f"{regime} {cell}", str(len(same)), *difference_columns(reward), *difference_columns(held)])
@@ -80,6 +89,12 @@ def difference_columns(differences: Sequence[float]) -> list[str]:
 def mean_reward(record: Record) -> float:
     """Of own groups, over nodes and rounds."""
     return fmean(fmean(row) for row in record["rewards"])
+
+
+def beginnings(record: Record) -> list[int]:
+    """The round in which each node has begun to learn, in order; the number of rounds for one that has not."""
+    curves = [moving(list(curve), 5) for curve in zip(*record["rewards"], strict=True)]
+    return sorted(next((i for i, value in enumerate(curve) if value >= BEGUN), len(curve)) for curve in curves)
 
 
 def oscillation(curve: list[float]) -> float:
@@ -117,25 +132,14 @@ def table(cells: list[Record]) -> str:
                 " ".join(f"{value:.0f}" for value in cell["cumulative"]),
                 " ".join(f"{value:.2f}" for value in ratios),
                 f"{paper / PAPER['8/0']:.2f}" if paper else "",
+                " ".join(f"{rounds[0]}-{rounds[-1]}" for rounds in cell["begins"]),
                 f"{cell['held_out_first']:.3f}",
                 " ".join(f"{value:.3f}" for value in cell["held_out_last"]),
                 f"{cell['own']:.2f}",
                 f"{cell['taken']:.2f}",
                 f"{cell['oscillation']:.3f}",
+                f"{base['oscillation'] * math.sqrt(base['own'] / cell['own']):.3f}" if base else "",
                 f"{PAPER_OSCILLATION[cell['cell']]:.3f}" if paper else "",
             ]
         )
-    head = [
-        "regime, own/external",
-        "seeds",
-        "cumulative own reward",
-        "over 8/0, by seed",
-        "paper's",
-        "held out at first",
-        "held out at the end",
-        "own groups a round",
-        "taken",
-        "oscillation",
-        "paper's",
-    ]
-    return markdown(head, rows)
+    return markdown(HEAD, rows)
