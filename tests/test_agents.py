@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -16,11 +17,15 @@ from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.agents import AgentRunner, Host
 from shoal.agents.clients import agent_of, command_play, function_play
-from shoal.agents.runner import Play
+from shoal.agents.host import Seat
+from shoal.agents.runner import AgentFailed, Play
 from shoal.config import RewardConfig
-from shoal.errors import TaskError
+from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Scorer
 from shoal.rewards.service import RewardService
+from shoal.tasks.member import HttpModel
+from shoal.tasks.sdk import PolicyFailed
+from shoal.tasks.service import SessionAt
 from shoal.train.advantage import rows
 from shoal.types import Message, Outcome, Reward, Role, Rollout, RolloutStatus, Sampling, Task
 
@@ -135,6 +140,47 @@ def test_a_conversation_that_fills_the_context_is_truncated_and_trained_with() -
     assert rollout.reward.value == 0
 
 
+@contextlib.asynccontextmanager
+async def asking_elsewhere(*, too_much: bool) -> AsyncIterator[Play]:
+    """As a service in a process of its own: one good request, then one that cannot be answered."""
+    async with aiohttp.ClientSession() as http:
+
+        async def play(task: Task, seat: Seat) -> Outcome:
+            model = HttpModel(SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key), http)
+            said = await model.answer(task.messages)
+            more = [Message(Role.USER, "go on " * 400)] if too_much else []
+            try:
+                await model.answer([*task.messages, said, *more] if more else [])
+            except PolicyFailed:
+                return Outcome(reward=0.0)
+            return Outcome(reward=1.0)
+
+        yield play
+
+
+def test_of_what_the_gateway_refuses_a_service_only_a_full_context_is_the_policy_s() -> None:
+    (rollout,) = played(asking_elsewhere(too_much=True), max_model_len=400)
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TRUNCATED, 1)
+    (rollout,) = played(asking_elsewhere(too_much=False))
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.reason.startswith("environment: HTTP 400")
+
+
+def test_nobody_but_the_run_opens_sessions_at_its_gateway() -> None:
+    @contextlib.asynccontextmanager
+    async def intruding() -> AsyncIterator[Play]:
+        async def play(task: Task, seat: Seat) -> Outcome:
+            root = seat.base_url.partition("/s/")[0]
+            headers = {"authorization": f"Bearer {seat.api_key}"}
+            async with aiohttp.ClientSession() as http, http.post(f"{root}/v1/sessions", headers=headers) as answer:
+                raise AgentFailed(f"HTTP {answer.status}")
+
+        yield play
+
+    (rollout,) = played(intruding())
+    assert rollout.reason == "HTTP 401"
+
+
 def test_an_engine_that_is_gone_fails_the_rollout_and_an_engine_that_comes_back_does_not() -> None:
     (rollout,) = played(function_play(ask_twice), "it is 5", *[None] * 40, timeout_s=60)
     assert rollout.status is RolloutStatus.FAILED
@@ -217,7 +263,7 @@ def test_a_framework_s_own_tools_are_called_in_the_format_of_the_template(monkey
     "named", ["json", "json:nothing", "json:dumps", "no_such:f", {"run": [], "timeout_s": 1}, {"walk": "a:b"}]
 )
 def test_an_agent_that_cannot_be_found_is_refused_before_the_run(named: Any) -> None:
-    with pytest.raises(TaskError, match="agent: "):
+    with pytest.raises((ConfigError, TaskError), match="agent: "):
         agent_of(named)
 
 

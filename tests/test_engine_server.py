@@ -353,7 +353,7 @@ def alive(pid: int) -> bool:
     [
         (["--model", "/nowhere"], "model '/nowhere' cannot be loaded"),
         (["--max-model-len", "100000"], "max_model_len: expected at most the 256 tokens of the model, got 100000"),
-        (["--host", "203.0.113.1"], "port: expected a free one on 203.0.113.1"),
+        (["--host", "203.0.113.1"], "host: expected an address of this machine, got 203.0.113.1"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(

@@ -233,6 +233,7 @@ def test_an_agent_that_renders_by_itself_trains_on_one_row() -> None:
         ("max_tokens", 0),
         ("chat_template_kwargs", {"chat_template": "{{ 7 * 7 }}"}),
         ("temperature", -1),
+        ("top_p", 0),
         ("tools", [{"type": "function"}]),
         ("messages", []),
         ("messages", [{"role": "wizard", "content": ""}]),

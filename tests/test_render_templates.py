@@ -65,13 +65,21 @@ MALFORMED = {
     "mistral": '[TOOL_CALLS][{"name": 3}]',
     "glm": "<tool_call>add<arg_key>x</arg_key></tool_call>",
 }
+HALF_A_PAIR = {
+    "qwen2.5": '<tool_call>{"name": "add", "arguments": {"x": "\\ud83d"}}</tool_call>',
+    "qwen3": '<tool_call>{"name": "\\ud83d"}</tool_call>',
+    "llama3": '{"name": "add", "parameters": {"\\ud83d": 3}}',
+    "mistral": '[TOOL_CALLS]add[ARGS]{"x": "\\ud83d"}',
+    "glm": '<tool_call>add<arg_key>x</arg_key><arg_value>"\\ud83d"</arg_value></tool_call>',
+}
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_malformed_call_stays_text_and_is_flagged(name: str) -> None:
     made = renderer(name)
-    answer = made.answer(made.token_ids(MALFORMED[name]), tools=True)
-    assert (answer.content, answer.calls, answer.ill_formed) == (MALFORMED[name], (), True)
+    for drawn in (MALFORMED[name], HALF_A_PAIR[name]):
+        answer = made.answer(made.token_ids(drawn), tools=True)
+        assert (answer.content, answer.calls, answer.ill_formed) == (drawn, (), True)
 
 
 def test_parallel_calls_are_all_kept_and_text_without_tools_is_left_alone() -> None:
@@ -100,6 +108,15 @@ def test_thoughts_are_set_apart(drawn: str, reasoning: str, content: str) -> Non
     made = renderer("qwen3")
     answer = made.answer(made.token_ids(drawn), tools=False)
     assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+def test_whether_a_thought_is_open_depends_on_the_template_s_arguments() -> None:
+    opens = "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+    template = STYLES["qwen3"].template.replace("assistant\n{% endif %}", opens + "{% endif %}")
+    made = renderer_of(replace(STYLES["qwen3"], template=template))
+    drawn = made.token_ids("it is 7")
+    assert made.answer(drawn, tools=False).reasoning == "it is 7"
+    assert made.answer(drawn, tools=False, template='{"enable_thinking": false}').content == "it is 7"
 
 
 def test_where_the_new_message_changes_what_came_before_there_is_no_bridge() -> None:

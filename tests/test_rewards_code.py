@@ -9,8 +9,10 @@ from typing import TypeVar
 import pytest
 
 from shoal.checker import Code
+from shoal.rewards import code
 from shoal.rewards.boxes import Boxes
-from shoal.rewards.code import code_of, equal
+from shoal.rewards.code import Job, Run, code_of, equal, reward, verdicts
+from shoal.rewards.inside.driver import EXITED
 from shoal.rewards.service import CodeScorer
 from shoal.sandbox.program import Rung
 from shoal.sandbox.rungs import why_not
@@ -286,6 +288,27 @@ def test_methods_of_a_class_are_called_on_a_fresh_object() -> None:
 )
 def test_a_value_equals_what_the_test_expects(value: object, expected: object, is_equal: bool) -> None:
     assert equal(value, expected, 1e-9) is is_equal
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"v": {}}',
+        b'{"v": {"i": "no number"}}',
+        b'{"v": {"t": 1, "d": 2}}',
+        b'{"v": {"d": [[1, 2, 3]]}}',
+        b'{"v": {"d": [4]}}',
+        b'{"v": "\xff"}',
+        b'{"v": 1' + 400 * b"0" + b"}",
+        b'{"v": ' + 900 * b'{"t":' + b"1" + 900 * b"}" + b"}",
+    ],
+    ids=lambda line: line[:24].decode(errors="replace"),
+)
+def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_else(line: bytes) -> None:
+    tests = code.tests_in('{"tests": [{"call": "f", "returns": {"a": 1}}, {"call": "f", "returns": 0.5}]}')
+    found = verdicts(Job("call", b"", (b"",), 1.0, 1, parts=2), tests, [Run(EXITED, 0, (line + b"\n") * 2, b"")], 1e-9)
+    assert len(found) == 2
+    assert reward(found, partial=True).value == 0.0
 
 
 def test_the_last_fenced_block_is_the_program() -> None:

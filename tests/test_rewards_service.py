@@ -171,7 +171,7 @@ def test_a_users_function_is_called_as_trl_calls_it_and_its_faults_are_failures(
             "not_finite": "expected finite numbers or None, got nan",
             "raises": "KeyError: 'level'",
             "dies": "ended with code 3",
-            "absent": "AttributeError",
+            "absent": "cannot be imported",
         }
         for name, why in failures.items():
             rewards = await by(name)
@@ -306,13 +306,25 @@ def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pyte
         run(work, urls=[one, other])
 
 
-def test_servers_that_nobody_answers_at_are_a_failure_and_not_a_score() -> None:
+def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_score() -> None:
+    bodies = [b"<html>", b'{"rewards": []}', b'{"rewards": "\xff"}']
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = bodies.pop() if bodies else b""
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
     async def main() -> None:
-        scorer = RemoteScorer(["http://127.0.0.1:9"])
-        rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
-        await scorer.aclose()
+        async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            scorer = RemoteScorer([url, url, url, "http://127.0.0.1:9"])
+            rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
+            await scorer.aclose()
         assert values(rewards) == ["failed"]
-        assert "http://127.0.0.1:9" in rewards[0].evidence
+        assert "http://127.0.0.1:" in rewards[0].evidence
+        assert not bodies
 
     asyncio.run(main())
 

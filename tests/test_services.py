@@ -5,6 +5,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from services_kill import NAMES, run
 from shoal.agents.host import Host
 from shoal.agents.runner import AgentRunner
@@ -14,9 +16,12 @@ from shoal.bench.crew import Process
 from shoal.bench.echo import CONTEXT, EchoEngine, tokenizer
 from shoal.bench.work import CoinScorer
 from shoal.clock import run_virtual
+from shoal.errors import TaskError
 from shoal.render import ChatRenderer
 from shoal.tasks.hub import ServingHub
+from shoal.tasks.orchestrator import LocalSource
 from shoal.tasks.remote import RemoteService, ServiceScorer
+from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
 
 HERE = Path(__file__).parent
@@ -113,6 +118,51 @@ def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives
     gone_s = 10 + 2 * AWAY_S - 1
     assert told == [(gone_s, False), (gone_s, True)]
     assert {(one.status, one.reason) for one in rollouts} == {(RolloutStatus.FAILED, f"service: {NO_PROCESS}")}
+
+
+class Broken:
+    """A service whose first questions cannot be drawn."""
+
+    name = "broken"
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures = failures
+
+    def draw(self, split: Split, index: int) -> Task:
+        if self.failures:
+            raise self.failures.pop()
+        return Task(f"broken/{split}/{index}", self.name, ())
+
+    async def drawn(self, split: Split, index: int) -> Task:
+        return self.draw(split, index)
+
+
+async def nothing(task: Task) -> tuple[Rollout, ...]:
+    return ()
+
+
+def test_a_service_of_the_run_s_own_process_that_asks_for_another_attempt_gets_it_and_lends_its_share() -> None:
+    told: list[tuple[str, bool]] = []
+    failing = Broken([EnvironmentFailed("the server left", retry=True)])
+    source = LocalSource(failing, nothing, lambda name, present: told.append((name, present)))
+    assert asyncio.run(source.draw(3)).id == "broken/train/3"
+    assert told == [("broken", False), ("broken", True)]
+    failing.failures.append(EnvironmentFailed("no such game"))
+    with pytest.raises(TaskError, match="broken: no question at 4: no such game"):
+        asyncio.run(source.draw(4))
+
+
+def test_a_service_that_can_draw_no_question_lends_its_share_and_is_asked_ever_less_often() -> None:
+    told: list[tuple[str, bool]] = []
+
+    async def main() -> float:
+        failing = Broken([TaskError("no question")] * 8)
+        source = RemoteSource(failing, nothing, 1, lambda name, present: told.append((name, present)))
+        await source.draw(0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == sum((1, 2, 4, 8, 16, 32, 60, 60))
+    assert told == [("broken", False), ("broken", True)]
 
 
 def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_before_is_given_up(

@@ -126,7 +126,8 @@ def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkey
     (tmp_path / "my_strategy.py").write_text(
         "def greedy(candidates, n, rng):\n    return [0, 0, 99, -1, *range(len(candidates))]\nnothing = 3\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
     taker = taker_of("my_strategy:greedy")
     assert taken(taker, [candidate()] * 5, 3, random.Random(0), NewcomerShare()) == [0, 1, 2]
     with pytest.raises(ConfigError, match="expected a function"):

@@ -1,5 +1,6 @@
 """Who works on what: the registry on any clock, and a process of a real service at a real hub."""
 
+import asyncio
 import json
 import os
 import random
@@ -15,14 +16,17 @@ from hypothesis import strategies as st
 
 import service_tasks
 from shoal.errors import ConfigError, TaskError
-from shoal.tasks.hub import ServiceLate, ServingHub
+from shoal.tasks.hub import MOST_BODY_BYTES, ServiceLate, ServingHub
+from shoal.tasks.member import Member
 from shoal.tasks.openapi import document
 from shoal.tasks.remote import RemoteService
-from shoal.tasks.sdk import definition_at
+from shoal.tasks.sdk import Definition, definition_at
 from shoal.tasks.service import (
     Ask,
     Capability,
     DrawJob,
+    Drawn,
+    Failed,
     Hello,
     Lost,
     Registry,
@@ -208,7 +212,7 @@ def test_a_task_of_a_few_lines_draws_the_same_again_and_keeps_questions_held_out
     assert not held_out & {task.messages for task in train}
     assert service_tasks.words.draw(Split.TRAIN, 0).info == '{"scorer": "contains"}'
     for wrong in ("nothing", "nowhere:x", "json:dumps", "service_tasks:nothing"):
-        with pytest.raises(TaskError, match="task: "):
+        with pytest.raises((ConfigError, TaskError), match="task: "):
             definition_at(wrong)
 
 
@@ -237,6 +241,30 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         assert other.wait(10) == 0
         with pytest.raises(ServiceLate, match="nothing came of a draw"):
             hub.call("fast", DrawJob(Split.TRAIN, 0), 0.3)
+
+
+class Wordy:
+    """Its first question is larger than a result may be."""
+
+    def draw(self, split: Split, index: int) -> Task:
+        return Task("", "", (Message(Role.USER, "x" * (5_000_000 if index == 0 else 5)),))
+
+
+def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> None:
+    async def main(hub: ServingHub) -> None:
+        serving = asyncio.create_task(Member(Definition("wordy", Wordy()), hub.url).run())
+        jobs = [hub.called("wordy", DrawJob(Split.TRAIN, index), 10.0) for index in range(2)]
+        large, small = await asyncio.gather(*jobs)
+        assert isinstance(large, Failed)
+        assert "expected a result of at most 4000000 bytes" in large.reason
+        assert isinstance(small, Drawn)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    with ServingHub(["wordy"]) as hub:
+        asyncio.run(main(hub))
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            urllib.request.urlopen(f"{hub.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
 
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:

@@ -16,7 +16,13 @@ from shoal.sandbox.rungs import rung
 from shoal.warm_start import cache_directory
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
-OPTIONAL = {"tensorboard": "metrics.tensorboard", "wandb": "metrics.wandb_project", "trl": "shoal bench trl"}
+OPTIONAL = {
+    "openai": "tasks.agent = module:function",
+    "peft": "train.lora",
+    "tensorboard": "metrics.tensorboard",
+    "wandb": "metrics.wandb_project",
+    "trl": "shoal bench trl",
+}
 
 
 def diagnosis() -> dict[str, object]:

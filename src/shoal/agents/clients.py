@@ -12,11 +12,10 @@ import contextlib
 import inspect
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
@@ -24,6 +23,7 @@ import msgspec
 from shoal.agents.host import Seat
 from shoal.agents.runner import AgentFailed, Play
 from shoal.errors import TaskError
+from shoal.own_code import own_code
 from shoal.process import PARENT, cores
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
@@ -61,7 +61,7 @@ class Agent:
 
 
 def agent_of(named: object) -> Agent:
-    """The agent that a configuration names. Raises `TaskError`."""
+    """The agent that a configuration names. Raises `ConfigError` and `TaskError`."""
     try:
         spec = msgspec.convert(named if isinstance(named, dict) else {"run": named}, Named)
     except msgspec.ValidationError as error:
@@ -69,21 +69,15 @@ def agent_of(named: object) -> Agent:
     if not spec.run or spec.timeout_s <= 0 or (spec.max_at_once is not None and spec.max_at_once < 1):
         raise TaskError(f"agent: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
     if isinstance(spec.run, str):
+        if find_spec("openai") is None:
+            raise TaskError("agent: expected the package openai; pip install 'shoal[agents]' brings it")
         return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run)))
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
     return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run)))
 
 
 def _function_at(path: str) -> AgentFunction:
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        raise TaskError(f"agent: expected module:function, or a list with a command, got {path!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: the agent is the user's own
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise TaskError(f"agent: {path!r} cannot be imported: {error}") from error
+    found = own_code("agent", path)
     if not inspect.iscoroutinefunction(found):
         raise TaskError(f"agent: expected {path!r} to be an async function of a task and a client")
     return cast("AgentFunction", found)

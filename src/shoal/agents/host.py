@@ -1,8 +1,8 @@
-"""The gateway inside a run: sessions for agents, over HTTP on loopback where they need that."""
+"""The gateway inside a run: sessions for agents, over HTTP."""
 
 import asyncio
 import contextlib
-import socket
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ import uvicorn
 from shoal.gateway import Bounds, Gateway, Limits, Session
 from shoal.gateway.sessions import Renderer
 from shoal.interfaces import Engine, Purpose
+from shoal.listening import listening_socket, url_of
 from shoal.tasks.rollout import priority_of, sampled_for
 from shoal.types import Sampling, Task, seed_for
 
@@ -28,7 +29,7 @@ class Seat:
     purpose: Purpose
     timeout_s: float
     base_url: str
-    """For OpenAI's clients; empty when the host serves no HTTP."""
+    """For OpenAI's clients."""
     anthropic_base_url: str
 
     @property
@@ -41,7 +42,7 @@ class Host:
     """A gateway and how sessions at it are drawn."""
 
     def __init__(self, gateway: Gateway, sampling: Sampling, url: str) -> None:
-        """`sampling` is training's. Without a `url` only this process can speak with the model."""
+        """`sampling` is training's, `url` where the gateway is served."""
         self.gateway = gateway
         self._sampling = sampling
         self._url = url
@@ -49,26 +50,27 @@ class Host:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, engine: Engine, renderer: Renderer, *, max_model_len: int, sampling: Sampling, at: str | None = "127.0.0.1"
+        cls, engine: Engine, renderer: Renderer, *, max_model_len: int, sampling: Sampling, at: str = "127.0.0.1"
     ) -> "AsyncIterator[Host]":
-        """A host on `engine` until the context is left, at a free port of an address; None serves no HTTP.
+        """A host on `engine` until the context is left, at a free port of an address. Raises `ConfigError`.
 
-        Beyond loopback, too, nobody gets in without the URL or key of a session.
+        Nobody gets in without the URL or key of a session, and only the host opens sessions.
         """
-        gateway = Gateway(engine, renderer, max_model_len=max_model_len, bounds=Bounds(idle_s=24 * 3600.0))
-        if at is None:
-            async with gateway.lifetime():
-                yield cls(gateway, sampling, "")
-            return
-        with socket.create_server((at, 0), backlog=2048) as listening:
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        gateway = Gateway(
+            engine,
+            renderer,
+            max_model_len=max_model_len,
+            admin_key=secrets.token_urlsafe(24),
+            bounds=Bounds(idle_s=24 * 3600.0),
+        )
+        with listening_socket(at, 0) as listening:
             settings = uvicorn.Config(
                 gateway.app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_GRACE_S
             )
             server = _Server(settings)
             serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
             try:
-                yield cls(gateway, sampling, f"http://{at}:{listening.getsockname()[1]}")
+                yield cls(gateway, sampling, url_of(listening))
             finally:
                 server.should_exit = True
                 await serving
@@ -81,8 +83,8 @@ class Host:
             limits=Limits(age_s=IDLE_FACTOR * timeout_s),
             priority=priority_of(purpose),
         )
-        root = f"{self._url}/s/{session.token}" if self._url else ""
-        return Seat(session, task, purpose, timeout_s, root and f"{root}/v1", root)
+        root = f"{self._url}/s/{session.token}"
+        return Seat(session, task, purpose, timeout_s, f"{root}/v1", root)
 
 
 class _Server(uvicorn.Server):

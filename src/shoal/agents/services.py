@@ -20,7 +20,9 @@ MARGIN_S = 0.5
 BAD_IN_A_ROW = 8
 """Failed groups after which a service rests."""
 REST_S, LONGEST_REST_S = 5.0, 300.0
-REDRAW_S = 1.0
+REDRAW_S, LONGEST_REDRAW_S = 1.0, 60.0
+"""Before another question is asked for in place of one that cannot be drawn; twice as long each time."""
+NO_QUESTION = "no question can be drawn"
 NO_PROCESS = "no process serves the task"
 AWAY_S = 30.0
 """Without a process, after which a service's share goes to the others: it may be starting again."""
@@ -92,6 +94,7 @@ class RemoteSource:
 
     async def draw(self, index: int) -> Task:
         """The training task at `index`, or another one where there is none. Waits while the service is away."""
+        wait_s = REDRAW_S
         while True:
             try:
                 task = await self.service.drawn(Split.TRAIN, index)
@@ -100,9 +103,12 @@ class RemoteSource:
             except ServiceLate:
                 self._is_away("no question came", True)
             except TaskError:
+                self._is_away(NO_QUESTION, wait_s > REDRAW_S)
                 index += ANOTHER
-                await asyncio.sleep(REDRAW_S)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
             else:
+                self._is_away(NO_QUESTION, False)
                 self._is_away("no question came", False)
                 return task
 

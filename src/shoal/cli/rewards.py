@@ -28,12 +28,13 @@ def serve(
 
     from shoal.config import RewardConfig
     from shoal.errors import ConfigError
+    from shoal.listening import is_loopback
     from shoal.process import cores
     from shoal.rewards.service import TOKEN_VARIABLE
     from shoal.run.scoring import serve_rewards
 
     token = os.environ.get(TOKEN_VARIABLE, "")
-    if host not in ("127.0.0.1", "::1", "localhost") and not token:
+    if not is_loopback(host) and not token:
         raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token that they must have")
 
     def announce(url: str) -> None:

@@ -30,7 +30,6 @@ def serve(
     from shoal.tasks.sdk import definition_at
     from shoal.tasks.service import TOKEN_VARIABLE
 
-    sys.path.insert(0, os.getcwd())
     served = definition_at(task)
     if name is not None or max_running is not None:
         served = served.renamed(name or served.name, max_running or served.max_running)

@@ -23,6 +23,7 @@ from shoal.engine.load import checksum_of, weight_file
 from shoal.engine.local import LocalEngine
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
 from shoal.errors import ConfigError, ShoalError
+from shoal.listening import listening_socket, url_of
 from shoal.model import DTYPES, load_model, resolve_device
 from shoal.process import die_with_parent
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         die_with_parent()
     try:
         engine = _engine(options)
-        listening = _listening(options.host, options.port)
+        listening = listening_socket(options.host, options.port)
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -49,9 +50,8 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
         uvicorn_server.should_exit = True
 
     def ready() -> None:
-        host, port = listening.getsockname()[:2]
         if options.fd is not None:  # the socket listens already, so that early connections only wait
-            os.write(options.fd, f"http://{host}:{port}\n".encode())
+            os.write(options.fd, f"{url_of(listening)}\n".encode())
 
     server = EngineServer(
         engine,
@@ -105,18 +105,6 @@ def _tokenizer(model: str) -> Tokenizer | None:
     except (OSError, ValueError):
         return None
     return tokenizer
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        listening = socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"port: expected a free one on {host}, got {port} ({error.strerror}); 0 picks one") from error
-
-    # asyncio turns Nagle's algorithm off only for sockets made with an explicit protocol number, which these are not:
-    # without this each answer waits 40 ms for an acknowledgement.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
 
 
 def _parser() -> argparse.ArgumentParser:

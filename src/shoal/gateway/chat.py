@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
@@ -151,22 +152,29 @@ def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: boo
     )
 
 
+def prompt_ask(prompt_ids: tuple[int, ...], ask: Ask) -> Ask:
+    """The same request for a prompt in tokens. Raises `Refusal`."""
+    if any(token < 0 for token in prompt_ids):
+        raise Refusal("token_ids", "numbers of 0 and more", min(prompt_ids))
+    named = Conversation((Message(Role.USER, repr(prompt_ids)),), template="tokens")
+    return replace(ask, conversation=named, prompt_ids=prompt_ids)
+
+
 def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_retry: bool) -> Ask:
     """What a text completion asks for, its prompt being tokens. Raises `Refusal`."""
     body.refuse_unserved()
     if body.echo:
         raise Refusal("echo", "false", True)
-    named = Conversation((Message(Role.USER, repr(prompt_ids)),), template="tokens")
-    return Ask(
-        named,
+    ask = Ask(
+        Conversation(()),
         digest,
         max_tokens=16 if body.max_tokens is None else body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
         is_retry=is_retry,
-        prompt_ids=prompt_ids,
     )
+    return prompt_ask(prompt_ids, ask)
 
 
 def tools_text(tools: list[object] | None, *, takes_tools: bool) -> str:

@@ -9,11 +9,8 @@ from shoal.types import Message, Sampling
 
 
 class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/sessions`. `task`, `rollout_id` and `group_id` are names for the opener's own use."""
+    """`POST /v1/sessions`."""
 
-    task: str = ""
-    rollout_id: str = ""
-    group_id: str = ""
     sampling: Sampling | None = None
     limits: Limits | None = None
     history_policy: HistoryPolicy = HistoryPolicy.PRESERVE

@@ -67,8 +67,8 @@ class Renderer(Protocol):
         """The tokens of a text by itself."""
         ...
 
-    def answer(self, token_ids: tuple[int, ...], *, tools: bool) -> Answer:
-        """What a drawn answer says."""
+    def answer(self, token_ids: tuple[int, ...], *, tools: bool, template: str = "") -> Answer:
+        """What a drawn answer says, of a conversation with tools or template arguments."""
         ...
 
 
@@ -296,8 +296,9 @@ class Session:
             sampling = self._sampled(call, ask)
             completion = await self._desk.completion(call.prompt_ids, sampling, self._priority, self.token)
             tools = bool(ask.conversation.tools)
-            ids = completion.token_ids
-            answer = await self._desk.computed(4 * len(ids), self._desk.renderer.answer, ids, tools=tools)
+            template = ask.conversation.template if ask.prompt_ids is None else ""
+            ids, read = completion.token_ids, self._desk.renderer.answer
+            answer = await self._desk.computed(4 * len(ids), read, ids, tools=tools, template=template)
         except BaseException:
             self.ledger.cancel(call)
             raise
@@ -318,9 +319,8 @@ class Session:
         wanted = ask.max_tokens if ask.max_tokens is not None else room
         try:
             if own is None:
-                temperature = 1.0 if ask.temperature is None else ask.temperature
-                least = min(wanted, room)
-                return Sampling(least, temperature, ask.top_p or 1.0, stop_token_ids=stops, seed=ask.seed)
+                least, temperature, top_p = min(wanted, room), _or_one(ask.temperature), _or_one(ask.top_p)
+                return Sampling(least, temperature, top_p, stop_token_ids=stops, seed=ask.seed)
             asked = replace(own, max_tokens=wanted)
         except ValueError as error:
             raise SessionError(str(error)) from error
@@ -330,6 +330,10 @@ class Session:
             stop_token_ids=own.stop_token_ids or stops,
             seed=None if own.seed is None else seed_for("session", own.seed, call.id),
         )
+
+
+def _or_one(asked: float | None) -> float:
+    return 1.0 if asked is None else asked
 
 
 def _size(messages: tuple[Message, ...], tools: str) -> int:

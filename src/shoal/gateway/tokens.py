@@ -1,14 +1,12 @@
 """vLLM's `/inference/v1/generate`: tokens in, tokens out, for agents that render by themselves."""
 
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
-from shoal.gateway.chat import FINISH, Body, Refusal, logprobs_body, spans, usage
+from shoal.gateway.chat import FINISH, Body, Refusal, logprobs_body, prompt_ask, spans, usage
 from shoal.gateway.sessions import Ask
 from shoal.session import Conversation, Generation
-from shoal.types import Message, Role
 
 
 class TokenSampling(msgspec.Struct):
@@ -53,14 +51,6 @@ def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> Ask:
             is_retry=is_retry,
         ),
     )
-
-
-def prompt_ask(prompt_ids: tuple[int, ...], ask: Ask) -> Ask:
-    """The same request for a prompt in tokens."""
-    if any(token < 0 for token in prompt_ids):
-        raise Refusal("token_ids", "numbers of 0 and more", min(prompt_ids))
-    named = Conversation((Message(Role.USER, repr(prompt_ids)),), template="tokens")
-    return replace(ask, conversation=named, prompt_ids=prompt_ids)
 
 
 def tokens_body(generation: Generation, prompt_ids: tuple[int, ...], request: TokensRequest) -> Body:

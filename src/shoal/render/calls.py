@@ -109,7 +109,7 @@ def _from_pairs(text: str) -> DrawnCall | None:
         at = match.end()
     if not name or any(c.isspace() for c in name) or at != len(body):
         return None
-    return DrawnCall(name, json.dumps(arguments, ensure_ascii=False))
+    return _drawn(name, arguments)
 
 
 def _value(text: str) -> Json:
@@ -176,4 +176,14 @@ def _call(value: Json) -> DrawnCall | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return DrawnCall(name, json.dumps(arguments, ensure_ascii=False))
+    return _drawn(name, arguments)
+
+
+def _drawn(name: str, arguments: dict[str, Json]) -> DrawnCall | None:
+    """None for what is no Unicode: JSON can spell half a surrogate pair, which nothing further on can write down."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        (name + text).encode()
+    except UnicodeEncodeError:
+        return None
+    return DrawnCall(name, text)

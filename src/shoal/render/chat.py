@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import jinja2
@@ -64,6 +64,7 @@ class ChatRenderer:
         self._backend.no_padding()
         self._stop_token_ids = stop_token_ids
         self._bases: dict[tuple[tuple[Message, ...], str, str], str] = {}
+        self._opens_thought = lru_cache(BASES_KEPT)(self._opening)
         self.call_format = call_format(tokenizer.chat_template)
 
     @property
@@ -108,18 +109,21 @@ class ChatRenderer:
         """What was said, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def answer(self, token_ids: Sequence[int], *, tools: bool) -> Answer:
-        """What a drawn answer says; calls are looked for when the conversation has `tools`."""
+    def answer(self, token_ids: Sequence[int], *, tools: bool, template: str = "") -> Answer:
+        """What a drawn answer says; calls are looked for when the conversation has `tools`.
+
+        `template` are the template arguments that the conversation was rendered with, as for `prompt_ids`.
+        """
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
         if not (tools and self.takes_tools):
-            reasoning, content = self._thought(self.text(ids))
+            reasoning, content = self._thought(self.text(ids), template)
             return Answer(content, reasoning)
         # Marks of calls may be special tokens, which are left out of plain text.
-        reasoning, rest = self._thought(self._tokenizer.decode(ids, skip_special_tokens=False))
+        reasoning, rest = self._thought(self._tokenizer.decode(ids, skip_special_tokens=False), template)
         split = split_calls(rest, self.call_format)
         if split.calls or split.ill_formed:
             return Answer(split.content, reasoning, split.calls, split.ill_formed)
-        reasoning, content = self._thought(self.text(ids))
+        reasoning, content = self._thought(self.text(ids), template)
         return Answer(content, reasoning)
 
     def self_test(self) -> TemplateReport:
@@ -194,16 +198,15 @@ class ChatRenderer:
         """Whether the template sets thoughts apart from answers."""
         return CLOSE_THOUGHT in (self._tokenizer.chat_template or "")
 
-    @cached_property
-    def _opens_thought(self) -> bool:
+    def _opening(self, template: str) -> bool:
         """Whether the header of the assistant's turn already opens a thought."""
-        return self._rendered([Message(Role.USER, ASKED)], "", "").rstrip().endswith(OPEN_THOUGHT)
+        return self._rendered([Message(Role.USER, ASKED)], "", template).rstrip().endswith(OPEN_THOUGHT)
 
-    def _thought(self, text: str) -> tuple[str, str]:
+    def _thought(self, text: str, template: str) -> tuple[str, str]:
         """Reasoning and the rest."""
         if not self._reasons:
             return "", text
-        opened = self._opens_thought or text.lstrip().startswith(OPEN_THOUGHT)
+        opened = self._opens_thought(template) or text.lstrip().startswith(OPEN_THOUGHT)
         reasoning, mark, content = text.partition(CLOSE_THOUGHT)
         if not opened and not mark:
             return "", text

@@ -216,13 +216,18 @@ def _trimmed(text: str) -> list[str]:
 def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Verdict:
     if "v" not in line:
         return Verdict(str(line.get("e", "?"))[:300])
-    if equal(line["v"], test.returns, tolerance):
-        return Verdict()
-    return Verdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")
+    try:  # the line may be of the program's own making
+        if equal(line["v"], test.returns, tolerance):
+            return Verdict()
+        return Verdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return Verdict("what came is no value")
 
 
 def equal(value: object, expected: object, tolerance: float) -> bool:
     """Whether a value as `inside.values` wrote it is the one that a test's JSON says. A tuple counts as a list.
+
+    Of what nothing wrote that way, it raises what Python does: see `_returned`.
 
     >>> equal({"t": [1, {"d": [["a", 0.30000000000000004]]}]}, [1, {"a": 0.3}], 1e-9)
     True
@@ -259,7 +264,7 @@ def _lines(runs: Sequence[Run]) -> list[dict[str, object]]:
     for line in (runs[0].out if runs else b"").split(b"\n")[:-1]:
         try:
             found.append(msgspec.json.decode(line, type=dict[str, object]))
-        except (msgspec.MsgspecError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             break
     return found
 

@@ -1,15 +1,14 @@
 """The process of one of the user's reward functions: `python -m shoal.rewards.functions_worker --fd N`."""
 
 import argparse
-import importlib
 import json
 import math
-import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from shoal import wire
+from shoal.own_code import own_code
 from shoal.process import die_with_parent, receive_frame, send_frame
 from shoal.rewards.functions import Call, Called
 
@@ -18,7 +17,7 @@ def called(call: Call) -> Called:
     """What the function gives for a group, checked."""
     count = len(call.answers)
     try:
-        values = _function(call.path)(
+        values = cast(Callable[..., object], own_code("reward", call.path))(
             prompts=_prompts(call),
             completions=_completions(call),
             **{name: [value] * count for name, value in _columns(call).items()},
@@ -42,12 +41,6 @@ def _is_reward(value: object) -> bool:
         return False
 
 
-def _function(path: str) -> Callable[..., object]:
-    module, _, name = path.partition(":")
-    function: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return function
-
-
 def _prompts(call: Call) -> list[object]:
     """Conversations, as TRL gives them for conversational data sets."""
     return [list(call.messages) for _ in call.answers]
@@ -69,7 +62,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
-    sys.path.insert(0, os.getcwd())
     connection.sendall(b"ready\n")
     while (frame := receive_frame(connection)) is not None:
         send_frame(connection, wire.encode(called(wire.decode(frame, Call))))

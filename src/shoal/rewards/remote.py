@@ -48,11 +48,11 @@ class RemoteScorer:
             server = self._least_loaded()
             try:
                 status, reply = await self._post(server, body)
-            except (aiohttp.ClientError, OSError) as error:
+                if status == 200:
+                    return _rewards(reply, len(answers))
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
                 why = f"{server.url}: {type(error).__name__}: {error}"
             else:
-                if status == 200:
-                    return [reward.reward for reward in msgspec.json.decode(reply, type=ScoreReply).rewards]
                 why = f"{server.url}: HTTP {status}: {reply[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     break
@@ -76,3 +76,11 @@ class RemoteScorer:
                 return answer.status, await answer.read()
         finally:
             server.running -= 1
+
+
+def _rewards(reply: bytes, n: int) -> list[Reward]:
+    """Raises `ValueError` and msgspec's errors for what is no reply to `n` answers."""
+    rewards = [one.reward for one in msgspec.json.decode(reply, type=ScoreReply).rewards]
+    if len(rewards) != n:
+        raise ValueError(f"expected {n} rewards, got {len(rewards)}")
+    return rewards

@@ -12,7 +12,7 @@ from shoal.desk.desk import Desk, Means
 from shoal.desk.questions import Pace
 from shoal.desk.server import DeskServer
 from shoal.errors import ConfigError
-from shoal.listening import listening_socket
+from shoal.listening import listening_socket, url_of
 from shoal.rewards.service import RewardService
 from shoal.run.membership import FOLDER
 from shoal.swarm.identity import Identity
@@ -44,8 +44,7 @@ async def serve_desk(
         means = Means(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
         desk = Desk(means, config.swarm.name, identity, folder, pace)
         listening = stack.enter_context(listening_socket(host, port))
-        bound_host, bound_port = listening.getsockname()[:2]
-        announce(f"http://{bound_host}:{bound_port}", identity.peer_id)
+        announce(url_of(listening), identity.peer_id)
         server = uvicorn.Server(uvicorn.Config(DeskServer(desk).app, log_level="warning"))
         async with asyncio.TaskGroup() as parts:
             running = parts.create_task(desk.run(), name="desk")

@@ -14,7 +14,7 @@ from shoal.judge.judging import Judge, Rules
 from shoal.judge.messages import Specialty
 from shoal.judge.server import JudgeServer
 from shoal.judge.taking import audited
-from shoal.listening import listening_socket
+from shoal.listening import listening_socket, url_of
 from shoal.rewards.service import RewardService
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer
@@ -60,8 +60,7 @@ async def serve_judge(
         await asyncio.to_thread(judge.rehearse)
         judge.ledger()  # committed to before anybody can ask
         listening = stack.enter_context(listening_socket(host, port))
-        bound_host, bound_port = listening.getsockname()[:2]
-        announce(f"http://{bound_host}:{bound_port}", identity.peer_id)
+        announce(url_of(listening), identity.peer_id)
         app = JudgeServer(judge, [one.dataset for one in specialties]).app
         await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve(sockets=[listening])
 

@@ -104,7 +104,7 @@ def sources(
     return [
         RemoteSource(service, answer, config.rollout.group_size, on_presence)
         if isinstance(service, RemoteService)
-        else LocalSource(service, answer)
+        else LocalSource(service, answer, on_presence)
         for service in services_of(prepared).values()
     ]
 

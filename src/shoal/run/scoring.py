@@ -6,7 +6,7 @@ from pathlib import Path
 import uvicorn
 
 from shoal.config import RewardConfig
-from shoal.listening import listening_socket
+from shoal.listening import listening_socket, url_of
 from shoal.rewards.server import RewardServer
 from shoal.rewards.service import RewardService
 
@@ -18,8 +18,7 @@ async def serve_rewards(
     service = RewardService(config, log)
     await service.start()  # before it listens: what cannot start ends the command with a sentence
     with listening_socket(host, port) as bound:
-        bound_host, bound_port = bound.getsockname()[:2]
-        announce(f"http://{bound_host}:{bound_port}")
+        announce(url_of(bound))
         app = RewardServer(service, token=token).app
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
         await server.serve(sockets=[bound])

@@ -15,7 +15,7 @@ from shoal.engine.launch import engine_child
 from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway import Gateway
-from shoal.listening import is_loopback, listening_socket
+from shoal.listening import is_loopback, listening_socket, url_of
 from shoal.process import Child, collect_rarely
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.run.engines import START_TIMEOUT_S
@@ -43,9 +43,8 @@ async def serve(
             gateway = Gateway(
                 engine, renderer, max_model_len=longest, model=directory.name, is_open=True, admin_key=admin_key
             )
-            bound_host, bound_port = listening.getsockname()[:2]
             collect_rarely()
-            announce(f"http://{bound_host}:{bound_port}", directory.name, admin_key)
+            announce(url_of(listening), directory.name, admin_key)
             await _until_told_to_stop(gateway, listening, child)
 
 

@@ -7,7 +7,7 @@ from string import ascii_letters, digits
 from typing import TypeAlias
 
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
-from shoal.swarm.strategy import own_code
+from shoal.swarm.strategy import own_function
 from shoal.types import Task
 
 Rule: TypeAlias = Callable[[Task, int, random.Random], Sequence[str]]
@@ -42,7 +42,7 @@ class RuleSolver:
     def __init__(self, name: str, seed: int) -> None:
         """Raises `ConfigError` for a name that is no rule."""
         self.name = name
-        self._rule: Rule = truth if name == "truth" else own_code("rule", name, ["truth"])
+        self._rule: Rule = truth if name == "truth" else own_function("rule", name, ["truth"])
         self._rng = random.Random(seed)
 
     async def answers(self, task: Task, n: int) -> list[OfferedRollout]:

@@ -14,7 +14,6 @@ defaults. Both sides can be chosen by name, and own code by `module:function`, w
             trusted       of the informative, by trust, age, use and author
 """
 
-import importlib
 import math
 import random
 from collections import Counter
@@ -24,6 +23,7 @@ from statistics import fmean, pstdev
 from typing import Any, TypeAlias
 
 from shoal.errors import ConfigError
+from shoal.own_code import own_code
 from shoal.swarm.trust import Bucket
 
 NEWCOMER_SHARE = 0.15
@@ -219,7 +219,7 @@ def sharer_of(name: str) -> Sharer:
         if not amount.isdecimal() or int(amount) < 1:
             raise ConfigError(f"swarm.share: expected budget:N with N bytes per second, got {name!r}")
         return Budget(int(amount))
-    found: Sharer = own_code("swarm.share", name, [*SHARERS, "budget:N"])
+    found: Sharer = own_function("swarm.share", name, [*SHARERS, "budget:N"])
     return found
 
 
@@ -227,7 +227,7 @@ def taker_of(name: str) -> Taker:
     """The taker of a name or `module:function`. Raises `ConfigError`."""
     if name in TAKERS:
         return TAKERS[name]
-    found: Taker = own_code("swarm.take", name, list(TAKERS))
+    found: Taker = own_function("swarm.take", name, list(TAKERS))
     return found
 
 
@@ -248,15 +248,11 @@ def _valid(chosen: Sequence[int], n: int, size: int) -> list[int]:
     return list(dict.fromkeys(i for i in chosen if 0 <= i < size))[:n]
 
 
-def own_code(field: str, name: str, known: Sequence[str]) -> Any:
+def own_function(field: str, name: str, known: Sequence[str]) -> Any:
     """The function that `module:function` names. Raises `ConfigError`, with the names that there are besides."""
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"{field}: expected one of {', '.join(known)} or module:function, got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{field}: {name!r} cannot be imported: {error}") from error
+    found = own_code(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: expected a function, {name!r} is {type(found).__name__}")
     return found

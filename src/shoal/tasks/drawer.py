@@ -36,6 +36,8 @@ class Spec:
     config: str  # JSON object, keys sorted
     system_prompt: str = ""
     rewrite: tuple[tuple[str, str], ...] = ()
+    info: str = "{}"
+    """Of its tasks: their scorer, where it is not the dataset's own."""
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):

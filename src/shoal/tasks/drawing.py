@@ -35,7 +35,7 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
         question = rewritten(entry.question, spec.rewrite)
         if split_of(question, EVAL_SHARE) is split:
             messages = prompt(spec.system_prompt, question)
-            return Task(f"{spec.dataset}/{split}/{index}", spec.dataset, messages, entry.truth, receipt=receipt)
+            return Task(f"{spec.dataset}/{split}/{index}", spec.dataset, messages, entry.truth, spec.info, receipt)
     raise TaskError(f"{spec.dataset}: {reason}")
 
 
@@ -45,7 +45,7 @@ def redrawn(spec: Spec, receipt: Receipt) -> Reply:
     question = rewritten(entry.question, spec.rewrite)
     messages = prompt(spec.system_prompt, question)
     task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
-    task = Task(task_id, spec.dataset, messages, entry.truth, receipt=receipt)
+    task = Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
     return Reply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
 
 

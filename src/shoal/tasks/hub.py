@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ConfigError, TaskError
-from shoal.listening import is_loopback, listening_socket
+from shoal.listening import is_loopback, listening_socket, url_of
 from shoal.tasks.openapi import document
 from shoal.tasks.service import (
     BEAT_S,
@@ -206,6 +206,8 @@ class Hub:
                 return _json({"error": str(error)}, 404)
             except TaskError as error:
                 return _json({"error": str(error)}, 409)
+            except ConfigError as error:
+                return _json({"error": str(error)}, 413)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 return _json({"error": str(error)}, 400)
 
@@ -230,7 +232,7 @@ class ServingHub:
             raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
         self.hub = Hub(names, token=token, beat_s=beat_s, lease_s=lease_s)
         self._listening = listening_socket(host, port)
-        self.url = f"http://{host}:{self._listening.getsockname()[1]}"
+        self.url = url_of(self._listening)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="task services", daemon=True)
         settings = uvicorn.Config(

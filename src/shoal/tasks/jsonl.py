@@ -4,17 +4,15 @@ Rows of GSM8K, MATH, MBPP and APPS are taken as they are (`shapes`).
 """
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
 from shoal.tasks.shapes import canonical
-from shoal.tasks.split import check_rewrite, prompt, rewritten, split_of
+from shoal.tasks.split import check_rewrite, order_of, prompt, rewritten, split_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 
@@ -59,16 +57,8 @@ class JsonlService:
         tasks = self._tasks[split]
         epoch, position = divmod(index, len(tasks))
         run = (self._seed,) if split is Split.TRAIN else ()
-        task = tasks[_order(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
+        task = tasks[order_of(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
         return replace(task, id=f"{task.id}/{epoch}") if split is Split.TRAIN else task
-
-
-@lru_cache(maxsize=16)
-def _order(seed: int, count: int) -> tuple[int, ...]:
-    """A permutation of range(count)."""
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return tuple(order)
 
 
 def _split(task: Task, eval_share: float) -> Split:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 
 from shoal import checker
@@ -37,13 +35,13 @@ class ReasoningGymService:
         """Raises `TaskError` naming the dataset or the setting that is wrong."""
         check_rewrite(config.name, config.rewrite)
         settings = drawer.config_json(config.name, *_settings(config))
-        self._spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite))
+        info = "{}"
+        if config.scorer is not None:
+            scorer = checker.spec_of(config.scorer, f"tasks.{config.name}.scorer")
+            info = json.dumps({"scorer": checker.to_json(scorer)})
+        self._spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite), info)
         self._seed = seed
         self._drawer = drawer
-        self._info: str | None = None
-        if config.scorer is not None:
-            spec = checker.spec_of(config.scorer, f"tasks.{config.name}.scorer")
-            self._info = json.dumps({"scorer": checker.to_json(spec)})
 
     @property
     def name(self) -> str:
@@ -57,8 +55,7 @@ class ReasoningGymService:
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; mostly 0.3 ms, for some puzzles 0.1 s. Raises `TaskError`."""
-        task = self._drawer.draw(self._spec, split, self._seed, index)
-        return task if self._info is None else replace(task, info=self._info)
+        return self._drawer.draw(self._spec, split, self._seed, index)
 
 
 def _service(config: TaskConfig, seed: int, drawer: Drawer | None, hub: ServingHub | None) -> TaskService:
@@ -69,7 +66,6 @@ def _service(config: TaskConfig, seed: int, drawer: Drawer | None, hub: ServingH
         case "turns":
             return turns_service(config, seed)
         case "python":
-            sys.path.insert(0, os.getcwd())  # as `python -m` does: the task is the user's own, beside the configuration
             served = definition_at(config.path or "")
             return served.renamed(config.name, served.max_running)
         case "remote":

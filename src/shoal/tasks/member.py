@@ -37,7 +37,8 @@ from shoal.types import Message, Outcome, Role, ToolCall
 
 RETRY_S = 0.5
 CONNECTIONS = 256
-MOST_RESULTS = 256
+MOST_RESULTS, MOST_RESULT_BYTES = 16, 4_000_000
+"""What is handed in at once is below `hub.MOST_BODY_BYTES`."""
 MODEL_RETRIES = 4
 T = TypeVar("T")
 
@@ -80,7 +81,8 @@ class HttpModel:
                         return msgspec.json.decode(data, type=_Completion).choices[0].message.plain
                     why = f"HTTP {reply.status}: {data[:300].decode(errors='replace')}"
                     if reply.status < 500 and reply.status != 429:
-                        raise PolicyFailed(why)  # what of it is a full context, the session's ledger knows
+                        # Quotes within a text are escaped: this is the error's code, whatever its message says.
+                        raise PolicyFailed(why) if b'"context_length_exceeded"' in data else EnvironmentFailed(why)
             except (aiohttp.ClientError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
             await asyncio.sleep(RETRY_S * 2**attempt)
@@ -260,7 +262,11 @@ class Member:
         """What came of a job, whatever the author's code raised."""
         try:
             async with asyncio.timeout(job.deadline_s):
-                return await self._done(http, job)
+                result = await self._done(http, job)
+            if (size := len(msgspec.json.encode(result))) > MOST_RESULT_BYTES:
+                why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {size}"
+                return Failed(job.lease, Whose.ENVIRONMENT, why)
+            return result
         except PolicyFailed as failure:
             return Failed(job.lease, Whose.POLICY, str(failure)[:4096])
         except EnvironmentFailed as failure:

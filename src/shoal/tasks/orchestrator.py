@@ -15,10 +15,14 @@ from shoal.errors import TaskError
 from shoal.interfaces import TaskService
 from shoal.tasks.adjust import Adjuster, Bounds, Change, TokenShares
 from shoal.tasks.ratios import Load, Quotas
+from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, Split, Task
 
 TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
 """Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
+
+REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
+"""Before a question that could not be drawn is asked for again; twice as long each time."""
 
 
 class Counts(Protocol):
@@ -107,6 +111,8 @@ class LocalSource:
 
     service: TaskService
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
+    on_presence: Callable[[str, bool], None] = lambda name, present: None
+    """Called when the service's share goes to others (False) and comes back (True)."""
 
     @property
     def name(self) -> str:
@@ -119,8 +125,25 @@ class LocalSource:
         return None
 
     async def draw(self, index: int) -> Task:
-        """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile."""
-        return await asyncio.to_thread(self.service.draw, Split.TRAIN, index)
+        """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile.
+
+        A service that says that trying again may help lends its share and is asked again. Raises `TaskError`.
+        """
+        wait_s = REDRAW_S
+        while True:
+            try:
+                task = await asyncio.to_thread(self.service.draw, Split.TRAIN, index)
+            except EnvironmentFailed as error:
+                if not error.retry:
+                    raise TaskError(f"{self.name}: no question at {index}: {error}") from error
+            else:
+                if wait_s > REDRAW_S:
+                    self.on_presence(self.name, True)
+                return task
+            if wait_s == REDRAW_S:
+                self.on_presence(self.name, False)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
         """As `answer` gives them."""

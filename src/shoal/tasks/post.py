@@ -14,10 +14,10 @@ What a group was worth before stays in `Reward.parts`, under "before post-proces
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from shoal.errors import ConfigError
+from shoal.own_code import own_code
 from shoal.types import Group, Reward, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
@@ -108,11 +108,7 @@ def _number(name: str, word: str, parameter: str) -> float:
 
 
 def _own(name: str, path: str) -> Hook:
-    module, _, attribute = path.partition(":")
-    try:
-        found: Hook = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"tasks.{name}.reward: {path!r} cannot be imported: {error}") from error
+    found = own_code(f"tasks.{name}.reward", path)
     if not callable(found):
         raise ConfigError(f"tasks.{name}.reward: expected a function of a group, got {path!r}")
-    return found
+    return cast(Hook, found)

@@ -1,12 +1,11 @@
 """Rows of any data set as tasks, each epoch in an order of its own; a share of them, by their text, is held out."""
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from shoal.errors import TaskError
-from shoal.tasks.split import split_of
+from shoal.tasks.split import order_of, split_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 
@@ -27,15 +26,9 @@ class Rows:
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at an index; each epoch goes through all rows of the split once."""
-        return self.task(split, index)
-
-    def task(self, split: Split, index: int) -> Task:
-        """The same."""
         numbers = self._numbers[split]
         epoch, position = divmod(index, len(numbers))
-        order = list(numbers)
-        random.Random(seed_for(split, self.name, epoch)).shuffle(order)
-        number = order[position]
+        number = numbers[order_of(seed_for(split, self.name, epoch), len(numbers))[position]]
         answer = self._rows[number].get("answer")
         return Task(
             f"{self.name}/{split}/{index}",

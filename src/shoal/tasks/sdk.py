@@ -28,12 +28,12 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Protocol, cast
 
 from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Chat, TaskService
+from shoal.own_code import own_code
 from shoal.tasks.service import Capability
 from shoal.tasks.split import prompt, split_of
 from shoal.types import Json, Outcome, Receipt, Reward, RewardStatus, Split, Task, seed_for
@@ -226,18 +226,12 @@ def task(
 
 
 def definition_at(path: str) -> Definition:
-    """The task that `module:name` names. Raises `TaskError`.
+    """The task that `module:name` names. Raises `ConfigError` and `TaskError`.
 
     It may be a decorated class or function, a `Definition`, something callable that gives one, or a task service that
     draws `Task`s by split and index.
     """
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        raise TaskError(f"task: expected module:name, got {path!r}")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise TaskError(f"task: {path!r} cannot be imported: {error}") from error
+    found = own_code("task", path)
     if not isinstance(found, Definition) and callable(found):
         try:
             found = found()

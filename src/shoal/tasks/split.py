@@ -1,8 +1,10 @@
 """Which half a question belongs to: decided by its text alone, so that no seed, task or order can move it."""
 
 import hashlib
+import random
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shoal.errors import TaskError
 from shoal.types import Message, Role, Split
@@ -16,6 +18,14 @@ def split_of(question: str, eval_share: float) -> Split:
     """
     digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"shoal-split").digest()
     return Split.EVAL if int.from_bytes(digest, "big") < eval_share * 2**64 else Split.TRAIN
+
+
+@lru_cache(maxsize=16)
+def order_of(seed: int, count: int) -> tuple[int, ...]:
+    """A permutation of range(count), kept: an epoch asks for it once per question."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
 
 
 def rewritten(text: str, rewrite: Sequence[tuple[str, str]]) -> str:

@@ -87,7 +87,7 @@ class _Scored:
         self._rows, self._rewards = rows, rewards
 
     def draw(self, split: Split, index: int) -> Task:
-        return self._rows.task(split, index)
+        return self._rows.draw(split, index)
 
     async def scores(self, task: Task, answers: Sequence[str]) -> list[float]:
         said = [[Message(Role.ASSISTANT, answer)] for answer in answers]
@@ -107,7 +107,7 @@ class _Played:
         self._rows, self._rewards, self._factory, self._tools = rows, rewards, factory, tools
 
     def draw(self, split: Split, index: int) -> Task:
-        return self._rows.task(split, index)
+        return self._rows.draw(split, index)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         row, environment = self._rows.row_of(task), self._factory() if self._factory else None

@@ -64,7 +64,7 @@ class Verifiers:
         self._serving: asyncio.Future[None] | None = None
 
     def draw(self, split: Split, index: int) -> Task:
-        """The taskset's own tasks, each epoch in the same order."""
+        """One of the taskset's own tasks; which one, the index alone says."""
         numbers = self._numbers[split]
         number = numbers[seed_for(split, self._name, index) % len(numbers)]
         data = self._tasks[number].data

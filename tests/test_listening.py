@@ -1,0 +1,27 @@
+"""Where servers listen."""
+
+import socket
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.listening import listening_socket, url_of
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_server_is_reached_at_the_url_that_it_says(host: str) -> None:
+    try:
+        listening = listening_socket(host, 0)
+    except ConfigError:
+        pytest.skip(f"{host}: this machine has no such address")
+    with listening:
+        address, port = url_of(listening).removeprefix("http://").rsplit(":", 1)
+        socket.create_connection((address.strip("[]"), int(port))).close()
+
+
+def test_a_host_that_is_not_this_machine_s_and_a_port_that_is_taken_are_told_apart() -> None:
+    for host in ("no.such.host.invalid", "192.0.2.1"):
+        with pytest.raises(ConfigError, match=f"host: expected .* got {host}"):
+            listening_socket(host, 0)
+    with listening_socket("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="port: expected a free one"):
+        listening_socket("127.0.0.1", taken.getsockname()[1])
