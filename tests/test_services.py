@@ -28,8 +28,8 @@ HERE = Path(__file__).parent
 
 
 def test_killed_services_go_on_within_seconds_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
-    figures = asyncio.run(run(42, tmp_path / "run", kills=1))
-    assert figures["groups"] == 42
+    figures = asyncio.run(run(24, tmp_path / "run", kills=1))
+    assert figures["groups"] == 24
     assert figures["doubled"] == 0
     assert figures["audit_ok"], figures["audit"]
     assert figures["recovered_s"].keys() == {NAMES[0]}
