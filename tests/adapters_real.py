@@ -69,6 +69,7 @@ def openenv(python: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(verifiers(sys.argv[1]))
-    openenv(sys.argv[2])
+    verifiers_python, openenv_python = (str(Path(path).absolute()) for path in sys.argv[1:])  # not what they link to
+    asyncio.run(verifiers(verifiers_python))
+    openenv(openenv_python)
     sys.stdout.write("verifiers and OpenEnv: as they should be\n")

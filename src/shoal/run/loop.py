@@ -311,11 +311,6 @@ class TrainLoop:
         elapsed_s = now - self._recorded_s
         finished = [rollout for group in groups for rollout in group.finished]
         staleness = [version - group.oldest_version for group in groups]
-        by_task: dict[str, list[float]] = {}
-        tokens: Counter[str] = Counter()
-        for group in groups:
-            tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.finished)
-            by_task.setdefault(group.task.service, []).extend(rollout.reward.value for rollout in group.finished)
         reward = fmean(rollout.reward.value for rollout in finished)
         self.totals.samples += len(finished)
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
@@ -325,11 +320,9 @@ class TrainLoop:
         values = {
             "version": version,
             "reward": reward,
-            **{f"reward/{name}": fmean(rewards) for name, rewards in by_task.items()},
-            **{f"solve_rate/{name}": fmean(value >= FULL for value in rewards) for name, rewards in by_task.items()},
+            **_task_values(groups, elapsed_s),
             "staleness_mean": fmean(staleness),
             "staleness_max": max(staleness),
-            **{f"tokens_per_s/{name}": count / elapsed_s for name, count in tokens.items()},
             "tokens_per_s": sum(rollout.drawn_tokens for rollout in finished) / elapsed_s,
             "samples_per_s": len(finished) / elapsed_s,
             "engine_busy": fmean(engine_shares),
@@ -384,6 +377,17 @@ class TrainLoop:
 def _known(record: Record, name: str) -> float:
     value = record.get(name)
     return float(value) if isinstance(value, int | float) else nan
+
+
+def _task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
+    """What is logged of a step's groups by task."""
+    values: dict[str, float] = {}
+    for name in dict.fromkeys(group.task.service for group in groups):
+        finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]
+        values[f"reward/{name}"] = fmean(rollout.reward.value for rollout in finished)
+        values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
+        values[f"tokens_per_s/{name}"] = sum(rollout.drawn_tokens for rollout in finished) / elapsed_s
+    return values
 
 
 def _mean_reward(group: Group) -> float:

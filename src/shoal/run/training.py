@@ -26,7 +26,7 @@ from shoal.buffer import Buffer, RunMeta
 from shoal.config import Config
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
-from shoal.metrics import Record, read_records, trackers_of
+from shoal.metrics import Record, Trackers, read_records, trackers_of
 from shoal.process import Child, cores
 from shoal.rewards.marks import FullMarks
 from shoal.rewards.service import RewardService
@@ -128,42 +128,45 @@ async def train(
     """
     threads = threads or compute_threads()
     run_dir = Path(config.run_dir)
-    meta = run_meta(config)
     async with AsyncExitStack() as stack:
-        buffer = Buffer.open(run_dir, meta, max_running=_groups_at_once(config), resume=resume)
-        stack.push_async_callback(buffer.close)
-        if not resume:
-            stack.enter_context(nothing_left_behind(run_dir, buffer))
-        changed = changed_settings(config, run_dir)
-        write_resolved(config, run_dir)
-        trackers = trackers_of(config.metrics, run_dir, listeners)
-        stack.callback(trackers.close)
-        if changed:
-            trackers.log_event("settings_changed", settings=", ".join(changed))
-        if trackers.prometheus_port is not None:
-            trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
-        child = TrainerProcess.child(run_dir / "logs" / "trainer.log", threads.trainer)
-        trainer_child = await stack.enter_async_context(child)
-        engine, answering = await stack.enter_async_context(
-            serving(
-                config,
-                prepared,
-                run_dir,
-                scorer=scorer,
-                desk=desk,
-                threads=threads,
-                recovered=buffer.recovered.version,
-                told=lambda how: trackers.log_event("engine_lost", reason=how),
-            )
-        )
+        buffer, trackers = _opened(config, run_dir, stack, listeners, resume=resume)
+        log, version = run_dir / "logs" / "trainer.log", buffer.recovered.version
+        trainer_child = await stack.enter_async_context(TrainerProcess.child(log, threads.trainer))
+
+        def told(how: str) -> None:
+            trackers.log_event("engine_lost", reason=how)
+
+        served = serving(
+            config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads, recovered=version, told=told
+        )  # fmt: skip
+        engine, answering = await stack.enter_async_context(served)
         trainer = await _started(trainer_child, config, prepared, threads)
-        store = WeightStore(run_dir / "weights")
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         node = await stack.enter_async_context(joined(config, prepared, run_dir, answering.scorer, exchange))
-        played = playing(config, prepared, engine, answering, _sampling(config, prepared))
-        runner = await stack.enter_async_context(played)
+        sampling = _sampling(config, prepared)
+        runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
+        store = WeightStore(run_dir / "weights")
         parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
         return await _run_parts(parts, prepared, trainer_child)
+
+
+def _opened(
+    config: Config, run_dir: Path, stack: AsyncExitStack, listeners: Sequence[Listener], *, resume: bool
+) -> tuple[Buffer, Trackers]:
+    """The run directory, with what the run is written down; the stack closes it, or removes one that never began."""
+    buffer = Buffer.open(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
+    stack.push_async_callback(buffer.close)
+    if not resume:
+        stack.enter_context(nothing_left_behind(run_dir, buffer))
+    changed = changed_settings(config, run_dir)
+    write_resolved(config, run_dir)
+    trackers = trackers_of(config.metrics, run_dir, listeners)
+    stack.callback(trackers.close)
+    if changed:
+        trackers.log_event("settings_changed", settings=", ".join(changed))
+    if trackers.prometheus_port is not None:
+        trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
+    return buffer, trackers
 
 
 def _groups_at_once(config: Config) -> int:
