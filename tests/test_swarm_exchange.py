@@ -128,7 +128,8 @@ def test_who_is_far_behind_skips_to_the_newest_frames(tmp_path: Path) -> None:
         client = await nats.connect(server.url)
         for i in range(1, 2 * MOST_BEHIND):
             await client.publish(f"shoal.reef.offer.a{i % 100}", b"%d" % i)
-        await client.flush()
+        while (await client.jetstream().stream_info("shoal-reef")).state.last_seq < 2 * MOST_BEHIND:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         await client.close()
         frames: list[bytes] = []
         while not frames or frames[-1] != b"%d" % (2 * MOST_BEHIND - 1):
