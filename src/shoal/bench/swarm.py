@@ -1,7 +1,7 @@
 """What it costs to be in a swarm: letting offers in, and a thousand nodes at once.
 
-offers_per_s      frames of about 8 KB per second of one core's time through the door: size, schema, signature, sequence,
-                  rate, decompression, decoding
+offers_per_s      frames of about 8 KB per second of one core's time through the door: size, schema, signature,
+                  sequence, rate, decompression, decoding
 intake_core_share the share of a core that a node spends at the door at most, whoever sends how much
 with_receipt_per_s  the same, and the question drawn again from its receipt by the process that does that
 simulated_nodes   nodes that share and take for a while in one process, on a clock that jumps
