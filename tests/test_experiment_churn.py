@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.churn.__main__ import Scale, run
 
-SHORT = Scale(seconds=3, period_s=1.5, victims=0, steady=1, generators=1)
+SHORT = Scale(seconds=2, period_s=1, victims=0, steady=1, generators=1)
 
 
 def test_a_node_trains_on_while_servers_and_peers_die_and_its_link_is_cut(tmp_path: Path) -> None:
