@@ -1,6 +1,7 @@
 """Sessions that are evicted, ended or guarded: a clear status, and what was drawn is there."""
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from gateway_engine import Served, served
 from shoal.gateway import Bounds
 from shoal.gateway.closed import HANDED_OUT_KEPT, ClosedSessions
+from shoal.gateway.server import MAX_BODY_BYTES
 from shoal.train.advantage import rows
 from shoal.types import Reward, Rollout
 
@@ -66,6 +68,46 @@ def test_an_idle_session_is_evicted_and_what_it_drew_is_handed_out(tmp_path: Pat
 
     run(scenario, clock=clock, bounds=Bounds(idle_s=120), closed_folder=tmp_path)
     assert list(tmp_path.iterdir())
+
+
+def test_a_session_past_its_age_answers_no_more_and_hands_out_what_it_drew() -> None:
+    clock = Hands()
+
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        _, opened = await posted(http, f"{one.url}/v1/sessions", {"limits": {"age_s": 10.0}})
+        url = f"{opened['openai_base_url']}/chat/completions"
+        clock.now_s = 9.0
+        assert (await posted(http, url, ASK))[0] == 200
+        clock.now_s = 11.0
+        status, body = await posted(http, url, ASK)
+        assert status == 410
+        assert "within 10 s of its begin" in body["error"]["message"]
+        _, exported = await posted(http, f"{opened['anthropic_base_url']}/end")
+        assert [turn["token_ids"] for turn in exported["turns"]] == [list(one.engine.drawn[0].token_ids)]
+
+    run(scenario, clock=clock)
+
+
+def test_wrong_tokens_and_a_body_of_10_mb_leave_a_session_as_it_was() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        _, opened = await posted(http, f"{one.url}/v1/sessions")
+        wrong = opened["api_key"][:-1] + ("A" if opened["api_key"][-1] != "A" else "B")
+        for url, key in ((f"{one.url}/s/{wrong}/v1", ""), (f"{one.url}/v1", wrong)):
+            status, body = await posted(http, f"{url}/chat/completions", ASK, key)
+            assert status == 401
+            assert "URL or API key of an open session" in body["error"]["message"]
+        assert (await posted(http, f"{one.url}/s/{wrong}/end"))[0] == 401
+        url = f"{opened['openai_base_url']}/chat/completions"
+        large = io.BytesIO(b'{"messages": "' + b"x" * (10 << 20) + b'"}')
+        async with http.post(url, data=large) as answer:
+            assert answer.status == 413
+            assert f"at most {MAX_BODY_BYTES} bytes" in (await answer.json())["error"]["message"]
+        assert one.engine.received == []
+        assert (await posted(http, url, ASK))[0] == 200
+        _, exported = await posted(http, f"{opened['anthropic_base_url']}/end")
+        assert [turn["token_ids"] for turn in exported["turns"]] == [list(one.engine.drawn[0].token_ids)]
+
+    run(scenario, max_body_bytes=MAX_BODY_BYTES)
 
 
 def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_stays() -> None:
