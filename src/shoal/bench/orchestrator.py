@@ -55,9 +55,14 @@ def measure(quick: bool) -> Report:
 async def _measured(size: Size, run_dir: Path) -> Report:
     groups = int(SPARE * size.concurrent / GROUP_SIZE) + 1
     load = Load(
-        dict.fromkeys(NAMES, 1.0), groups_per_step=8, eta=-(-groups // 8) + 8, max_running=groups,
-        group_size=GROUP_SIZE, engine_s=(0.1, 0.3), timeout_s=600.0,
-    )  # fmt: skip
+        dict.fromkeys(NAMES, 1.0),
+        groups_per_step=8,
+        eta=groups // 4 + 8,  # `max_running` is the limit: there is room for groups that wait for another task's
+        max_running=groups,
+        group_size=GROUP_SIZE,
+        engine_s=(0.1, 0.3),
+        timeout_s=600.0,
+    )
     paths = [(name, f"shoal.bench.service_tasks:{size.task}") for name in NAMES]
     async with orchestrated(load, paths, run_dir) as (crew, processes):
         collect_rarely()

@@ -46,7 +46,6 @@ from shoal.weights import FILE, WeightStore
 PARITY_TOKENS = 24
 QUEUED_GROUPS = 1.25  # of those that fill the engine: it must never wait for main to send the next one
 
-
 Listener: TypeAlias = Callable[[Record], None]
 
 
