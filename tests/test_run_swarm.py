@@ -138,14 +138,14 @@ def test_a_run_trains_on_what_peers_offer_besides_its_own_or_in_their_place_and_
         trained(config, *options, "--swarm.external_groups=2")
         # The last checkpoint is gone: the steps after the one before are trained again from the log.
         shutil.rmtree(max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])))
-        trained(config, *options, "--swarm.external_groups=adaptive", "--resume", "--train.steps=16")
+        trained(config, *options, "--swarm.external_groups=adaptive", "--resume", "--train.steps=24")
 
     heard = with_peer(config.parent / "server", GOOD, body)
     assert heard >= 10  # the run shared its own groups as well
     report = audit(run)
     assert report.ok, report.sentences()
     steps = steps_of(run)
-    assert len(steps) == 16
+    assert len(steps) == 24
     besides, in_place = (sum(step["external"] for step in some) for some in (steps[:10], steps[10:]))
     assert min(besides, in_place) >= 2
     assert report.consumed == 16 * 2 + besides

@@ -40,7 +40,7 @@ class Size:
 FULL = Size("Patient", 5000, 12_000)
 QUICK = Size("Fast", 60, 200)
 GROUP_SIZE = 8
-SPARE = 1.7
+SPARE = 2.2
 """Groups allowed at once, for each that is wanted: the first rollouts of a group to finish wait for its last."""
 
 

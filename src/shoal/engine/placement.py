@@ -8,9 +8,11 @@ Consistent Hashing with Bounded Loads, arXiv 1608.01350).
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
+
+from shoal.interfaces import EngineInfo
 
 BOUND = 1.25
 WAVE_SHARE = 0.25  # of the engines that load weights at the same time
@@ -66,3 +68,21 @@ def waves(names: Sequence[str]) -> list[list[str]]:
     """The engines in groups that load weights one after another: never all of them at once, unless there is one."""
     size = max(1, int(len(names) * WAVE_SHARE))
     return [list(names[start : start + size]) for start in range(0, len(names), size)]
+
+
+def summed(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Several engines as one: sums, the mean of busy shares, and the oldest version."""
+    first = infos[0]
+    checksums = {info.checksum for info in infos}
+    return replace(
+        first,
+        version=min(info.version for info in infos),
+        checksum=first.checksum if len(checksums) == 1 else "",
+        max_model_len=min(info.max_model_len for info in infos),
+        busy_share=sum(info.busy_share for info in infos) / len(infos),
+        tokens_drawn=sum(info.tokens_drawn for info in infos),
+        tokens_prefilled=sum(info.tokens_prefilled for info in infos),
+        interruptions=sum(info.interruptions for info in infos),
+        running=sum(info.running for info in infos),
+        waiting=sum(info.waiting for info in infos),
+    )

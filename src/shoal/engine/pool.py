@@ -13,13 +13,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from shoal.engine import partial
-from shoal.engine.placement import Seat, State, chosen, waves
+from shoal.engine.placement import Seat, State, chosen, summed, waves
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import Engine, EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -199,7 +199,7 @@ class EnginePool:
             members = [member for member in self._members.values() if member.state is not State.AWAY]
             infos = [info for info in await asyncio.gather(*map(self._info, members)) if info is not None]
             if infos:
-                return _summed(infos)
+                return summed(infos)
             await self._wait(deadline_s)
 
     async def _info(self, member: _Member) -> EngineInfo | None:
@@ -394,21 +394,3 @@ def _key(session: str, token_ids: Collection[int]) -> bytes:
 
 def _backoff_s(rounds: int) -> float:
     return min(BACKOFF_S * 2.0**rounds, LONGEST_BACKOFF_S)
-
-
-def _summed(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Several engines as one."""
-    first = infos[0]
-    checksums = {info.checksum for info in infos}
-    return replace(
-        first,
-        version=min(info.version for info in infos),
-        checksum=first.checksum if len(checksums) == 1 else "",
-        max_model_len=min(info.max_model_len for info in infos),
-        busy_share=sum(info.busy_share for info in infos) / len(infos),
-        tokens_drawn=sum(info.tokens_drawn for info in infos),
-        tokens_prefilled=sum(info.tokens_prefilled for info in infos),
-        interruptions=sum(info.interruptions for info in infos),
-        running=sum(info.running for info in infos),
-        waiting=sum(info.waiting for info in infos),
-    )
