@@ -81,11 +81,12 @@ def test_in_place_requests_keep_their_kv_and_share_none_with_later_ones(
 ) -> None:
     async def body(engine: ForeignEngine) -> None:
         assert engine.how is Stop.KEEP
-        task = asyncio.create_task(engine.generate(PROMPT, Sampling(240)))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(240), n=32))
+        while not (await engine.info()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
         await engine.update_weights(1, files[1])
-        (answer,) = await task
-        assert set(answer.versions) == {0, 1}
+        assert any(set(answer.versions) == {0, 1} for answer in await task)
         await engine.generate(PROMPT, Sampling(2))
 
     with serving(tiny_model_dir, "--on-update", "keep") as engine, contract(engine.url) as (url, server):

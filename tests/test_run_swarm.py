@@ -148,7 +148,7 @@ def test_a_run_trains_on_what_peers_offer_besides_its_own_or_in_their_place_and_
     assert len(steps) == 24
     besides, in_place = (sum(step["external"] for step in some) for some in (steps[:10], steps[10:]))
     assert min(besides, in_place) >= 2
-    assert report.consumed == 16 * 2 + besides
+    assert report.consumed == 24 * 2 + besides
     assert all(step["external"] + step["external_missing"] == 2 for step in steps[:10])
     assert any(step.get("reward_external", 0) == pytest.approx(0.5) for step in steps)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
