@@ -143,9 +143,7 @@ async def _steps(run: Path, count: int) -> None:
 
 def _steps_so_far(run: Path) -> int:
     path = run / "metrics.jsonl"
-    return (
-        path.read_bytes().count(b'"kind":"step"') + path.read_bytes().count(b'"kind": "step"') if path.exists() else 0
-    )
+    return path.read_bytes().count(b'"kind":"step"') if path.exists() else 0
 
 
 def _mark(run: Path, pid: int) -> Mark:
