@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
+from recording import Recording
 from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Draft, Request
@@ -99,6 +100,7 @@ events = st.lists(
     kv_tokens=st.sampled_from([None, LONGEST, LONGEST + 64]),
     prefix_cache_bytes=st.sampled_from([0, 30_000, 10**7]),
     on_update=st.sampled_from([OnUpdate.RECOMPUTE, OnUpdate.DRAIN]),
+    capture=st.sampled_from([None, Recording()]),
 )
 def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     happening: list[Request | tuple[str, int]],
@@ -107,6 +109,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     kv_tokens: int | None,
     prefix_cache_bytes: int,
     on_update: OnUpdate,
+    capture: Recording | None,
     weights: list[Weights],
 ) -> None:
     limits = Limits(
@@ -116,7 +119,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
         kv_tokens=kv_tokens,
         prefix_cache_bytes=prefix_cache_bytes,
     )
-    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update)
+    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update, capture=capture)
     served = {0: weights[0].model}
     asked: list[Request] = []
     ended: list[Request] = []

@@ -7,7 +7,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import KVCache
+from shoal.engine.cache import KVCache, Pool
+from shoal.engine.forward import Forward
+from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.layout import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows
@@ -34,12 +36,18 @@ class StepBatch:
     all), and `expand` [B] which of the kept rows each draft draws from (None: its own).
     """
 
-    def __init__(self, plan: Plan[Draft], cache: KVCache, device: torch.device) -> None:
-        """Places the plan's sequences in the cache. Copies that the plan orders have been made."""
+    def __init__(
+        self, plan: Plan[Draft], cache: KVCache, device: torch.device, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """Places the plan's sequences in the cache. Copies that the plan orders have been made.
+
+        With `graphs`, a step in which all decode may be a recorded one.
+        """
         cache.place_all([*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))])
         cache.close_holes()
         self.plan = plan
-        self._decode, decoding = _decode_rows(plan.decode, cache, device)
+        placed = sorted(((*cache.place(draft), draft) for draft in plan.decode), key=lambda p: (p[0].capacity, p[1]))
+        decoding = [draft for _, _, draft in placed]
         together = _chunks_together(plan.chunks, cache)
         chunks = [chunk for members in together for chunk in members]
         self.drafts: list[Draft] = decoding
@@ -62,6 +70,11 @@ class StepBatch:
                 expand += [len(keep) - 1] * (1 + len(chunk.followers))
         self.token_T = torch.tensor(token_T, device=device)
         self.position_T = torch.tensor(position_T, device=device)
+        self._graph = None
+        if graphs is not None and not chunks:
+            slots = [(pool, slot) for pool, slot, _ in placed]
+            self._graph = graphs.begun(slots, token_T, position_T)
+        self._decode = [] if self._graph is not None else _decode_rows(placed, device)
         self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
         own_rows = len(expand) == len(keep) and not self.scored
@@ -70,8 +83,16 @@ class StepBatch:
         self.detailed = any(draft.alternatives or draft.truncates for draft in self.drafts)
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
 
+    def logits(self, forward: Forward) -> Tensor:
+        """[K, V] of the kept rows."""
+        if self._graph is not None:
+            return self._graph.logits()
+        return forward(self.token_T, self.position_T, self.layout, self.keep_K)
+
     def advanced(self, token_B: Tensor) -> bool:
         """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
+        if self._graph is not None:
+            return self._graph.advanced(token_B)
         for rows in self._decode:
             rows.advance()
         assert not self.scored, "only prefilling scores"
@@ -80,14 +101,13 @@ class StepBatch:
         return all(rows.fits for rows in self._decode)
 
 
-def _decode_rows(drafts: Sequence[Draft], cache: KVCache, device: torch.device) -> tuple[list[DecodeRows], list[Draft]]:
-    """One `DecodeRows` per pool in use, and the drafts in the order of their rows."""
-    placed = sorted(((*cache.place(draft), draft) for draft in drafts), key=lambda p: (p[0].capacity, p[1]))
+def _decode_rows(placed: Sequence[tuple[Pool, int, Draft]], device: torch.device) -> list[DecodeRows]:
+    """One `DecodeRows` per pool in use, of drafts that are sorted by pool."""
     rows = []
     for pool, members in groupby(placed, key=lambda p: p[0]):
         held = list(members)
         rows.append(DecodeRows(pool, [slot for _, slot, _ in held], [d.total - 1 for _, _, d in held], device))
-    return rows, [draft for _, _, draft in placed]
+    return rows
 
 
 def _chunks_together(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[list[Chunk[Draft]]]:

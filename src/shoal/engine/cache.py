@@ -38,7 +38,8 @@ class Pool:
         self.capacity = capacity
         self.slots: list[SequenceState | None] = []
         self._free: list[int] = []
-        self._allocated = 4
+        self.allocated = 4
+        """Slots that there is storage for, a power of two. It grows into new storage."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -53,8 +54,8 @@ class Pool:
             self.slots[slot] = sequence
             return slot
         self.slots.append(sequence)
-        if len(self.slots) > self._allocated:
-            self._allocated *= 2
+        if len(self.slots) > self.allocated:
+            self.allocated *= 2
             self._layers = {layer: (self._grown(k), self._grown(v)) for layer, (k, v) in self._layers.items()}
         return len(self.slots) - 1
 
@@ -112,11 +113,11 @@ class Pool:
         return sequence, slot
 
     def _empty_like(self, x_TKD: Tensor) -> Tensor:
-        shape = (self._allocated, x_TKD.shape[1], self.capacity, x_TKD.shape[2])
+        shape = (self.allocated, x_TKD.shape[1], self.capacity, x_TKD.shape[2])
         return zeros_on_demand(shape, x_TKD.dtype, x_TKD.device)
 
     def _grown(self, x_SKCD: Tensor) -> Tensor:
-        larger = zeros_on_demand((self._allocated, *x_SKCD.shape[1:]), x_SKCD.dtype, x_SKCD.device)
+        larger = zeros_on_demand((self.allocated, *x_SKCD.shape[1:]), x_SKCD.dtype, x_SKCD.device)
         for slot, sequence in enumerate(self.slots[: x_SKCD.shape[0]]):
             if sequence is not None:
                 larger[slot, :, : sequence.kv_len] = x_SKCD[slot, :, : sequence.kv_len]

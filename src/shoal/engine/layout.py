@@ -91,13 +91,43 @@ class DecodeRows:
         position_S = self._position_N
         if not self._dense:  # holes look at their first token: a row without any would be NaN
             position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
-        at_L = torch.arange(self.longest, device=position_S.device)
-        hidden_SL = at_L > position_S[:, None]
-        if window is not None:
-            hidden_SL |= at_L <= position_S[:, None] - window
-        return torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device).masked_fill_(hidden_SL, -torch.inf)[
-            :, None, None, :
-        ]
+        return hiding(position_S, self.longest, window, dtype)
+
+
+class SlotRows:
+    """A token of each of a pool's first slots, of one step. Holes are rows too: they write to and read their position.
+
+    Shapes and addresses depend on the number of slots alone, so that a step with such rows can be recorded.
+    """
+
+    def __init__(self, pool: Pool, position_S: Tensor) -> None:
+        self.count = len(position_S)
+        self._pool = pool
+        self._position_S = position_S
+        self._row_by_heads: dict[int, Tensor] = {}
+        self._mask_by_window: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Stores the new keys and values, then attends over each slot: [S, H, D]."""
+        kv_heads, width = key_SKD.shape[1:]
+        k_SKCD, v_SKCD = (x[: self.count] for x in self._pool.layer(layer, key_SKD, value_SKD))
+        if kv_heads not in self._row_by_heads:
+            slot_S = torch.arange(self.count, device=key_SKD.device)
+            self._row_by_heads[kv_heads] = flat_rows(slot_S, self._position_S, kv_heads, self._pool.capacity)
+        if window not in self._mask_by_window:
+            self._mask_by_window[window] = hiding(self._position_S, self._pool.capacity, window, query_SHD.dtype)
+        for stored, new in ((k_SKCD, key_SKD), (v_SKCD, value_SKD)):
+            stored.view(-1, width).index_copy_(0, self._row_by_heads[kv_heads], new.reshape(-1, width))
+        out_SKGD = F.scaled_dot_product_attention(
+            query_SHD.view(self.count, kv_heads, -1, width),
+            k_SKCD,
+            v_SKCD,
+            attn_mask=self._mask_by_window[window],
+            scale=scaling,
+        )
+        return out_SKGD.flatten(1, 2)
 
 
 class ChunkRows:
@@ -182,7 +212,7 @@ class ChunkRows:
 class CachedRows:
     """The `Layout` of one step: decoding rows first, pool by pool, then chunks."""
 
-    def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
+    def __init__(self, parts: Sequence[DecodeRows | ChunkRows | SlotRows]) -> None:
         self._parts = parts
 
     def attend(
@@ -204,3 +234,13 @@ def flat_rows(slot_N: Tensor, position_N: Tensor, heads: int, capacity: int) -> 
     """Where the vectors of (token, head) lie in storage seen as [S * K * capacity, D]: [N * K]."""
     head_K = torch.arange(heads, device=slot_N.device)
     return ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
+
+
+def hiding(position_S: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[S, 1, 1, longest] 0 where the token at a sequence's position may look, -inf elsewhere."""
+    at_L = torch.arange(longest, device=position_S.device)
+    hidden_SL = at_L > position_S[:, None]
+    if window is not None:
+        hidden_SL |= at_L <= position_S[:, None] - window
+    seen_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]

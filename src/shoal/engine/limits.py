@@ -56,6 +56,7 @@ class Counts:
     stale_sequences: int
     prefix_tokens_reused: int
     prefix_cache_bytes: int
+    graph_steps: int
     busy_s: float
     running: int
     waiting: int

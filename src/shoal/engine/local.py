@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from shoal.engine.batch import Scored, StepBatch
 from shoal.engine.cache import KVCache, StoredKV
-from shoal.engine.forward import forward_of
+from shoal.engine.forward import DirectForward, forward_of
+from shoal.engine.graphs import Capture, DecodeGraphs
 from shoal.engine.limits import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.load import StagedWeights, WeightSlots
 from shoal.engine.prefixes import PrefixCache
@@ -33,6 +34,7 @@ from shoal.types import FinishReason, Sampling
 
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 MOST_ALTERNATIVES = 20
+SPARE_ROWS = 32  # of recorded steps: holes, and few sequences in many pools
 
 
 class LocalEngine:
@@ -47,8 +49,12 @@ class LocalEngine:
         version: int = 0,
         checksum: str = "",
         seed: int = 0,
+        capture: Capture | None = None,
     ) -> None:
-        """`seed` decides the draws of requests that bring no seed of their own."""
+        """`seed` decides the draws of requests that bring no seed of their own.
+
+        With `capture`, decode steps of models that it can be done with are recorded and replayed.
+        """
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
@@ -57,6 +63,9 @@ class LocalEngine:
         self._forward = forward_of(self.model, limits.max_model_len)
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
+        self._graphs = None
+        if capture is not None and isinstance(self._forward, DirectForward):
+            self._graphs = DecodeGraphs(self._forward, capture, 2 * limits.max_running + SPARE_ROWS, self._device)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
         self._cache = KVCache(limits.max_model_len)
@@ -216,6 +225,7 @@ class LocalEngine:
             stale_sequences=self.stale_sequences,
             prefix_tokens_reused=self.prefix_tokens_reused,
             prefix_cache_bytes=self._prefixes.size_bytes,
+            graph_steps=self._graphs.steps if self._graphs is not None else 0,
             busy_s=self._busy_s,
             running=len(self._scheduler.running),
             waiting=self._scheduler.waiting,
@@ -225,7 +235,7 @@ class LocalEngine:
     def _compute(self) -> None:
         """One forward and one token for every sequence that is ready for one."""
         batch = self._next_batch()
-        logits_KV = self._forward(batch.token_T, batch.position_T, batch.layout, batch.keep_K)
+        logits_KV = batch.logits(self._forward)
         chunks = batch.plan.chunks
         self.tokens_prefilled += sum(chunk.length for chunk in chunks)
         self._cache.copy_prefixes(
@@ -260,7 +270,7 @@ class LocalEngine:
             self.prefix_tokens_reused += length
         self._found.clear()
         self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
-        self._batch = StepBatch(plan, self._cache, self._device)
+        self._batch = StepBatch(plan, self._cache, self._device, self._graphs)
         return self._batch
 
     def _uniforms(self, batch: StepBatch) -> Tensor:

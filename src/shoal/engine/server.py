@@ -18,6 +18,7 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from shoal.engine.completions import Tokenizer
+from shoal.engine.graphs import CudaCapture
 from shoal.engine.limits import Limits, OnUpdate
 from shoal.engine.load import checksum_of, weight_file
 from shoal.engine.local import LocalEngine
@@ -77,7 +78,8 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
 def _engine(options: argparse.Namespace) -> LocalEngine:
     torch.set_num_threads(options.threads)
     path = Path(options.model)
-    model = load_model(options.model, dtype=options.dtype, device=resolve_device(options.device))
+    device = resolve_device(options.device)
+    model = load_model(options.model, dtype=options.dtype, device=device)
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = options.max_model_len or own
     if longest is None or (own is not None and longest > own):
@@ -96,6 +98,7 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
         version=options.version,
         checksum=checksum_of(weight_file(path)) if weight_file(path).is_file() else "",
         seed=options.seed if options.seed is not None else secrets.randbits(63),
+        capture=CudaCapture(device) if options.cuda_graphs and device.startswith("cuda") else None,
     )
 
 
@@ -125,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; all that may be needed when unset")
     parser.add_argument(
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a GPU, record decode steps and replay them",
     )
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
