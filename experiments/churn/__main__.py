@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,22 +98,30 @@ class Swarm:
             await self._servers.pop(number).__aexit__(None, None, None)
 
     async def suffer(self) -> None:
-        """One blow per period, in turn."""
-        scale = self._scale
-        rounds = max(1, int(scale.seconds / scale.period_s))
-        for turn in range(rounds):
-            await asyncio.sleep(scale.period_s / 2)
-            await self._kill_generator()
-            for number in range(scale.victims):
-                await self._kill_and_resume(f"victim-{number}")
-            await asyncio.sleep(scale.period_s / 2)
-            match turn % 4:
-                case 0 | 2:
-                    await self._restart([turn // 2 % SERVERS])
-                case 1:
-                    await self._part()
-                case 3:
-                    await self._restart(list(range(SERVERS)))
+        """In each period nodes are killed and replaced, and half a period later servers die or the link is cut."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._each_period(0.5, self._kill_nodes))
+            group.create_task(self._each_period(1.0, self._break_network))
+
+    async def _each_period(self, share: float, blow: Callable[[int], Awaitable[None]]) -> None:
+        scale, began_s = self._scale, time.monotonic()
+        for turn in range(max(1, int(scale.seconds / scale.period_s))):
+            await asyncio.sleep(max(0.0, began_s + (turn + share) * scale.period_s - time.monotonic()))
+            await blow(turn)
+
+    async def _kill_nodes(self, _: int) -> None:
+        await self._kill_generator()
+        for number in range(self._scale.victims):
+            await self._kill_and_resume(f"victim-{number}")
+
+    async def _break_network(self, turn: int) -> None:
+        match turn % 4:
+            case 0 | 2:
+                await self._restart([turn // 2 % SERVERS])
+            case 1:
+                await self._part()
+            case 3:
+                await self._restart(list(range(SERVERS)))
 
     def ended(self) -> dict[str, str]:
         """Members that ended by themselves, with their last words: there should be none."""
