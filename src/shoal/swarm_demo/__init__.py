@@ -2,8 +2,9 @@
 
 Each node is a process of its own with its own model, and they meet at a real NATS server. All but two train: models of
 two sizes with two tokenizers, on their own questions. One member answers with a model that stays as it is, behind an
-OpenAI URL, and one by a rule. First the training nodes train alone, with 8 groups of their own per step; then, from the
-same models and seeds, with 4 of their own and up to 4 of the others.
+OpenAI URL, and one by a rule. First the training nodes train alone, with 8 groups of their own per step; then alone
+with 4, which is half of the answers to draw; then in the swarm, with 4 of their own and up to 4 of the others. Models
+and seeds are the same each time.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -31,6 +33,18 @@ from shoal.warm_start import REWRITE, Recipe, demo_model
 
 GROUPS = 8
 """Per step: of one's own when alone, half of them from others in the swarm."""
+
+
+class Kind(StrEnum):
+    """How a node trains."""
+
+    SOLO = "solo"
+    """Alone, with as many groups per step as in the swarm."""
+    SOLO_HALF = "solo_half"
+    """Alone, with as many groups of its own as in the swarm, which is what it would have without the others."""
+    SWARM = "swarm"
+
+
 LARGE = Recipe()
 SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
 FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
@@ -86,14 +100,13 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     frozen = demo_model(plan.frozen).directory
     made_s = time.monotonic() - began_s
     plan.folder.mkdir(parents=True, exist_ok=True)
-    solo, swarm = asyncio.run(_both(plan, models, frozen))
+    outcomes = asyncio.run(_each_kind(plan, models, frozen))
     names = [trainee.name for trainee in plan.trainees]
     picture = plan.folder / "swarm.png"
     picture.write_bytes(swarm_png(plan.folder, names, _external_shares(plan)))
     return {
-        "before": {name: solo[name]["accuracy_before"] for name in names},
-        "solo": {name: solo[name]["accuracy_after"] for name in names},
-        "swarm": {name: swarm[name]["accuracy_after"] for name in names},
+        "before": {name: outcomes[Kind.SOLO][name]["accuracy_before"] for name in names},
+        **{kind.value: {name: outcomes[kind][name]["accuracy_after"] for name in names} for kind in Kind},
         **_traffic(plan),
         "external_per_step": _external_shares(plan),
         "picture": str(picture),
@@ -102,28 +115,29 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     }
 
 
-async def _both(
-    plan: Plan, models: dict[str, Path], frozen: Path
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """What `shoal train` said of each node, alone and in the swarm."""
-    solo = await _trained(plan, [node_config(plan, one, models[one.name], "") for one in plan.trainees])
+async def _each_kind(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[Kind, dict[str, dict[str, float]]]:
+    """What `shoal train` said of each node, by how it trained."""
+    found = {}
+    for kind in (Kind.SOLO, Kind.SOLO_HALF):
+        found[kind] = await _trained(plan, [node_config(plan, one, models[one.name], kind) for one in plan.trainees])
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
-        configs = [node_config(plan, one, models[one.name], server.url) for one in plan.trainees]
+        configs = [node_config(plan, one, models[one.name], Kind.SWARM, server.url) for one in plan.trainees]
         url = await stack.enter_async_context(_served(plan, frozen))
         for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
             settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
             path = _written(plan, name, settings)
             command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
             await stack.enter_async_context(_child(plan, name, command))
-        return solo, await _trained(plan, configs)
+        found[Kind.SWARM] = await _trained(plan, configs)
+    return found
 
 
-def node_config(plan: Plan, trainee: Trainee, model: Path, server: str) -> Config:
-    """Of one node, alone when there is no server; model, seed and all else are the same in both."""
+def node_config(plan: Plan, trainee: Trainee, model: Path, kind: Kind, server: str = "") -> Config:
+    """Of one node; model, seed and all else but its groups and where they come from are the same in each kind."""
     return parse(
         {
-            "run_dir": str(plan.folder / f"{'swarm' if server else 'solo'}-{trainee.name}"),
+            "run_dir": str(plan.folder / f"{kind}-{trainee.name}"),
             "seed": trainee.seed,
             "model": {"path": str(model)},
             "tasks": [
@@ -138,13 +152,13 @@ def node_config(plan: Plan, trainee: Trainee, model: Path, server: str) -> Confi
             "asynchrony": {"eta": 2},
             "train": {
                 "steps": plan.steps,
-                "groups_per_step": GROUPS // 2 if server else GROUPS,
+                "groups_per_step": GROUPS if kind is Kind.SOLO else GROUPS // 2,
                 "lr": 3e-4,
                 "warmup_steps": 5,
             },
             "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
             "checkpoint": {"every_steps": max(1, plan.steps)},
-            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if server else {},
+            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if kind is Kind.SWARM else {},
         }
     )
 
@@ -213,7 +227,7 @@ def _written(plan: Plan, name: str, config: Config) -> Path:
 
 def _traffic(plan: Plan) -> dict[str, object]:
     """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
-    nodes = [f"swarm-{trainee.name}" for trainee in plan.trainees]
+    nodes = [f"{Kind.SWARM}-{trainee.name}" for trainee in plan.trainees]
     statuses = {
         name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
     }
@@ -233,6 +247,6 @@ def _external_shares(plan: Plan) -> dict[str, float]:
     """Groups of others that each training node trained per step, of the 4 it wanted."""
     found = {}
     for trainee in plan.trainees:
-        records = read_records(plan.folder / f"swarm-{trainee.name}" / "metrics.jsonl")
+        records = read_records(plan.folder / f"{Kind.SWARM}-{trainee.name}" / "metrics.jsonl")
         found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
     return found

@@ -12,17 +12,18 @@ from shoal.metrics import read_records
 from shoal.report.figure import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, STYLE, TEAL
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+KINDS = (("solo", "--", "alone"), ("solo_half", ":", "alone, half the answers"), ("swarm", "-", "swarm"))
 
 
 def swarm_png(folder: Path, names: Sequence[str], external: Mapping[str, float]) -> bytes:
-    """From the runs `solo-NAME` and `swarm-NAME` in a folder; `external` is groups of others per step, by name."""
+    """From the runs of each of `KINDS` in a folder; `external` is groups of others per step, by name."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
         curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
         for name, colour in zip(names, COLOURS * len(names), strict=False):
-            for kind, style in (("solo", "--"), ("swarm", "-")):
+            for kind, style, words in KINDS:
                 steps, accuracy = _evaluations(folder / f"{kind}-{name}" / "metrics.jsonl")
-                curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {kind}", marker="o", ms=3)
+                curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {words}", marker="o", ms=3)
         curves.set_title("held-out accuracy, sampled")
         curves.set_xlabel("step", color=MUTED)
         curves.set_ylim(0, 1)
