@@ -1,8 +1,9 @@
-"""A `Capture` for machines without a GPU: what a CUDA graph does, on a CPU.
+"""A `Capture` for machines without a GPU: like a CUDA graph, on a CPU.
 
 A step's operations are recorded with the tensors and numbers that they were given. Replaying runs the operations again
 on the same tensors and puts the results where they were: no line of the step's own code runs, so that whatever it read
-from elsewhere is what it was when it was recorded. What a GPU could not record is refused.
+from elsewhere is what it was when it was recorded. What a GPU could not record is refused. It keeps all tensors alive
+and knows no streams: what goes wrong with those it cannot show.
 """
 
 from collections.abc import Callable

@@ -88,6 +88,27 @@ def test_a_few_recordings_serve_every_batch(tmp_path: Path) -> None:
     assert recording.count == recorded
 
 
+def test_recordings_that_had_to_go_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.graphs.MOST_RECORDED", 1)
+    path, recording = saved("Qwen2", tmp_path, **KINDS["Qwen2"]), Recording()
+    assert_equal(answered(served(path, recording)), answered(served(path, None)))
+    assert recording.count > 11
+
+
+def test_new_weights_are_not_spoiled_by_what_others_left(tmp_path: Path) -> None:
+    """Weights whose forward overflows leave infinities in every slot."""
+    path = saved("Qwen2", tmp_path, **KINDS["Qwen2"])
+    engine = served(path, Recording())
+    answered(engine)
+    with torch.inference_mode():
+        for pool in engine._cache.pools:
+            for k, v in pool._layers.values():
+                k.fill_(torch.inf)
+                v.fill_(torch.nan)
+    engine.update(engine.slots.staged(1, path, None))
+    assert_equal(answered(engine), answered(served(path, None)))
+
+
 def test_an_engine_goes_on_when_steps_cannot_be_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def refusing(step: Callable[[], None]) -> Callable[[], None]:
         step()

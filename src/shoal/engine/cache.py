@@ -99,6 +99,12 @@ class Pool:
             k[slot, :, :length] = k_KLD[:, :length]
             v[slot, :, :length] = v_KLD[:, :length]
 
+    def zero(self) -> None:
+        """Overwrites everything that is stored."""
+        for k, v in self._layers.values():
+            k.zero_()
+            v.zero_()
+
     def close_hole(self) -> tuple[SequenceState, int] | None:
         """Moves the last sequence into a hole when holes are many; returns it with its new slot."""
         if len(self._free) * SPARSE <= len(self.slots):
@@ -198,6 +204,12 @@ class KVCache:
         """Gives a sequence the first `length` tokens of what was exported."""
         pool, slot = self.place(sequence)
         pool.restore(stored, slot, length)
+
+    @torch.inference_mode()
+    def zero(self) -> None:
+        """Overwrites all KV: weights that overflow leave infinities, which hiding does not keep out of a sum."""
+        for pool in self.pools:
+            pool.zero()
 
     def close_holes(self) -> None:
         """Keeps the slots in use together at the front of each pool."""

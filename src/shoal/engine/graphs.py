@@ -46,15 +46,19 @@ class CudaCapture:
 
     def __call__(self, step: Step) -> Step:
         """See `Capture`."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()  # what libraries set up at their first call may not be recorded
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may be checking new weights meanwhile: its calls are none of this recording's business.
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            step()
+        stream, graph = self._stream, torch.cuda.CUDAGraph()
+        with torch.cuda.device(stream.device):
+            current = torch.cuda.current_stream()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    step()  # what libraries set up at their first call may not be recorded
+                # Another thread may be checking new weights meanwhile: its calls are none of this recording's business.
+                with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
+                    step()
+            finally:  # a recording that fails may leave its own stream behind as the current one
+                torch.cuda.set_stream(current)
+                current.wait_stream(stream)
         return graph.replay
 
 
@@ -118,14 +122,14 @@ class DecodeGraphs:
 
     def _record(self, key: tuple[tuple[int, int, int], ...], step: Step) -> None:
         """Computes a step, so that it can be replayed from now on."""
-        if self._capture is None:
-            step()
-            return
-        try:
-            self._recorded[key] = self._capture(step)
-        except RuntimeError as error:
-            LOG.warning("decode steps cannot be recorded, and are launched one kernel at a time: %s", error)
-            self._capture = None
+        if self._capture is not None:
+            try:
+                self._recorded[key] = self._capture(step)
+            except RuntimeError as error:
+                LOG.warning("decode steps cannot be recorded, and are launched one kernel at a time: %s", error)
+                self._capture = None
+                self._recorded.clear()
+        if self._capture is None:  # not in the handler, where the error keeps what the failed step had made
             step()
         if len(self._recorded) > MOST_RECORDED:
             self._recorded.popitem(last=False)

@@ -354,6 +354,8 @@ class LocalEngine:
             self.stale_sequences += len(running)
         else:
             self._scheduler.forget()
+            if self._graphs is not None:
+                self._cache.zero()
         self.version, self.checksum = self._update.version, self._update.checksum
         self._update = None
         for future in self._update_waiters:

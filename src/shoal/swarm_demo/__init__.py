@@ -128,7 +128,7 @@ async def _each_kind(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[
             settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
             path = _written(plan, name, settings)
             command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
-            await stack.enter_async_context(_child(plan, name, command))
+            await _joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
         found[Kind.SWARM] = await _trained(plan, configs)
     return found
 
@@ -178,6 +178,15 @@ async def _trained(plan: Plan, configs: Sequence[Config]) -> dict[str, dict[str,
         return name.partition("-")[2], outcome
 
     return dict(await asyncio.gather(*(one(config) for config in configs)))
+
+
+async def _joined(plan: Plan, name: str, process: asyncio.subprocess.Process) -> None:
+    """Waits until a generator is at work. Raises `ChildDied`."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not (plan.folder / name / FOLDER / STATUS_FILE).exists():
+        if process.returncode is not None or time.monotonic() > deadline_s:
+            raise ChildDied(f"{name} did not join the swarm; see {_log(plan, name)}")
+        await asyncio.sleep(0.1)
 
 
 @asynccontextmanager

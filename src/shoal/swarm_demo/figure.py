@@ -10,13 +10,14 @@ from matplotlib.ticker import PercentFormatter
 
 from shoal.metrics import read_records
 from shoal.report.figure import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, STYLE, TEAL
+from shoal.swarm_demo import Kind
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
-KINDS = (("solo", "--", "alone"), ("solo_half", ":", "alone, half the answers"), ("swarm", "-", "swarm"))
+KINDS = ((Kind.SOLO, "--", "alone"), (Kind.SOLO_HALF, ":", "alone, half the answers"), (Kind.SWARM, "-", "swarm"))
 
 
 def swarm_png(folder: Path, names: Sequence[str], external: Mapping[str, float]) -> bytes:
-    """From the runs of each of `KINDS` in a folder; `external` is groups of others per step, by name."""
+    """From the runs of each kind in a folder; `external` is groups of others per step, by name."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
         curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
