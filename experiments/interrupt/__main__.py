@@ -128,7 +128,7 @@ def draw(path: Path, cells: Sequence[Record]) -> None:
         color="#2563c9",
         width=0.6,
     )
-    axes.set_ylabel("trained tokens per CPU second of the engine")
+    axes.set_ylabel("tokens per CPU second of the engine")
     figure.savefig(path, dpi=130)
 
 
