@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once and replayed, against steps that are computed anew."""
+"""Decode steps that are captured once and replayed, against steps that are computed anew."""
 
 import logging
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpu_graphs import CpuCapture
 from engine_models import saved
-from recording import Recording
 from shoal.engine.graphs import Capture
 from shoal.engine.limits import Limits
 from shoal.engine.local import LocalEngine
@@ -54,18 +54,18 @@ def assert_equal(found: list[Draft], expected: list[Draft]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_steps_draw_what_computed_ones_draw(kind: str, tmp_path: Path) -> None:
     path = saved(kind, tmp_path, **KINDS[kind])
-    recording = Recording()
-    replaying = served(path, recording)
+    capture = CpuCapture()
+    replaying = served(path, capture)
     computing = served(path, None)
     for _ in range(2):  # pools have grown when it begins anew
         assert_equal(answered(replaying), answered(computing))
-    assert replaying.counts().graph_steps > 3 * recording.count > 0
+    assert replaying.counts().graph_steps > 3 * capture.count > 0
 
 
-def test_recordings_serve_new_weights(tmp_path: Path) -> None:
+def test_graphs_serve_new_weights(tmp_path: Path) -> None:
     path, other = (saved("Qwen2", tmp_path / str(seed), seed, **KINDS["Qwen2"]) for seed in range(2))
     drafts = []
-    for capture in (Recording(), None):
+    for capture in (CpuCapture(), None):
         engine = served(path, capture)
 
         def pushed(step: int, engine: LocalEngine = engine) -> None:
@@ -78,27 +78,28 @@ def test_recordings_serve_new_weights(tmp_path: Path) -> None:
     assert_equal(*drafts)
 
 
-def test_a_few_recordings_serve_every_batch(tmp_path: Path) -> None:
-    recording = Recording()
-    engine = served(saved("Qwen2", tmp_path, **KINDS["Qwen2"]), recording)
+def test_a_few_graphs_serve_every_batch(tmp_path: Path) -> None:
+    capture = CpuCapture()
+    engine = served(saved("Qwen2", tmp_path, **KINDS["Qwen2"]), capture)
     for _ in range(2):  # pools have grown when it begins anew
         answered(engine)
-    recorded = recording.count
+    captured = capture.count
     answered(engine)
-    assert recording.count == recorded
+    assert capture.count == captured
 
 
-def test_recordings_that_had_to_go_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.graphs.MOST_RECORDED", 1)
-    path, recording = saved("Qwen2", tmp_path, **KINDS["Qwen2"]), Recording()
-    assert_equal(answered(served(path, recording)), answered(served(path, None)))
-    assert recording.count > 11
+def test_graphs_that_had_to_go_are_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, all_kept, one_kept = saved("Qwen2", tmp_path, **KINDS["Qwen2"]), CpuCapture(), CpuCapture()
+    expected = answered(served(path, all_kept))
+    monkeypatch.setattr("shoal.engine.graphs.MOST_GRAPHS", 1)
+    assert_equal(answered(served(path, one_kept)), expected)
+    assert one_kept.count > all_kept.count
 
 
 def test_new_weights_are_not_spoiled_by_what_others_left(tmp_path: Path) -> None:
     """Weights whose forward overflows leave infinities in every slot."""
     path = saved("Qwen2", tmp_path, **KINDS["Qwen2"])
-    engine = served(path, Recording())
+    engine = served(path, CpuCapture())
     answered(engine)
     with torch.inference_mode():
         for pool in engine._cache.pools:
@@ -109,7 +110,7 @@ def test_new_weights_are_not_spoiled_by_what_others_left(tmp_path: Path) -> None
     assert_equal(answered(engine), answered(served(path, None)))
 
 
-def test_an_engine_goes_on_when_steps_cannot_be_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_goes_on_when_steps_cannot_be_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def refusing(step: Callable[[], None]) -> Callable[[], None]:
         step()
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -120,7 +121,7 @@ def test_an_engine_goes_on_when_steps_cannot_be_recorded(tmp_path: Path, caplog:
         assert_equal(answered(engine), answered(served(path, None)))
     assert engine.counts().graph_steps == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "decode steps cannot be recorded, and are launched one kernel at a time: "
+        "decode steps cannot be captured, and are launched one kernel at a time: "
         "operation not permitted when stream is capturing"
     ]
 
@@ -128,24 +129,24 @@ def test_an_engine_goes_on_when_steps_cannot_be_recorded(tmp_path: Path, caplog:
 def test_steps_of_more_rows_than_there_is_room_for_are_computed(tmp_path: Path) -> None:
     """Few sequences in each of many pools, whose slots are rounded up."""
     path = saved("Qwen2", tmp_path, **KINDS["Qwen2"])
-    engine = served(path, Recording(), max_running=1)
+    engine = served(path, CpuCapture(), max_running=1)
     engine._graphs._token_M = engine._graphs._token_M[:3]  # type: ignore[union-attr]
     assert_equal(answered(engine), answered(served(path, None, max_running=1)))
     assert engine.counts().graph_steps == 0
 
 
-def test_a_step_that_needs_the_host_cannot_be_recorded() -> None:
-    """Of the recorder, which every claim above rests on."""
+def test_a_step_that_needs_the_host_cannot_be_captured() -> None:
+    """Of `CpuCapture`, which every claim above rests on."""
     total, added = torch.zeros(1), 1.0
 
     def counted() -> None:
         total.add_(added)
 
-    replay = Recording()(counted)
+    replay = CpuCapture()(counted)
     added = 5.0
     replay()
-    assert float(total) == 3.0, "replayed with the number that was recorded"
-    with pytest.raises(RuntimeError, match="cannot be recorded"):
-        Recording()(lambda: total.mul_(float(total)) and None)
-    with pytest.raises(RuntimeError, match="cannot be recorded"):
-        Recording()(lambda: total.add_(torch.tensor([added])) and None)
+    assert float(total) == 3.0, "replayed with the number that was captured"
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        CpuCapture()(lambda: total.mul_(float(total)) and None)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        CpuCapture()(lambda: total.add_(torch.tensor([added])) and None)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from cpu_graphs import CpuCapture
 from engine_models import plain, saved
-from recording import Recording
 from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Draft, Request
@@ -100,7 +100,7 @@ events = st.lists(
     kv_tokens=st.sampled_from([None, LONGEST, LONGEST + 64]),
     prefix_cache_bytes=st.sampled_from([0, 30_000, 10**7]),
     on_update=st.sampled_from([OnUpdate.RECOMPUTE, OnUpdate.DRAIN]),
-    capture=st.sampled_from([None, Recording()]),
+    capture=st.sampled_from([None, CpuCapture()]),
 )
 def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     happening: list[Request | tuple[str, int]],
@@ -109,7 +109,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     kv_tokens: int | None,
     prefix_cache_bytes: int,
     on_update: OnUpdate,
-    capture: Recording | None,
+    capture: CpuCapture | None,
     weights: list[Weights],
 ) -> None:
     limits = Limits(

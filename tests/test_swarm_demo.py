@@ -7,7 +7,7 @@ import pytest
 
 from shoal.buffer.audit import audit
 from shoal.config import parse
-from shoal.swarm_demo import GROUPS, Kind, Plan, node_config, run_swarm_demo
+from shoal.swarm_demo import GROUPS, Arm, Plan, node_config, run_swarm_demo
 from shoal.warm_start import Recipe
 
 
@@ -18,9 +18,9 @@ def test_a_node_alone_and_in_the_swarm_differs_in_where_its_groups_come_from_and
     assert [one.name for one in plan.trainees] == ["large", "small", "large-2"]
     assert len({one.seed for one in plan.trainees}) == 3
     for trainee in plan.trainees:
-        solo = node_config(plan, trainee, tmp_path / "model", Kind.SOLO)
-        half = node_config(plan, trainee, tmp_path / "model", Kind.SOLO_HALF)
-        swarm = node_config(plan, trainee, tmp_path / "model", Kind.SWARM, "nats://127.0.0.1:1")
+        solo = node_config(plan, trainee, tmp_path / "model", Arm.SOLO)
+        half = node_config(plan, trainee, tmp_path / "model", Arm.SOLO_HALF)
+        swarm = node_config(plan, trainee, tmp_path / "model", Arm.SWARM, "nats://127.0.0.1:1")
         assert solo.train.groups_per_step == GROUPS
         assert swarm.train.groups_per_step + swarm.swarm.external_groups == GROUPS
         alike = {"run_dir": solo.run_dir, "swarm": parse(solo.model_dump()).swarm, "train": solo.train}
@@ -37,14 +37,14 @@ def test_a_few_steps_of_the_demonstration(tmp_path: Path, monkeypatch: pytest.Mo
     recipes = (("large", tiny), ("small", replace(tiny, layers=1, tokenizer="pairs")))
     plan = Plan(tmp_path / "demo", steps=6, questions=8, recipes=recipes, frozen=tiny)
     found = run_swarm_demo(plan)
-    for kind in ("before", *Kind):
-        assert set(found[kind]) == {"large", "small"}  # type: ignore[call-overload]
+    for arm in ("before", *Arm):
+        assert set(found[arm]) == {"large", "small"}  # type: ignore[call-overload]
     offers = found["offers"]
     assert isinstance(offers, dict)
     assert set(offers) == {"swarm-large", "swarm-small", "frozen", "rule"}
     assert offers["rule"] > 0
     assert Path(str(found["picture"])).read_bytes().startswith(b"\x89PNG")
-    for kind in Kind:
+    for arm in Arm:
         for name in ("large", "small"):
-            report = audit(plan.folder / f"{kind}-{name}")
+            report = audit(plan.folder / f"{arm}-{name}")
             assert report.ok, report

@@ -55,7 +55,7 @@ def test_interruptions_change_nothing_on_a_gpu(tiny_model_dir: Path) -> None:
 
 
 def test_cuda_graphs_draw_what_launched_kernels_draw(tiny_model_dir: Path) -> None:
-    """Interrupted, so that graphs serve weights that came after they were recorded."""
+    """Interrupted, so that graphs serve weights that came after they were captured."""
     expected, logprobs = answers(tiny_model_dir, dtype="float32", device="cuda")
     tokens, found = answers(tiny_model_dir, dtype="float32", device="cuda", reload=True, graphs=True)
     assert tokens == expected

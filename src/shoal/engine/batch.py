@@ -41,7 +41,7 @@ class StepBatch:
     ) -> None:
         """Places the plan's sequences in the cache. Copies that the plan orders have been made.
 
-        With `graphs`, a step in which all decode may be a recorded one.
+        With `graphs`, a step in which all decode may be a captured one.
         """
         cache.place_all([*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))])
         cache.close_holes()
@@ -73,7 +73,8 @@ class StepBatch:
         self._graph = None
         if graphs is not None and not chunks:
             slots = [(pool, slot) for pool, slot, _ in placed]
-            self._graph = graphs.begun(slots, token_T, position_T)
+            self._graph = graphs.begun(slots, self.token_T, self.position_T)
+        self._room = min((pool.capacity - draft.total for pool, _, draft in placed), default=0)
         self._decode = [] if self._graph is not None else _decode_rows(placed, device)
         self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
@@ -91,14 +92,16 @@ class StepBatch:
 
     def advanced(self, token_B: Tensor) -> bool:
         """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
-        if self._graph is not None:
-            return self._graph.advanced(token_B)
-        for rows in self._decode:
-            rows.advance()
         assert not self.scored, "only prefilling scores"
-        self.token_T = token_B
-        self.position_T += 1
-        return all(rows.fits for rows in self._decode)
+        self._room -= 1
+        if self._graph is not None:
+            self._graph.advance(token_B)
+        else:
+            for rows in self._decode:
+                rows.advance()
+            self.token_T = token_B
+            self.position_T += 1
+        return self._room >= 0
 
 
 def _decode_rows(placed: Sequence[tuple[Pool, int, Draft]], device: torch.device) -> list[DecodeRows]:

@@ -20,6 +20,7 @@ SMALLEST_CAPACITY = 32
 pads to the longest row of a pool."""
 StoredKV: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 """K and V of [K, L, D] by layer, apart from any slot."""
+FEWEST_SLOTS = 4  # that a pool has storage for; a power of two
 SPARSE = 8  # holes are closed when they are more than one in so many slots
 
 
@@ -38,7 +39,7 @@ class Pool:
         self.capacity = capacity
         self.slots: list[SequenceState | None] = []
         self._free: list[int] = []
-        self.allocated = 4
+        self.allocated = FEWEST_SLOTS
         """Slots that there is storage for, a power of two. It grows into new storage."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 

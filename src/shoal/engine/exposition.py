@@ -15,7 +15,7 @@ COUNTERS = {
     "preemptions": "Sequences that lost their KV for want of memory.",
     "stale_sequences": "Sequences that went on with the KV of older weights.",
     "prefix_tokens_reused": "Prompt tokens whose KV an ended sequence had left.",
-    "graph_steps": "Decode steps that were replayed from a recording.",
+    "graph_steps": "Decode steps that were replayed from a graph.",
     "busy_s": "Seconds spent computing.",
 }
 GAUGES = {

@@ -1,8 +1,8 @@
-"""Decode steps recorded once and replayed: on a GPU, launching a small model's kernels takes longer than running them.
+"""Decode steps captured as graphs and replayed: on a GPU, launching a small model's kernels takes longer than they run.
 
-A recording fixes every shape and address. So a recorded step computes the first slots of each pool in use, holes too,
+A graph fixes every shape and address. So a captured step computes the first slots of each pool in use, holes too,
 and attends over the whole slot with what lies behind hidden; what differs between steps is in tensors that stay where
-they are: tokens, positions, weights, KV. The number of slots is rounded up to a power of two, so that few recordings
+they are: tokens, positions, weights, KV. The number of slots is rounded up to a power of two, so that few graphs
 serve many batches.
 """
 
@@ -15,30 +15,29 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import Pool
+from shoal.engine.cache import FEWEST_SLOTS, Pool
 from shoal.engine.forward import Forward
 from shoal.engine.layout import CachedRows, SlotRows
 
 LOG = logging.getLogger(__name__)
 
-MOST_RECORDED = 64
-SMALLEST_SPAN = 4  # slots; a pool never has fewer
+MOST_GRAPHS = 64
 Step: TypeAlias = Callable[[], None]
 
 
 class Capture(Protocol):
-    """How a step is recorded."""
+    """How a step becomes a graph."""
 
     def __call__(self, step: Step) -> Step:
-        """Runs `step` once and records it. What is returned does it again, on what its tensors hold by then.
+        """Runs `step` once and captures it. What is returned does it again, on what its tensors hold by then.
 
-        Raises `RuntimeError` when the step cannot be recorded; it may have run.
+        Raises `RuntimeError` when the step cannot be captured; it may have run.
         """
         ...
 
 
 class CudaCapture:
-    """Records CUDA graphs, which share the memory of what lies between their inputs and outputs."""
+    """Captures CUDA graphs, which share the memory of what lies between their inputs and outputs."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -52,33 +51,31 @@ class CudaCapture:
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream):
-                    step()  # what libraries set up at their first call may not be recorded
-                # Another thread may be checking new weights meanwhile: its calls are none of this recording's business.
+                    step()  # what libraries set up at their first call may not be captured
+                # Another thread may be checking new weights meanwhile: its calls are none of this capture's business.
                 with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
                     step()
-            finally:  # a recording that fails may leave its own stream behind as the current one
+            finally:  # a capture that fails may leave its own stream behind as the current one
                 torch.cuda.set_stream(current)
                 current.wait_stream(stream)
         return graph.replay
 
 
 class DecodeGraphs:
-    """The recordings of one forward, and the tensors that all of them read from and write to. Not thread-safe."""
+    """The graphs of one forward, and the tensors that all of them read from and write to. Not thread-safe."""
 
     def __init__(self, forward: Forward, capture: Capture, most_rows: int, device: torch.device) -> None:
-        """Steps of more than `most_rows` rows, holes and rounding included, are not recorded."""
+        """Steps of more than `most_rows` rows, holes and rounding included, are not captured."""
         self._forward = forward
         self._capture: Capture | None = capture
         self._token_M = torch.zeros(most_rows, dtype=torch.long, device=device)
         self._position_M = torch.zeros(most_rows, dtype=torch.long, device=device)
         self._logits_MV: Tensor | None = None
-        self._recorded: OrderedDict[tuple[tuple[int, int, int], ...], Step] = OrderedDict()
+        self._graphs: OrderedDict[tuple[tuple[int, int, int], ...], Step] = OrderedDict()
         self.steps = 0
         """How many were replayed."""
 
-    def begun(
-        self, slots: Sequence[tuple[Pool, int]], tokens: Sequence[int], positions: Sequence[int]
-    ) -> "DecodeSteps | None":
+    def begun(self, slots: Sequence[tuple[Pool, int]], token_B: Tensor, position_B: Tensor) -> "DecodeSteps | None":
         """Steps of all sequences there are, sorted by pool; None when they cannot be replayed.
 
         Each is given the token at its position, whose KV is not stored yet.
@@ -90,17 +87,15 @@ class DecodeGraphs:
             assert pool.held == len(used), "a sequence that does not decode would be written to"
             before = sum(span for _, span in spans)
             rows += [before + slot for slot in used]
-            spans.append((pool, max(SMALLEST_SPAN, 1 << max(used).bit_length())))
+            spans.append((pool, max(FEWEST_SLOTS, 1 << max(used).bit_length())))
         count = sum(span for _, span in spans)
         if self._capture is None or count > len(self._token_M):
             return None
-        device = self._token_M.device
-        row_B = torch.tensor(rows, device=device)
-        for x_M, values in ((self._token_M, tokens), (self._position_M, positions)):
+        row_B = torch.tensor(rows, device=token_B.device)
+        for x_M, x_B in ((self._token_M, token_B), (self._position_M, position_B)):
             x_M[:count] = 0
-            x_M.index_copy_(0, row_B, torch.tensor(values, device=device))
-        left = min(pool.capacity - position for (pool, _), position in zip(slots, positions, strict=True))
-        return DecodeSteps(self, spans, row_B, left)
+            x_M.index_copy_(0, row_B, x_B)
+        return DecodeSteps(self, spans, row_B)
 
     def advance(self, row_B: Tensor, token_B: Tensor) -> None:
         """What these rows are given next: the tokens drawn, one position later."""
@@ -110,29 +105,29 @@ class DecodeGraphs:
     def logits(self, spans: Sequence[tuple[Pool, int]]) -> Tensor:
         """[T, V] of one row for each slot, valid until the next call."""
         key = tuple((pool.capacity, pool.allocated, span) for pool, span in spans)
-        replay = self._recorded.get(key)
+        replay = self._graphs.get(key)
         if replay is not None:
-            self._recorded.move_to_end(key)
+            self._graphs.move_to_end(key)
             replay()
             self.steps += 1
         else:
-            self._record(key, lambda: self._computed(spans))
+            self._captured(key, lambda: self._computed(spans))
         assert self._logits_MV is not None
         return self._logits_MV[: sum(span for _, span in spans)]
 
-    def _record(self, key: tuple[tuple[int, int, int], ...], step: Step) -> None:
+    def _captured(self, key: tuple[tuple[int, int, int], ...], step: Step) -> None:
         """Computes a step, so that it can be replayed from now on."""
         if self._capture is not None:
             try:
-                self._recorded[key] = self._capture(step)
+                self._graphs[key] = self._capture(step)
             except RuntimeError as error:
-                LOG.warning("decode steps cannot be recorded, and are launched one kernel at a time: %s", error)
+                LOG.warning("decode steps cannot be captured, and are launched one kernel at a time: %s", error)
                 self._capture = None
-                self._recorded.clear()
+                self._graphs.clear()
         if self._capture is None:  # not in the handler, where the error keeps what the failed step had made
             step()
-        if len(self._recorded) > MOST_RECORDED:
-            self._recorded.popitem(last=False)
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
 
     def _computed(self, spans: Sequence[tuple[Pool, int]]) -> None:
         parts, end = [], 0
@@ -148,19 +143,15 @@ class DecodeGraphs:
 class DecodeSteps:
     """Steps of the same sequences, one after another."""
 
-    def __init__(self, graphs: DecodeGraphs, spans: Sequence[tuple[Pool, int]], row_B: Tensor, left: int) -> None:
-        """`left` is how many tokens there is room for in every slot."""
+    def __init__(self, graphs: DecodeGraphs, spans: Sequence[tuple[Pool, int]], row_B: Tensor) -> None:
         self._graphs = graphs
         self._spans = spans
         self._row_B = row_B
-        self._left = left
 
     def logits(self) -> Tensor:
         """[B, V] of the sequences, in the order in which they were given."""
         return self._graphs.logits(self._spans).index_select(0, self._row_B)
 
-    def advanced(self, token_B: Tensor) -> bool:
-        """Goes on to the next step with the tokens drawn; False when a slot is full."""
+    def advance(self, token_B: Tensor) -> None:
+        """Goes on to the next step with the tokens drawn."""
         self._graphs.advance(self._row_B, token_B)
-        self._left -= 1
-        return self._left > 0

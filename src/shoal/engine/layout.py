@@ -28,11 +28,6 @@ class DecodeRows:
         self._row_by_heads: dict[int, Tensor] = {}  # flat row of each (token, head) in [S * K * capacity, D]
         self._mask_by_window: dict[int | None, Tensor | None] = {}
 
-    @property
-    def fits(self) -> bool:
-        """Whether every sequence still has room for this step's token."""
-        return self.longest <= self._pool.capacity
-
     def advance(self) -> None:
         """The same sequences, one token later."""
         self.longest += 1
@@ -97,7 +92,7 @@ class DecodeRows:
 class SlotRows:
     """A token of each of a pool's first slots, of one step. Holes are rows too: they write to and read their position.
 
-    Shapes and addresses depend on the number of slots alone, so that a step with such rows can be recorded.
+    Shapes and addresses depend on the number of slots alone, so that a step with such rows can be captured.
     """
 
     def __init__(self, pool: Pool, position_S: Tensor) -> None:

@@ -34,7 +34,7 @@ from shoal.types import FinishReason, Sampling
 
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 MOST_ALTERNATIVES = 20
-SPARE_ROWS = 32  # of recorded steps: holes, and few sequences in many pools
+SPARE_ROWS = 32  # of captured steps: holes, and few sequences in many pools
 
 
 class LocalEngine:
@@ -53,7 +53,7 @@ class LocalEngine:
     ) -> None:
         """`seed` decides the draws of requests that bring no seed of their own.
 
-        With `capture`, decode steps of models that it can be done with are recorded and replayed.
+        With `capture`, decode steps of models that it can be done with are captured and replayed.
         """
         self.limits = limits
         self.version, self.checksum = version, checksum

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
         default=os.environ.get("SHOAL_CUDA_GRAPHS") != "0",
-        help="on a GPU, record decode steps and replay them (SHOAL_CUDA_GRAPHS=0 turns it off)",
+        help="on a GPU, capture decode steps and replay them (SHOAL_CUDA_GRAPHS=0 turns it off)",
     )
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))

@@ -33,18 +33,6 @@ from shoal.warm_start import REWRITE, Recipe, demo_model
 
 GROUPS = 8
 """Per step: of one's own when alone, half of them from others in the swarm."""
-
-
-class Kind(StrEnum):
-    """How a node trains."""
-
-    SOLO = "solo"
-    """Alone, with as many groups per step as in the swarm."""
-    SOLO_HALF = "solo_half"
-    """Alone, with as many groups of its own as in the swarm, which is what it would have without the others."""
-    SWARM = "swarm"
-
-
 LARGE = Recipe()
 SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
 FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
@@ -55,6 +43,16 @@ PAUSE_S = 0.25
 """Between two groups of a generator."""
 START_TIMEOUT_S = 120.0
 MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+
+
+class Arm(StrEnum):
+    """How a node trains."""
+
+    SOLO = "solo"
+    """Alone, with as many groups per step as in the swarm."""
+    SOLO_HALF = "solo_half"
+    """Alone, with as many groups of its own as in the swarm, which is what it would have without the others."""
+    SWARM = "swarm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +98,13 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     frozen = demo_model(plan.frozen).directory
     made_s = time.monotonic() - began_s
     plan.folder.mkdir(parents=True, exist_ok=True)
-    outcomes = asyncio.run(_each_kind(plan, models, frozen))
+    outcomes = asyncio.run(_each_arm(plan, models, frozen))
     names = [trainee.name for trainee in plan.trainees]
     picture = plan.folder / "swarm.png"
     picture.write_bytes(swarm_png(plan.folder, names, _external_shares(plan)))
     return {
-        "before": {name: outcomes[Kind.SOLO][name]["accuracy_before"] for name in names},
-        **{kind.value: {name: outcomes[kind][name]["accuracy_after"] for name in names} for kind in Kind},
+        "before": {name: outcomes[Arm.SOLO][name]["accuracy_before"] for name in names},
+        **{arm.value: {name: outcomes[arm][name]["accuracy_after"] for name in names} for arm in Arm},
         **_traffic(plan),
         "external_per_step": _external_shares(plan),
         "picture": str(picture),
@@ -115,29 +113,29 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     }
 
 
-async def _each_kind(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[Kind, dict[str, dict[str, float]]]:
+async def _each_arm(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[Arm, dict[str, dict[str, float]]]:
     """What `shoal train` said of each node, by how it trained."""
     found = {}
-    for kind in (Kind.SOLO, Kind.SOLO_HALF):
-        found[kind] = await _trained(plan, [node_config(plan, one, models[one.name], kind) for one in plan.trainees])
+    for arm in (Arm.SOLO, Arm.SOLO_HALF):
+        found[arm] = await _trained(plan, [node_config(plan, one, models[one.name], arm) for one in plan.trainees])
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
-        configs = [node_config(plan, one, models[one.name], Kind.SWARM, server.url) for one in plan.trainees]
+        configs = [node_config(plan, one, models[one.name], Arm.SWARM, server.url) for one in plan.trainees]
         url = await stack.enter_async_context(_served(plan, frozen))
         for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
             settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
             path = _written(plan, name, settings)
             command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
             await _joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
-        found[Kind.SWARM] = await _trained(plan, configs)
+        found[Arm.SWARM] = await _trained(plan, configs)
     return found
 
 
-def node_config(plan: Plan, trainee: Trainee, model: Path, kind: Kind, server: str = "") -> Config:
-    """Of one node; model, seed and all else but its groups and where they come from are the same in each kind."""
+def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str = "") -> Config:
+    """Of one node; model, seed and all else but its groups and where they come from are the same in each arm."""
     return parse(
         {
-            "run_dir": str(plan.folder / f"{kind}-{trainee.name}"),
+            "run_dir": str(plan.folder / f"{arm}-{trainee.name}"),
             "seed": trainee.seed,
             "model": {"path": str(model)},
             "tasks": [
@@ -152,13 +150,13 @@ def node_config(plan: Plan, trainee: Trainee, model: Path, kind: Kind, server: s
             "asynchrony": {"eta": 2},
             "train": {
                 "steps": plan.steps,
-                "groups_per_step": GROUPS if kind is Kind.SOLO else GROUPS // 2,
+                "groups_per_step": GROUPS if arm is Arm.SOLO else GROUPS // 2,
                 "lr": 3e-4,
                 "warmup_steps": 5,
             },
             "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
             "checkpoint": {"every_steps": max(1, plan.steps)},
-            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if kind is Kind.SWARM else {},
+            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if arm is Arm.SWARM else {},
         }
     )
 
@@ -236,7 +234,7 @@ def _written(plan: Plan, name: str, config: Config) -> Path:
 
 def _traffic(plan: Plan) -> dict[str, object]:
     """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
-    nodes = [f"{Kind.SWARM}-{trainee.name}" for trainee in plan.trainees]
+    nodes = [f"{Arm.SWARM}-{trainee.name}" for trainee in plan.trainees]
     statuses = {
         name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
     }
@@ -256,6 +254,6 @@ def _external_shares(plan: Plan) -> dict[str, float]:
     """Groups of others that each training node trained per step, of the 4 it wanted."""
     found = {}
     for trainee in plan.trainees:
-        records = read_records(plan.folder / f"{Kind.SWARM}-{trainee.name}" / "metrics.jsonl")
+        records = read_records(plan.folder / f"{Arm.SWARM}-{trainee.name}" / "metrics.jsonl")
         found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
     return found

@@ -10,20 +10,20 @@ from matplotlib.ticker import PercentFormatter
 
 from shoal.metrics import read_records
 from shoal.report.figure import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, STYLE, TEAL
-from shoal.swarm_demo import Kind
+from shoal.swarm_demo import Arm
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
-KINDS = ((Kind.SOLO, "--", "alone"), (Kind.SOLO_HALF, ":", "alone, half the answers"), (Kind.SWARM, "-", "swarm"))
+STYLES = ((Arm.SOLO, "--", "alone"), (Arm.SOLO_HALF, ":", "alone, half the answers"), (Arm.SWARM, "-", "swarm"))
 
 
 def swarm_png(folder: Path, names: Sequence[str], external: Mapping[str, float]) -> bytes:
-    """From the runs of each kind in a folder; `external` is groups of others per step, by name."""
+    """From the runs of each arm in a folder; `external` is groups of others per step, by name."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
         curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
         for name, colour in zip(names, COLOURS * len(names), strict=False):
-            for kind, style, words in KINDS:
-                steps, accuracy = _evaluations(folder / f"{kind}-{name}" / "metrics.jsonl")
+            for arm, style, words in STYLES:
+                steps, accuracy = _evaluations(folder / f"{arm}-{name}" / "metrics.jsonl")
                 curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {words}", marker="o", ms=3)
         curves.set_title("held-out accuracy, sampled")
         curves.set_xlabel("step", color=MUTED)

@@ -1,8 +1,8 @@
 """A `Capture` for machines without a GPU: like a CUDA graph, on a CPU.
 
-A step's operations are recorded with the tensors and numbers that they were given. Replaying runs the operations again
+A step's operations are kept with the tensors and numbers that they were given. Replaying runs the operations again
 on the same tensors and puts the results where they were: no line of the step's own code runs, so that whatever it read
-from elsewhere is what it was when it was recorded. What a GPU could not record is refused. It keeps all tensors alive
+from elsewhere is what it was when it was captured. What a GPU could not capture is refused. It keeps all tensors alive
 and knows no streams: what goes wrong with those it cannot show.
 """
 
@@ -17,7 +17,7 @@ HOST = ("_local_scalar_dense", "lift_fresh", "nonzero", "equal", "is_nonzero")
 """Operations that wait for a device, or bring numbers to it that lie somewhere else at every step."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
@@ -25,15 +25,15 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in HOST:
-            raise RuntimeError(f"{name} cannot be recorded")
+            raise RuntimeError(f"{name} cannot be captured")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.operations.append((func, args, kwargs, _made(result, (args, kwargs))))
         return result
 
 
-class Recording:
-    """Counts how many steps it recorded."""
+class CpuCapture:
+    """Counts how many steps it captured."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -41,12 +41,12 @@ class Recording:
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         step()
         self.count += 1
-        recorder = _Recorder()
-        with recorder:
+        kept = _Operations()
+        with kept:
             step()
 
         def replay() -> None:
-            for func, args, kwargs, made in recorder.operations:
+            for func, args, kwargs, made in kept.operations:
                 again = _made(func(*args, **kwargs), (args, kwargs))
                 for before, now in zip(made, again, strict=True):
                     before.copy_(now)
