@@ -1,13 +1,12 @@
 """An engine process for tests, and what several of them ask of it."""
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +66,6 @@ def changed_weights(model: Path, store: WeightStore, version: int, factor: float
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * factor
     save_file(tensors, store.begin(version) / "model.safetensors")
     return store.seal(version).path
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Returns once a condition holds."""
-    async with asyncio.timeout(20):
-        while not await true():  # noqa: ASYNC110 (what is waited for happens in another process)
-            await asyncio.sleep(0.01)
 
 
 async def running(engine: HttpEngine, count: int) -> bool:

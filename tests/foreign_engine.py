@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from shoal.engine.connect import connected
 from shoal.engine.foreign import ForeignEngine
 from shoal.engine.load import weight_file
+from shoal.interfaces import Engine
 from shoal.model import load_model, packed_logprobs
 from shoal.types import Completion, Sampling
+from until import until
 
 BOUND_NATS = 1e-4
 
@@ -29,6 +31,16 @@ def asked(url: str, model: Path, body: Callable[[ForeignEngine], Awaitable[None]
             await engine.aclose()
 
     asyncio.run(run())
+
+
+async def more_drawn(engine: Engine, count: int, asked: Sequence[asyncio.Task[object]]) -> None:
+    """Returns once an engine has drawn so many tokens more than it had, or all it was asked for."""
+    before = (await engine.info()).tokens_drawn
+
+    async def drawn() -> bool:
+        return all(task.done() for task in asked) or (await engine.info()).tokens_drawn >= before + count
+
+    await until(drawn)
 
 
 def logprobs(model: Path, weights: Path, row: Sequence[int]) -> list[float]:

@@ -16,6 +16,7 @@ from shoal.gateway import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.render import ChatRenderer
 from shoal.types import Completion, FinishReason, Sampling
+from until import until
 
 CONTEXT = 4096
 
@@ -90,9 +91,7 @@ async def served(
     )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        async with asyncio.timeout(10):
-            while not server.started:  # noqa: ASYNC110 — uvicorn has no event for it
-                await asyncio.sleep(0.005)
+        await until(lambda: server.started)
         yield Served(engine, gateway, f"http://127.0.0.1:{listening.getsockname()[1]}")
     finally:
         server.should_exit = True

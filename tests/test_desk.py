@@ -38,6 +38,7 @@ from shoal.swarm.trust import Door, Letter, Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.recognise import OwnTasks
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
+from until import until
 
 PACE = Pace(answers=3, wait_s=10, open_s=100)
 HERE, PEER = Identity.fresh(), Identity.fresh()
@@ -292,7 +293,7 @@ def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) 
     async def main() -> None:
         lies = [of_peer("say nothing", "x"), of_peer("say b", "c")] * 20
         async with site(tmp_path, before=lies) as at, Visitor(at.url) as ann:
-            await asyncio.sleep(0.5)  # until they are heard
+            await until(lambda: len(at.desk._heard) == len(lies))
             seen = await ann.ask()
             for _ in range(6):
                 seen = await ann.ask(seen["id"])
@@ -309,7 +310,7 @@ def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with site(tmp_path, before=[offer]) as at:
-            await asyncio.sleep(0.3)  # until it is heard
+            await until(lambda: bool(at.desk.status()["refused"]))
             assert at.desk.status()["refused"] == {"banned": 1}
             assert json.loads((tmp_path / "status.json").read_text())["peer_id"] == HERE.peer_id
 

@@ -23,6 +23,7 @@ from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
+from until import until
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 CONFIG = """
@@ -141,8 +142,7 @@ async def offered(server: str, question: str) -> None:
     content = Offer(Claim("letters", question, QUESTIONS[question]), rollouts, GeneratorKind.RULE, EVIL, time.time())
     async with NatsExchange(NatsOptions((server,), "reef")) as exchange:
         receiving = asyncio.create_task(exchange.receive(1))
-        while not exchange.connected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: exchange.connected)
         frame = seal.frame(Kind.OFFER, offers.encode(content), time.time())
         await exchange.publish(Kind.OFFER, identity.peer_id, frame)
         receiving.cancel()

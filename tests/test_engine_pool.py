@@ -19,6 +19,7 @@ from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights import WeightStore
+from until import until
 
 PROMPT = [5, 6, 7, 8]
 NOWHERE = Path("nowhere")
@@ -121,12 +122,6 @@ def watched(engines: Sequence[CountingEngine], body: Callable[[EnginePool], Awai
             watching.cancel()
 
     asyncio.run(run())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def test_calls_of_one_session_go_to_one_engine() -> None:
@@ -312,8 +307,7 @@ def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: 
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pool.watch())
             asked = [tasks.create_task(pool.generate([*PROMPT, i % 90], Sampling(60, seed=i), n=2)) for i in range(150)]
-            while sum(task.done() for task in asked) < 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(task.done() for task in asked) >= 20)
             assert all(seat.load for seat in pool.seats)
             os.kill(pid, signal.SIGKILL)
             answers = [await task for task in asked]

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_server import PROMPT, Server, changed_weights, running, serving, until, waiting
+from engine_server import PROMPT, Server, changed_weights, running, serving, waiting
 from shoal.engine.remote import HttpEngine
 from shoal.engine.server import main
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights import WeightStore, checksum
+from until import until
 
 VOCABULARY = 102
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine_server import changed_weights, serving
-from foreign_engine import asked, assert_drawn_by_its_versions, logprobs
+from foreign_engine import asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from sglang_contract import contract
 from shoal.engine import canary
 from shoal.engine.foreign import ForeignEngine, Stop
@@ -44,21 +44,20 @@ def test_tokens_scores_and_weights_under_way_by_retracting(
 ) -> None:
     async def body(engine: ForeignEngine) -> None:
         assert engine.how is Stop.KEEP_AND_RECOMPUTE
-        tasks = [asyncio.create_task(engine.generate([*PROMPT, i], Sampling(240), n=2)) for i in range(8)]
-        await asyncio.sleep(0.15)
-        await engine.update_weights(1, files[1])
-        await asyncio.sleep(0.1)
-        await engine.update_weights(2, files[2])
+        tasks = [asyncio.create_task(engine.generate([*PROMPT, i], Sampling(240), n=4)) for i in range(8)]
+        for version in (1, 2):
+            await more_drawn(engine, 64, tasks)
+            await engine.update_weights(version, files[version])
         answers = [completion for task in tasks for completion in await task]
         assert all(len(c.token_ids) == 240 for c in answers)
         assert max(len(set(c.versions)) for c in answers) > 1
-        assert_drawn_by_its_versions(answers[3], [*PROMPT, 1], tiny_model_dir, files)
+        assert_drawn_by_its_versions(answers[5], [*PROMPT, 1], tiny_model_dir, files)
         row = [*PROMPT, *answers[0].token_ids[:20]]
         scored, computed = await engine.score(row), logprobs(tiny_model_dir, files[2], row)
         assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < 1e-4
         info = await engine.info()
         assert (info.version, info.max_model_len, info.running) == (2, 256, 0)
-        assert info.tokens_drawn >= 16 * 240
+        assert info.tokens_drawn >= 32 * 240
         with pytest.raises(RequestRefused, match="token_ids"):
             await engine.generate([10**6], Sampling(4))
         (stopped,) = await engine.generate(PROMPT, Sampling(200, stop_token_ids=tuple(range(40))))
@@ -82,9 +81,7 @@ def test_in_place_requests_keep_their_kv_and_share_none_with_later_ones(
     async def body(engine: ForeignEngine) -> None:
         assert engine.how is Stop.KEEP
         task = asyncio.create_task(engine.generate(PROMPT, Sampling(240), n=32))
-        while not (await engine.info()).running:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.03)
+        await more_drawn(engine, 64, [task])
         await engine.update_weights(1, files[1])
         assert any(set(answer.versions) == {0, 1} for answer in await task)
         await engine.generate(PROMPT, Sampling(2))
@@ -102,9 +99,9 @@ def test_an_older_server_is_aborted_and_the_pool_goes_on_with_the_partial_answer
         assert engine.how is Stop.ABORT
         pool = EnginePool()
         await pool.join("sglang", engine)
-        tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(240), n=2)) for i in range(4)]
+        tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(240), n=4)) for i in range(8)]
         for version in (1, 2):
-            await asyncio.sleep(0.1)
+            await more_drawn(engine, 64, tasks)
             await pool.update_weights(version, files[version])
         answers = [completion for task in tasks for completion in await task]
         assert all(len(c.token_ids) == 240 and c.finish_reason is FinishReason.LENGTH for c in answers)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engine_server import PROMPT, Server, changed_weights, running, serving, until
+from engine_server import PROMPT, Server, changed_weights, running, serving
 from shoal.bench.crowd import crowd
 from shoal.model import load_model, packed_logprobs
 from shoal.types import Sampling
 from shoal.weights import WeightStore
+from until import until
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from shoal.gateway import Gateway
 from shoal.render import ChatRenderer
 from shoal.train.advantage import rows
 from shoal.types import Reward, Rollout
+from until import until
 
 ASK: list[Any] = [{"role": "user", "content": "what is 3 + 4?"}]
 
@@ -41,8 +42,7 @@ def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_r
         session = gateway.sessions.open()
         async with openai.AsyncOpenAI(base_url=f"{url}/s/{session.token}/v1", api_key="-", max_retries=0) as client:
             asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK, seed=1))
-            await asyncio.sleep(0.5)
-            assert session.ledger.calls
+            await until(lambda: bool(session.ledger.calls))
             dying.kill()
             with pytest.raises(openai.InternalServerError, match="no engine at") as refused:
                 await asked

@@ -16,6 +16,7 @@ from shoal.gateway.closed import HANDED_OUT_KEPT, ClosedSessions
 from shoal.gateway.server import MAX_BODY_BYTES
 from shoal.train.advantage import rows
 from shoal.types import Reward, Rollout
+from until import until
 
 ASK = {"messages": [{"role": "user", "content": "what is 3 + 4?"}]}
 Scenario = Callable[[Served, aiohttp.ClientSession], Awaitable[None]]
@@ -121,7 +122,7 @@ def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_st
             await posted(http, url, ASK)
         one.engine.delay_s = 0.3
         busy = asyncio.create_task(posted(http, urls[1], ASK))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(one.engine.received) == 4)
         held = [session.tokens_held for session in sessions]
         one.gateway.sessions.bounds = Bounds(tokens=sum(held) - 1)
         await one.gateway.sessions.evict()
@@ -166,9 +167,10 @@ def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> Non
         session = one.gateway.sessions.open()
         url = f"{one.url}/s/{session.token}/v1/chat/completions"
         gone = asyncio.create_task(posted(http, url, {**ASK, "stream": stream}))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(one.engine.received))
         gone.cancel()
-        await asyncio.sleep(0.3)
+        await until(lambda: bool(session.ledger.generations))
+        await asyncio.sleep(0.1)  # in which it could be delivered
         (lost,) = session.ledger.generations
         assert lost.id not in session.ledger._delivered
         (row,) = rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)

@@ -23,6 +23,7 @@ from shoal.sandbox.rungs import why_not
 from shoal.tasks.drawer import Drawer
 from shoal.tasks.library import ReasoningGymService
 from shoal.types import Reward, RewardStatus, Split, Task
+from until import until
 
 T = TypeVar("T")
 HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers
@@ -56,11 +57,6 @@ def run(
             return await work(scorer)
 
     return asyncio.run(main())
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    while not happened():  # noqa: ASYNC110 - it happens in another process
-        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from shoal.rewards.judge import Unanswered, score_in
 from shoal.rewards.remote import RemoteScorer
 from shoal.rewards.service import RewardService
 from shoal.types import Json, Message, Reward, RewardStatus, Role, Task
+from until import until
 
 T = TypeVar("T")
 ADD: Json = [{"call": "add", "args": [1, 2], "returns": 3}]
@@ -191,8 +192,7 @@ async def http(app: object) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))  # type: ignore[arg-type]
         serving = asyncio.create_task(server.serve(sockets=[bound]))
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         server.should_exit = True
         await serving

@@ -25,6 +25,7 @@ from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
+from until import until
 
 CONFIG = """
 run_dir = "run"
@@ -110,8 +111,7 @@ def with_peer(
                     heard += sum(me.public_key not in frame for frame in frames)
 
             async def say() -> None:
-                while not exchange.connected:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: exchange.connected)
                 while True:
                     for payload in payloads:
                         await exchange.publish(Kind.OFFER, me.peer_id, seal.frame(Kind.OFFER, payload, time.time()))

@@ -27,6 +27,7 @@ from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions, server_config
+from until import until
 
 
 async def collected(exchange: Exchange, count: int, timeout_s: float = 20.0) -> list[bytes]:
@@ -128,8 +129,11 @@ def test_who_is_far_behind_skips_to_the_newest_frames(tmp_path: Path) -> None:
         client = await nats.connect(server.url)
         for i in range(1, 2 * MOST_BEHIND):
             await client.publish(f"shoal.reef.offer.a{i % 100}", b"%d" % i)
-        while (await client.jetstream().stream_info("shoal-reef")).state.last_seq < 2 * MOST_BEHIND:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+
+        async def stored() -> bool:
+            return (await client.jetstream().stream_info("shoal-reef")).state.last_seq >= 2 * MOST_BEHIND
+
+        await until(stored)
         await client.close()
         frames: list[bytes] = []
         while not frames or frames[-1] != b"%d" % (2 * MOST_BEHIND - 1):
@@ -157,9 +161,7 @@ def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
                     frames.extend(await two.receive(10))
 
             async def heard(*expected: bytes) -> None:
-                async with asyncio.timeout(20):
-                    while frames != list(expected):  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                await until(lambda: frames == list(expected))
 
             reading = [asyncio.ensure_future(read()), asyncio.ensure_future(collected(one, 99, 1000))]
             async with NatsServer(ServerOptions(folders[0], port=port)) as server:
@@ -167,9 +169,7 @@ def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
                 await heard(b"1", b"2")
                 os.kill(server.pid, signal.SIGKILL)
                 assert "signal 9" in await server.died()
-                async with asyncio.timeout(10):
-                    while one.connected or two.connected:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                await until(lambda: not (one.connected or two.connected))
                 with pytest.raises(ExchangeUnavailable):
                     await one.publish("offer", "a", b"lost")
             async with NatsServer(ServerOptions(folders[1], port=port)):

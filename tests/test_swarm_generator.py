@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from shoal.swarm.rules import RuleSolver
 from shoal.tasks.library import Library
 from shoal.tasks.recognise import OwnTasks
 from shoal.types import Group, Split, Task
+from until import until
 
 TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(GCD\\) of these numbers: ", "gcd ")])]
 
@@ -109,6 +111,12 @@ def test_a_node_trains_on_what_a_rule_says_right_and_wrong(tmp_path: Path, tiny_
     assert (status["shared"], status["generator"]) == (6, "rule")
 
 
+def settled(node: Node) -> bool:
+    """Whether a node has heard the three offers, and decided about them."""
+    status = node.status()
+    return status["admitted"] == 3 and not status["pending"] and node.ready
+
+
 async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[str]]:
     """The ids of what a node takes before and after its run is resumed, while the exchange still has everything."""
     hub, lives = MemoryHub(), list[list[str]]()
@@ -123,9 +131,7 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
             means = replace(means, exchange=hub.join())
             node = Node(means, settings, identity, folder / "node", trained=[id_ for life in lives for id_ in life])
             running = asyncio.ensure_future(node.run())
-            async with asyncio.timeout(30):
-                while node.status()["admitted"] != 3 or node.status()["pending"] or not node.ready:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(partial(settled, node))
             lives.append([group.id for group in await node.external_groups(0, logprobs)])
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

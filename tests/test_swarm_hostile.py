@@ -31,6 +31,7 @@ from shoal.tasks.library import Library
 from shoal.tasks.recognise import OwnTasks
 from shoal.types import Receipt, Split, Task
 from test_swarm_envelope import bomb, unsigned
+from until import until
 
 TASKS = [
     TaskConfig(name="binary_matrix", params={"min_n": 2, "max_n": 2}),
@@ -142,15 +143,12 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 lorises = slow_lorises(server.url, 50)
                 running = asyncio.ensure_future(node.run())
                 hearing = asyncio.ensure_future(drained(theirs))
-                while not (theirs.connected and mine.connected):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: theirs.connected and mine.connected)
                 crowd = Crowd(theirs)
                 honest, seal = liar()
                 honest_frame = await crowd.say(seal, honest, offer(claims[0], claims[0].truth or "", "1"))
                 liars = await attack(crowd, claims, held_out, honest_frame, evil)
-                async with asyncio.timeout(60):
-                    while len(node.door.banned) < len(liars) or node.status()["pending"]:  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                await until(lambda: len(node.door.banned) == len(liars) and not node.status()["pending"])
                 await crowd_out(crowd, claims)
                 client = await nats.connect(server.url)
                 with pytest.raises(nats.errors.MaxPayloadError):

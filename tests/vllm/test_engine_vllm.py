@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs
+from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from shoal.buffer.audit import audit
 from shoal.engine import canary
 from shoal.engine.connect import connected
@@ -93,7 +93,7 @@ def test_weights_under_way_and_every_token_has_the_version_that_drew_it(
     async def body(engine: ForeignEngine) -> None:
         tasks = [asyncio.create_task(engine.generate([*PROMPT, i], Sampling(450))) for i in range(24)]
         for version in (1, 2, 3):
-            await asyncio.sleep(0.4)
+            await more_drawn(engine, 500, tasks)
             await engine.update_weights(version, versions[version] / "model.safetensors")
         answers = [(await task)[0] for task in tasks]
         assert all(len(answer.token_ids) == 450 for answer in answers)
@@ -126,7 +126,7 @@ def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
         await pool.join("vllm", engine)
         tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(450, seed=i), n=2)) for i in range(12)]
         for version in (1, 2):
-            await asyncio.sleep(0.4)
+            await more_drawn(engine, 500, tasks)
             await pool.update_weights(version, versions[version])
         answers = [completion for task in tasks for completion in await task]
         assert all(len(c.token_ids) == 450 and c.finish_reason is FinishReason.LENGTH for c in answers)
