@@ -346,7 +346,7 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
             server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum"]).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             dead = ModelAt("http://127.0.0.1:9/v1", "m")
-            with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1/chat/completions: "):
+            with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1: "):
                 await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
             server.should_exit = True
             await serving

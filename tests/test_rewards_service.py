@@ -227,7 +227,7 @@ def test_a_judge_scores_by_a_rubric_and_what_it_does_not_answer_is_no_score() ->
 
     async def work(service: RewardService) -> None:
         async with http(judge_app(asked)) as url:
-            spec: Json = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?", "timeout_s": 1.0}
+            spec: Json = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?", "timeout_s": 3.0}
             assert values(await service.score(task(spec, "7"), ["busy"])) == [1.0]
             assert len(asked) == 3
             rewards = await service.score(task(spec, "7"), ["good", "bad", "unsure", "eleven", "slow"])

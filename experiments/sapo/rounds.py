@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.grid import Record
 from experiments.sapo.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo.questions import Question, lesson
-from shoal.swarm.split import Split, most_external
+from shoal.swarm.split import AdaptiveSplit, most_external
 from shoal.swarm.strategy import Candidate, differ, informative
 from shoal.train.advantage import advantages
 from shoal.types import seed_for
@@ -103,7 +103,7 @@ class Run:
         self._by_task: dict[str, list[Question]] = {}
         for question in sorted(training, key=lambda one: one.task):
             self._by_task.setdefault(question.task, []).append(question)
-        self._splits = [Split(cell.own, cell.external) for _ in range(scale.nodes)] if cell.adaptive else []
+        self._splits = [AdaptiveSplit(cell.own, cell.external) for _ in range(scale.nodes)] if cell.adaptive else []
 
     def round(self) -> tuple[list[float], float, float]:
         """Plays one: each node's mean reward in its own groups, how many of these and of peers a node trained with."""

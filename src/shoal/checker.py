@@ -104,6 +104,7 @@ class Judge(_Checker, frozen=True, tag="judge"):
     key_env: str = ""
     """The environment variable that holds the API key."""
     timeout_s: float = 60.0
+    """For an answer, its retries included."""
     max_tokens: int = 512
 
 

@@ -213,10 +213,7 @@ async def _read(reply: aiohttp.ClientResponse, most: int) -> bytes:
 
 async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:
     """The model's words, or why it has none after some tries. Raises `RequestRefused`."""
-    for attempt in range(TRIES):
-        await asyncio.sleep(retry_s * (2**attempt - 1))
-        try:
-            return (await model.said(messages)).message.content or ""
-        except EngineUnavailable as error:
-            why = error
-    return why
+    try:
+        return (await model.said(messages, TRIES, retry_s)).message.content or ""
+    except EngineUnavailable as error:
+        return error

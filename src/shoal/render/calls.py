@@ -40,7 +40,7 @@ class DrawnCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TextAndCalls:
     """The text that is not of well-formed calls, and the calls in order."""
 
     content: str
@@ -61,17 +61,17 @@ def call_format(template: str | None) -> CallFormat:
     return CallFormat.BARE_JSON if '"parameters"' in template else CallFormat.NONE
 
 
-def split_calls(text: str, form: CallFormat) -> Split:
+def split_calls(text: str, form: CallFormat) -> TextAndCalls:
     """The calls in a drawn text.
 
     >>> split_calls('so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', CallFormat.TAGGED_JSON).calls
     (DrawnCall(name='f', arguments='{"x": 1}'),)
     >>> split_calls("<tool_call>{oops</tool_call>", CallFormat.TAGGED_JSON)
-    Split(content='<tool_call>{oops</tool_call>', calls=(), ill_formed=True)
+    TextAndCalls(content='<tool_call>{oops</tool_call>', calls=(), ill_formed=True)
     """
     match form:
         case CallFormat.NONE:
-            return Split(text)
+            return TextAndCalls(text)
         case CallFormat.BARE_JSON:
             return _bare(text)
         case CallFormat.LISTED:
@@ -80,7 +80,7 @@ def split_calls(text: str, form: CallFormat) -> Split:
             return _tagged(text, form)
 
 
-def _tagged(text: str, form: CallFormat) -> Split:
+def _tagged(text: str, form: CallFormat) -> TextAndCalls:
     read = _from_json if form is CallFormat.TAGGED_JSON else _from_pairs
     found = {match: read(match[1]) for match in _TAGGED.finditer(text)}
     content, end = "", 0
@@ -90,7 +90,7 @@ def _tagged(text: str, form: CallFormat) -> Split:
     content += text[end:]
     calls = tuple(call for call in found.values() if call)
     ill_formed = None in found.values() or "<tool_call>" in content or "</tool_call>" in content
-    return Split(content.rstrip() if calls else content, calls, ill_formed)
+    return TextAndCalls(content.rstrip() if calls else content, calls, ill_formed)
 
 
 def _from_json(text: str) -> DrawnCall | None:
@@ -120,10 +120,10 @@ def _value(text: str) -> Json:
     return value
 
 
-def _bare(text: str) -> Split:
+def _bare(text: str) -> TextAndCalls:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
-        return Split(text, ill_formed="<|python_tag|>" in text)
+        return TextAndCalls(text, ill_formed="<|python_tag|>" in text)
     calls: list[DrawnCall | None] = []
     at = 0
     try:
@@ -134,14 +134,14 @@ def _bare(text: str) -> Split:
     except (ValueError, RecursionError):
         calls.append(None)
     if None in calls:
-        return Split(text, ill_formed='"name"' in body)
-    return Split("", tuple(call for call in calls if call))
+        return TextAndCalls(text, ill_formed='"name"' in body)
+    return TextAndCalls("", tuple(call for call in calls if call))
 
 
-def _listed(text: str) -> Split:
+def _listed(text: str) -> TextAndCalls:
     content, mark, rest = text.partition("[TOOL_CALLS]")
     if not mark:
-        return Split(text)
+        return TextAndCalls(text)
     try:
         if _NAMED.match(rest):
             calls = _named(rest)
@@ -151,8 +151,8 @@ def _listed(text: str) -> Split:
     except (ValueError, RecursionError):
         calls = [None]
     if None in calls or not calls:
-        return Split(text, ill_formed=True)
-    return Split(content.rstrip(), tuple(call for call in calls if call))
+        return TextAndCalls(text, ill_formed=True)
+    return TextAndCalls(content.rstrip(), tuple(call for call in calls if call))
 
 
 def _named(text: str) -> list[DrawnCall | None]:

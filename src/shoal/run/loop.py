@@ -32,7 +32,7 @@ from shoal.run.redraw import UNINFORMATIVE, informative_groups
 from shoal.swarm.external import external_rows
 from shoal.swarm.member import Ready
 from shoal.swarm.node import Node
-from shoal.swarm.split import Split, most_external
+from shoal.swarm.split import AdaptiveSplit, most_external
 from shoal.tasks.concurrency import Concurrency
 from shoal.tasks.evaluation import accuracies
 from shoal.tasks.rollout import SingleTurn
@@ -124,7 +124,7 @@ class TrainLoop:
         external = parts.config.swarm.external_groups
         self._wanted_groups = external if isinstance(external, int) else 0
         groups, reuse = parts.config.train.groups_per_step, parts.config.swarm.reuse
-        self._split = Split(groups, most_external(groups), reuse) if external == "adaptive" else None
+        self._split = AdaptiveSplit(groups, most_external(groups), reuse) if external == "adaptive" else None
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
-import msgspec
 
+from shoal.chat_client import FIRST_PAUSE_S, ChatRefused, Choice, completion, wire_of
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
 from shoal.types import Message, Task
 
 AT_ONCE = 8
 TIMEOUT_S = 120.0
-MAX_BODY_BYTES = 4 * 1024 * 1024
-REFUSED_FOR_NOW = (408, 409, 425, 429)
-"""Of HTTP's 4xx; the others would be the same the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +27,6 @@ class ModelAt:
     max_tokens: int = 256
     temperature: float | None = 1.0
     """The server's own when unset."""
-
-
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-
-
-class Said(msgspec.Struct):
-    """A message of the model."""
-
-    content: str | None = None
-
-
-class Choice(msgspec.Struct):
-    """What a model answered."""
-
-    message: Said
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Body(msgspec.Struct):
-    choices: list[Choice]
 
 
 class ChatModel:
@@ -86,40 +57,25 @@ class ChatModel:
         found = await asyncio.gather(*(self.said(task.messages) for _ in range(n)))
         return [rollout for rollout in map(_offered, found) if rollout is not None]
 
-    async def said(self, messages: Sequence[Message]) -> Choice:
-        """One answer; it is asked for once. Raises `EngineUnavailable` or `RequestRefused`."""
+    async def said(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> Choice:
+        """One answer. Raises `EngineUnavailable` or `RequestRefused`."""
         model = self._model
         request: dict[str, object] = {
             "model": model.name,
-            "messages": [{"role": message.role.value, "content": message.content} for message in messages],
+            "messages": [wire_of(message) for message in messages],
             "max_tokens": model.max_tokens,
         }
         if model.temperature is not None:
             request["temperature"] = model.temperature
         if self._logprobs:
             request["logprobs"] = True
-        headers = {"Authorization": f"Bearer {model.key}"} if model.key else {}
-        url = f"{model.url.rstrip('/')}/chat/completions"
         try:
-            async with self._turn, self._http.post(url, json=request, headers=headers) as reply:
-                body = await _bounded(reply)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnavailable(f"model {url}: {error or type(error).__name__}") from error
-        if 400 <= reply.status < 500 and reply.status not in REFUSED_FOR_NOW:
-            raise RequestRefused(f"model {url}: HTTP {reply.status}: {body[:300].decode(errors='replace')}")
-        try:
-            return msgspec.json.decode(body, type=_Body).choices[0]
-        except (msgspec.MsgspecError, IndexError):
-            raise EngineUnavailable(f"model {url}: HTTP {reply.status}, no chat completion") from None
-
-
-async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for part in reply.content.iter_any():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise EngineUnavailable(f"model {reply.url}: expected at most {MAX_BODY_BYTES} bytes, got more")
-    return bytes(body)
+            async with self._turn:
+                return await completion(self._http, model.url, request, key=model.key, tries=tries, pause_s=pause_s)
+        except ChatRefused as refusal:
+            raise RequestRefused(f"model {model.url}: {refusal}") from None
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"model {model.url}: {error}") from None
 
 
 def _offered(choice: Choice) -> OfferedRollout | None:

@@ -34,7 +34,7 @@ def most_external(groups: int) -> int:
     return groups * 3 // 4
 
 
-class Split:
+class AdaptiveSplit:
     """I and J of one node. Invariant: 0 <= external <= most < groups, so that some are always its own."""
 
     def __init__(self, groups: int, most: int, reuse: int = 1) -> None:

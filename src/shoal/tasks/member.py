@@ -13,7 +13,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from shoal.errors import TaskError
+from shoal.chat_client import ChatRefused, completion, wire_of
+from shoal.errors import EngineUnavailable, TaskError
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.tasks.service import (
     Acknowledged,
@@ -33,13 +34,13 @@ from shoal.tasks.service import (
     Whose,
     Work,
 )
-from shoal.types import Message, Outcome, Role, ToolCall
+from shoal.types import Message, Outcome
 
 RETRY_S = 0.5
 CONNECTIONS = 256
 MOST_RESULTS, MOST_RESULT_BYTES = 16, 4_000_000
 """What is handed in at once is below `hub.MOST_BODY_BYTES`."""
-MODEL_RETRIES = 4
+MODEL_TRIES = 4
 T = TypeVar("T")
 
 
@@ -71,70 +72,14 @@ class HttpModel:
             body["tools"] = msgspec.Raw(tools.encode())
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
-        encoded, why = msgspec.json.encode(body), ""
-        for attempt in range(MODEL_RETRIES):
-            headers = {"x-stainless-retry-count": str(attempt)} if attempt else {}
-            try:
-                async with self.http.post(f"{self.base_url}/chat/completions", data=encoded, headers=headers) as reply:
-                    data = await reply.read()
-                    if reply.status == 200:
-                        return msgspec.json.decode(data, type=_Completion).choices[0].message.plain
-                    why = f"HTTP {reply.status}: {data[:300].decode(errors='replace')}"
-                    if reply.status < 500 and reply.status != 429:
-                        # Quotes within a text are escaped: this is the error's code, whatever its message says.
-                        raise PolicyFailed(why) if b'"context_length_exceeded"' in data else EnvironmentFailed(why)
-            except (aiohttp.ClientError, OSError) as error:
-                why = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(RETRY_S * 2**attempt)
-        raise EnvironmentFailed(f"the model does not answer: {why}", retry=True)
-
-
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: str = "{}"
-
-
-class _Call(msgspec.Struct):
-    id: str
-    function: _Function
-
-
-class _Said(msgspec.Struct):
-    content: str | None = None
-    tool_calls: list[_Call] | None = None
-    reasoning_content: str | None = None
-
-    @property
-    def plain(self) -> Message:
-        calls = tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or [])
-        return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
-
-
-class _Choice(msgspec.Struct):
-    message: _Said
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-
-
-def wire_of(message: Message) -> dict[str, object]:
-    """A message as OpenAI's clients send it.
-
-    >>> wire_of(Message(Role.USER, "Hello"))
-    {'role': 'user', 'content': 'Hello'}
-    """
-    body: dict[str, object] = {"role": message.role.value, "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        body["tool_call_id"] = message.tool_call_id
-    if message.reasoning:
-        body["reasoning_content"] = message.reasoning
-    return body
+        try:
+            choice = await completion(self.http, self.base_url, body, key=self.api_key, tries=MODEL_TRIES)
+        except ChatRefused as refusal:
+            full = refusal.code == "context_length_exceeded"
+            raise PolicyFailed(str(refusal)) if full else EnvironmentFailed(str(refusal)) from None
+        except EngineUnavailable as error:
+            raise EnvironmentFailed(f"the model does not answer: {error}", retry=True) from None
+        return choice.message.message
 
 
 @dataclass(slots=True)

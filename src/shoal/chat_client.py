@@ -1,0 +1,152 @@
+"""Asking a model behind a URL that speaks OpenAI's chat completions: a judge, a frozen model, a session's own."""
+
+import asyncio
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.types import Message, Role, ToolCall
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Of an answer."""
+FIRST_PAUSE_S = 0.5
+REFUSED_FOR_NOW = frozenset({408, 409, 425, 429})
+"""Of HTTP's 4xx; the others would be the same the next time."""
+
+
+class ChatRefused(RequestRefused):
+    """The server's no, and the code of its error, where it gave one."""
+
+    def __init__(self, text: str, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class Said(msgspec.Struct):
+    """A message of the model as it is sent."""
+
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def message(self) -> Message:
+        """The same as our own."""
+        calls = tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or [])
+        return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class Choice(msgspec.Struct):
+    """What a model answered."""
+
+    message: Said
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[Choice]
+
+
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def wire_of(message: Message) -> dict[str, object]:
+    """A message as OpenAI's clients send it.
+
+    >>> wire_of(Message(Role.USER, "Hello"))
+    {'role': 'user', 'content': 'Hello'}
+    """
+    body: dict[str, object] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        body["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    return body
+
+
+async def completion(
+    http: aiohttp.ClientSession,
+    url: str,
+    request: Mapping[str, object],
+    *,
+    key: str = "",
+    tries: int = 1,
+    pause_s: float = FIRST_PAUSE_S,
+) -> Choice:
+    """The first choice of a completion. `url` is up to and including /v1; a pause is twice as long as the one before.
+
+    Raises `ChatRefused` for what would be refused again, and `EngineUnavailable` when all tries got no answer.
+    """
+    body = msgspec.json.encode(request)
+    for tried in range(tries):
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        if tried:  # a session gives the answer that it has, where only its way back was lost
+            headers["x-stainless-retry-count"] = str(tried)
+        try:
+            async with http.post(f"{url.rstrip('/')}/chat/completions", data=body, headers=headers) as reply:
+                return _choice(reply.status, await _bounded(reply))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            failure = EngineUnavailable(f"{type(error).__name__}: {error}".removesuffix(": "))
+        except EngineUnavailable as error:
+            failure = error
+        if tried + 1 < tries:
+            await asyncio.sleep(pause_s * 2**tried)
+    raise failure
+
+
+async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for part in reply.content.iter_any():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise EngineUnavailable(f"expected at most {MOST_BYTES} bytes, got more")
+    return bytes(body)
+
+
+def _choice(status: int, body: bytes) -> Choice:
+    said = f"HTTP {status}: {body[:300].decode(errors='replace')}"
+    if 400 <= status < 500 and status not in REFUSED_FOR_NOW:
+        try:
+            code = msgspec.json.decode(body, type=_ErrorBody).error.code
+        except (msgspec.MsgspecError, RecursionError):
+            code = None
+        raise ChatRefused(said, str(code or ""))
+    if status != 200:
+        raise EngineUnavailable(said)
+    try:
+        return msgspec.json.decode(body, type=_Body).choices[0]
+    except (msgspec.MsgspecError, RecursionError, IndexError):
+        raise EngineUnavailable(f"expected a chat completion, got {body[:80]!r}") from None
