@@ -106,6 +106,20 @@ def unsigned(**changes: object) -> bytes:
     return signed(ME, bytes([wire.FORMAT]) + msgspec.msgpack.encode(fields))
 
 
+def nested(depth: int) -> bytes:
+    """A frame with one field too many, whose lists are as deep as that: to skip it a parser has to go down there."""
+    deep = b"\x91" * depth + b"\xc0"
+    fields = unsigned()[64 + 1 :]
+    assert fields[0] == 0x88  # a map of eight
+    return signed(ME, bytes([wire.FORMAT, 0x89]) + fields[1:] + msgspec.msgpack.encode("more") + deep)
+
+
+@pytest.mark.parametrize("depth", [1_000, 5_000, 200_000])
+def test_lists_in_lists_are_a_wire_error(depth: int) -> None:
+    with pytest.raises(WireError):
+        opened(nested(depth))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -30,5 +30,5 @@ def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
         raise WireError(f"expected wire format {FORMAT}, got {data[0] if data else 'no bytes'}")
     try:
         return msgspec.msgpack.decode(memoryview(data)[1:], type=type_)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, in a field of no use even
         raise WireError(f"expected a {getattr(type_, '__name__', type_)}: {error}") from error

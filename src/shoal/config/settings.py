@@ -223,9 +223,9 @@ class SwarmConfig(Section):
         description="Peers' groups taken: informative, usable, rewarding, diverse, trusted or module:function.",
     )
     credit: Credit = Field(
-        "group",
+        "group_weight",
         description="What peers' answers are compared with: their group, or the node's own mean in such tasks (skill); "
-        "negative advantages as they are, 0 (drop), or by how likely the text is here (weight).",
+        "negative advantages as they are (as in SAPO), 0 (drop), or by how likely the text is here (weight).",
     )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
     reuse: int = Field(1, ge=1, description="How often one group of a peer may be trained.")

@@ -9,6 +9,7 @@ from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.plan import Prepared
+from shoal.run.playing import own_scorer
 from shoal.swarm.identity import Identity
 from shoal.swarm.member import Means
 from shoal.swarm.node import Node
@@ -34,11 +35,12 @@ def check_membership(config: Config) -> None:
 
 @asynccontextmanager
 async def joined(
-    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None = None
+    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None, *, apart: bool
 ) -> AsyncIterator[Node | None]:
     """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`.
 
-    The run's log is there by now.
+    The run's log is there by now. `scorer` is the run's; peers' answers that are scored `apart` have a worker process
+    of their own, so that one of them that hangs keeps no answer of the run waiting.
     """
     settings = config.swarm
     if exchange is None and not settings.servers:
@@ -55,8 +57,17 @@ async def joined(
         service = prepared.service
         own = OwnTasks(service.services if isinstance(service, Mixture) else [service])
         stack.callback(own.close)
+        if apart and settings.external_groups:
+            alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
+            scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))
         means = Means(
-            exchange, own, prepared.renderer, scorer, prepared.max_model_len, Path(config.model.path).name or "model"
+            exchange,
+            own,
+            prepared.renderer,
+            scorer,
+            prepared.max_model_len,
+            Path(config.model.path).name or "model",
+            max(config.rollout.group_size, 2),
         )
         wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
         with snapshot(run_dir) as log:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeGuard
 
 from shoal.agents.clients import TIMEOUT_S
@@ -44,6 +45,19 @@ def scoring(prepared: Prepared, others: Scorer) -> Scorer:
         if isinstance(service, RemoteService | Definition) and service.has(Capability.SCORE)
     }
     return ServiceScorer(own, others) if own else others
+
+
+@asynccontextmanager
+async def own_scorer(config: Config, prepared: Prepared, log: Path) -> AsyncIterator[Scorer]:
+    """What scores the answers of a run; `log` takes what its processes write. Raises `ChildDied`."""
+    async with RewardService(config.reward, log) as rewards:
+        correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
+        scorer = scoring(prepared, rewards)
+        yield FullMarks(scorer, correct_only) if correct_only else scorer
+
+
+def _words(reward: str | list[str]) -> list[str]:
+    return [reward] if isinstance(reward, str) else reward
 
 
 def scorer_values(scorer: Scorer) -> Mapping[str, float]:

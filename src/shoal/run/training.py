@@ -28,13 +28,11 @@ from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.metrics import Record, Trackers, read_records, trackers_of
 from shoal.process import Child, cores
-from shoal.rewards.marks import FullMarks
-from shoal.rewards.service import RewardService
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
 from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, changed_settings, check_run_dir, prepare, write_resolved
-from shoal.run.playing import orchestrator, playing, scoring
+from shoal.run.playing import orchestrator, own_scorer, playing
 from shoal.run.waits import telling_waits
 from shoal.sandbox import rungs
 from shoal.tasks.evaluation import accuracies
@@ -141,7 +139,8 @@ async def train(
         engine, answering = await stack.enter_async_context(served)
         trainer = await _started(trainer_child, config, prepared, threads)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-        node = await stack.enter_async_context(joined(config, prepared, run_dir, answering.scorer, exchange))
+        membership = joined(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None)
+        node = await stack.enter_async_context(membership)
         sampling = _sampling(config, prepared)
         runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
         store = WeightStore(run_dir / "weights")
@@ -217,10 +216,7 @@ async def serving(
     )
     async with AsyncExitStack() as stack:
         if scorer is None:
-            rewards = await stack.enter_async_context(RewardService(config.reward, run_dir / "logs" / "reward.log"))
-            correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
-            scorer = scoring(prepared, rewards)
-            scorer = FullMarks(scorer, correct_only) if correct_only else scorer
+            scorer = await stack.enter_async_context(own_scorer(config, prepared, run_dir / "logs" / "reward.log"))
         pool = await stack.enter_async_context(engines(settings, told))
         yield pool, desk(pool, prepared.renderer, scorer, sampling)
 
@@ -280,10 +276,6 @@ async def _train_and_evaluate(parts: Parts, prepared: Prepared, loop: TrainLoop,
         for task in background:
             task.cancel()
     return trained_s
-
-
-def _words(reward: str | list[str]) -> list[str]:
-    return [reward] if isinstance(reward, str) else reward
 
 
 async def _recover(parts: Parts, loop: TrainLoop) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
+from shoal.swarm.offer import MAX_ROLLOUTS
 from shoal.swarm.trust import Letter, Reason
 from shoal.types import Reward
 
@@ -73,6 +74,8 @@ class Means:
     max_model_len: int
     model: str
     """Its name, told to others."""
+    most_answers: int = MAX_ROLLOUTS
+    """Of an offer: as many as the node's own groups have."""
 
 
 @dataclass(slots=True)

@@ -7,17 +7,19 @@
 
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works, longer
-after newcomers. Nothing that comes from outside, and no absence of it, ends a run.
+`listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works; newcomers
+wait for their next turn longer than that. Of an offer no more answers count than one's own groups have, so that a
+stranger's group costs a step no more than one's own. Nothing that comes from outside, and no absence of it, ends a run.
 """
 
 import asyncio
 import contextlib
+import math
 import random
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
@@ -32,13 +34,16 @@ from shoal.swarm.member import BANNED_FILE, Intake, Means, Ready, Settings, Tall
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
+from shoal.swarm.waiting import Needs, Waiting
 from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
 
 INTAKE_BATCH = 32
 NEWCOMER_REST = 4.0
-"""Rest of `verify` after a newcomer's offer, by the time that it took: a crowd of liars takes a fifth of its time."""
-PENDING = 512
-PENDING_PER_AUTHOR = 32
+"""What newcomers wait after an offer of one, by the time that it took: a crowd of liars takes a fifth of the time."""
+HANG_REST = 30.0
+"""The same after an offer whose answer was without a verdict at the deadline."""
+MOST_TAKEN = 1 << 17
+"""Letters that are remembered as taken, and authors of whom it is counted."""
 READY_PER_GROUP = 8
 """Verified offers kept at hand, per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
@@ -89,16 +94,17 @@ class Node:
         self.door = Door(settings.name, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._known_bans = set(self.door.banned)
         self._seal = Seal(identity, settings.name, session=int(clock() * 1000))
-        self._pending: OrderedDict[str, tuple[Letter, Offer]] = OrderedDict()
-        self._pending_of: Counter[str] = Counter()
+        self._pending = Waiting(self._rng)
+        self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[Ready] = []
-        self._taken = {group_id.removeprefix(EXTERNAL).rpartition("/")[0] for group_id in trained}
-        """Letters that are or were ready; none is a second time."""
+        self._taken = dict.fromkeys(group_id.removeprefix(EXTERNAL).rpartition("/")[0] for group_id in trained)
+        """Letters that are or were ready, the newest last; none is a second time."""
         self._author_uses: Counter[str] = Counter()
         self._outbox: deque[tuple[Group, float]] = deque()
         self._rewards: dict[str, float] = {}
-        self._heard, self._useful_share = 0, 0.0
-        self._needs: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._heard = 0
+        self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
+        self._needs = Needs()
         self._work, self._mail = asyncio.Event(), asyncio.Event()
         self.tally = Tally()
 
@@ -117,12 +123,13 @@ class Node:
             mean = fmean(rewards)
             self._rewards[service] = NEED_DECAY * self._rewards.get(service, mean) + (1 - NEED_DECAY) * mean
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
-        if not self._sharer(Own(service, rewards, size), self._wanted(), self._clock()):
+        now_s = self._clock()
+        if not self._sharer(Own(service, rewards, size), self._needs.largest(now_s - self._settings.fresh_s), now_s):
             return
         if len(self._outbox) >= OUTBOX:
             self._outbox.popleft()
             self.tally.unsent += 1
-        self._outbox.append((group, self._clock()))
+        self._outbox.append((group, now_s))
         self._mail.set()
 
     async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
@@ -131,8 +138,10 @@ class Node:
 
     def supply(self) -> float:
         """Offers of use that were heard since this was asked last, by the share of use among those verified lately."""
+        if not self._decided_lately:
+            return 0.0  # and what was heard counts once it is known what it is worth
         heard, self._heard = self._heard, 0
-        return heard * self._useful_share
+        return heard * self._useful_lately / self._decided_lately
 
     async def encoded(self, chosen: Sequence[Ready], version: int, logprobs: Logprobs) -> list[Group]:
         """The groups of what was chosen, under the weights being trained."""
@@ -200,66 +209,55 @@ class Node:
     def _file(self, letter: Letter) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
         if isinstance(letter.content, Want):
-            self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
-            self._needs.move_to_end(letter.peer_id)
-            while len(self._needs) > PENDING:
-                self._needs.popitem(last=False)
+            self._needs.heard(letter, letter.content)
             return
         if not self._wants:
             return  # this node only gives
         if letter.id in self._taken or letter.id in self._pending:
             self.door.refuse(letter.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
             return
-        if self._pending_of[letter.peer_id] >= PENDING_PER_AUTHOR:
-            oldest = next(key for key, (one, _) in self._pending.items() if one.peer_id == letter.peer_id)
-            self._drop_pending(oldest, Reason.CROWDED)
-        while len(self._pending) >= PENDING:
-            self._drop_pending(next(iter(self._pending)), Reason.CROWDED)
         self._heard += 1
-        self._pending[letter.id] = (letter, letter.content)
-        self._pending_of[letter.peer_id] += 1
+        for crowded_out in self._pending.add(letter, letter.content):
+            self.door.refuse(crowded_out, Reason.CROWDED)
         self._work.set()
-
-    def _drop_pending(self, key: str, reason: Reason | None = None) -> tuple[Letter, Offer]:
-        letter, content = self._pending.pop(key)
-        self._pending_of[letter.peer_id] -= 1
-        if not self._pending_of[letter.peer_id]:
-            del self._pending_of[letter.peer_id]
-        if reason is not None:
-            self.door.refuse(letter.peer_id, reason)
-        return letter, content
 
     async def _verify(self) -> None:
         """Keeps enough offers at hand."""
+        loop = asyncio.get_running_loop()
         while True:
             self._drop_stale()
-            if len(self._ready) >= READY_PER_GROUP * self._wants or not self._pending:
+            rest_s, key = self._newcomers_from_s - loop.time(), None
+            if len(self._ready) < READY_PER_GROUP * self._wants:
+                key = self._pending.next(self.door.is_newcomer, newcomers=rest_s <= 0)
+            if key is None:
                 self._work.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TELL_EVERY_S):
+                    async with asyncio.timeout(min(TELL_EVERY_S, rest_s) if rest_s > 0 else TELL_EVERY_S):
                         await self._work.wait()
                 continue
-            letter, content = self._drop_pending(self._next_pending())
-            rest = NEWCOMER_REST if self.door.is_newcomer(letter.peer_id) else 1.0
-            began_s = time.monotonic()
+            letter, content = self._pending.pop(key)
+            was_newcomer, began_s = self.door.is_newcomer(letter.peer_id), time.monotonic()
             found = await self._verified(letter, content)
-            self._useful_share += (1 - NEED_DECAY) * (isinstance(found, Ready) - self._useful_share)
-            if isinstance(found, Reason):
-                self.door.refuse(letter.peer_id, found)
-                self._forget_banned()
-            elif letter.peer_id not in self.door.banned and letter.id not in self._taken:
-                self._taken.add(letter.id)
-                self.door.praise(letter.peer_id)
-                self._ready.append(found)
-            await asyncio.sleep(rest * (time.monotonic() - began_s))
+            took_s = time.monotonic() - began_s
+            self._decided(letter, found)
+            if was_newcomer:
+                rest = HANG_REST if found is Reason.HANGS else NEWCOMER_REST
+                self._newcomers_from_s = loop.time() + rest * took_s
+            await asyncio.sleep(took_s)
 
-    def _next_pending(self) -> str:
-        """Uniformly one of the established, mostly; a crowd of newcomers does not keep them waiting."""
-        known = [key for key, (letter, _) in self._pending.items() if not self.door.is_newcomer(letter.peer_id)]
-        new = len(self._pending) - len(known)
-        if known and (not new or self._rng.random() < 0.5):
-            return self._rng.choice(known)
-        return self._rng.choice(list(self._pending))
+    def _decided(self, letter: Letter, found: Ready | Reason) -> None:
+        """Keeps what can be trained on, and remembers of its author what it was."""
+        self._decided_lately = NEED_DECAY * self._decided_lately + 1
+        self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, Ready)
+        if isinstance(found, Reason):
+            self.door.refuse(letter.peer_id, found)
+            self._forget_banned()
+        elif letter.peer_id not in self.door.banned and letter.id not in self._taken:
+            self._taken[letter.id] = None
+            if len(self._taken) > MOST_TAKEN:  # the door itself lets no letter in that is as old as those
+                del self._taken[next(iter(self._taken))]
+            self.door.praise(letter.peer_id)
+            self._ready.append(found)
 
     async def _verified(self, letter: Letter, content: Offer) -> Ready | Reason:
         """From dear to dearest: the question is drawn again, the text is encoded, the answers are scored."""
@@ -269,14 +267,19 @@ class Node:
         if isinstance(task, NotOurs):
             return Reason(task.value)
         means = self._means
+        if len(content.rollouts) > means.most_answers:
+            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, means.most_answers)))
         arguments = (content, task, means.renderer, means.max_model_len)
         source, refused = await asyncio.to_thread(encoded, *arguments) if self._threads else encoded(*arguments)
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.door.refused.update(refused)
-        rewards = tuple(await means.scorer.score(task, source.answers))
-        if any(reward.status is not RewardStatus.SCORED for reward in rewards):
-            return Reason.UNSCORED
+        rewards: tuple[Reward, ...] = ()
+        for answer in source.answers:  # one at a time: of those that hang there is one
+            (reward,) = await means.scorer.score(task, [answer])
+            if reward.status is not RewardStatus.SCORED:
+                return Reason.HANGS if reward.status is RewardStatus.TIMED_OUT else Reason.UNSCORED
+            rewards += (reward,)
         if not differ(self._compared(task.service, rewards)):
             return Reason.UNINFORMATIVE
         return Ready(letter, source, rewards)
@@ -302,6 +305,9 @@ class Node:
         for ready in chosen:
             ready.uses += 1
             self._author_uses[ready.letter.peer_id] += 1
+        if len(self._author_uses) > MOST_TAKEN:
+            known = self.door.peers
+            self._author_uses = Counter({author: uses for author, uses in self._author_uses.items() if author in known})
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
         self.tally.missing += wanted - len(chosen)
@@ -328,8 +334,8 @@ class Node:
         new = self.door.banned - self._known_bans
         if not new:
             return
-        for key in [key for key, (letter, _) in self._pending.items() if letter.peer_id in new]:
-            self._drop_pending(key, Reason.BANNED)
+        for author in self._pending.drop(new):
+            self.door.refuse(author, Reason.BANNED)
         self._ready = [ready for ready in self._ready if ready.letter.peer_id not in new]
         self._known_bans = set(self.door.banned)
         ban_in(self._folder, sorted(new & self.door.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
@@ -383,13 +389,3 @@ class Node:
                     await self._means.exchange.publish(Kind.WANT, self._identity.peer_id, frame)
             write_status(self._folder, self.status())
             await asyncio.sleep(TELL_EVERY_S)
-
-    def _wanted(self) -> dict[str, float]:
-        """The largest need that somebody has of each service, of those who said so lately."""
-        result: dict[str, float] = {}
-        bound_s = self._clock() - self._settings.fresh_s
-        for said_s, needs in self._needs.values():
-            if said_s >= bound_s:
-                for service, need in needs.items():
-                    result[service] = max(result.get(service, 0.0), need)
-        return result

@@ -64,7 +64,7 @@ class AdaptiveSplit:
 
 
 def oscillation(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of the steps' mean rewards about a line, over their mean, less what chance explains.
+    """Standard deviation of the steps' mean rewards about a line, over their mean size, less what chance explains.
 
     A row per step, with the mean reward of each of its groups; three steps at least. 0 where the steps differ by no
     more than their groups would by themselves.
@@ -80,4 +80,4 @@ def oscillation(rewards: Sequence[Sequence[float]]) -> float:
     chance = fmean([variance(step) / len(step) for step in rewards if len(step) > 1] or [0.0])
     if swing <= max(CHANCE * chance, 1e-12):
         return 0.0
-    return math.sqrt(swing - chance) / fmean(means)
+    return math.sqrt(swing - chance) / fmean(abs(reward) for step in rewards for reward in step)

@@ -59,6 +59,7 @@ class Reason(StrEnum):
     UNREADABLE = "not readable with this tokenizer"
     TOO_LONG = "too long for the context"
     UNSCORED = "not scored"
+    HANGS = "no verdict in time"
     UNINFORMATIVE = "nothing to learn"
     STALE = "not fresh any more"
     CROWDED = "no room"
@@ -66,7 +67,7 @@ class Reason(StrEnum):
 
 LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})
 """Each is proven by the author's own signature, and banned at once."""
-BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN})
+BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.HANGS})
 """Held against the author: an honest node does not send them."""
 
 
@@ -220,7 +221,10 @@ class Door:
         if reason in LIES:
             self._ban(peer_id)
         if reason in LIES | BLAMED:
-            self._remember(peer_id, self._record(peer_id)).learn(bad=1.0)
+            author = self._remember(peer_id, self._record(peer_id))
+            author.learn(bad=1.0)
+            if reason is Reason.HANGS:  # the dearest thing to send: whoever does is a newcomer again
+                author.good = 0.0
 
     @property
     def lasting_bans(self) -> set[str]:
