@@ -1,8 +1,9 @@
-"""`python -m shoal.bench.flood URL WINDOWS ROUNDS RATE`: hostile peers, for `shoal bench hostile`.
+"""`python -m shoal.bench.flood URL WINDOWS ROUNDS RATE CLAIMS`: hostile peers, for `shoal bench hostile`.
 
 Sends RATE frames a second to one swarm after the other, as WINDOWS says (`reef:12,-:30` is 12 s to the swarm reef and
 30 s to nobody), ROUNDS times. The frames: a thousand identities with true signatures and useless offers, one
-author without end, forged signatures, replays, gaps, zip bombs, no msgpack at all. A line announces each window.
+author without end, forged signatures, replays, gaps, zip bombs, no msgpack at all, and true questions, which are in
+the file CLAIMS, with answers that hang whoever scores them. A line announces each window.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import nats
 import zstandard
@@ -29,10 +31,12 @@ BATCH = 100
 LORISES = 50
 BOMB_BYTES = 64 * 1024 * 1024
 NOBODY = "-"
+HANG = "9**9**9**9**9"
+"""An arithmetic expression as countdown wants one."""
 
 
-def hostile_frames(swarm: str, now_s: float) -> list[tuple[str, bytes]]:
-    """(author, frame), shuffled."""
+def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tuple[str, bytes]]:
+    """(author, frame), shuffled; each claim is offered with answers that hang."""
     rng = random.Random(0)
     made = Offer(Claim("gcd", "gcd of 1 and 1?", "1"), (OfferedRollout("7" * 400),) * 8, GeneratorKind.RULE, "x", now_s)
     payload = offers.encode(made)
@@ -48,14 +52,20 @@ def hostile_frames(swarm: str, now_s: float) -> list[tuple[str, bytes]]:
             envelope = Envelope(SCHEMA, swarm, one.public_key, 1, sequence, now_s, Kind.OFFER, body)
             found.append((one.peer_id, signed(one, wire.encode(envelope))))
         found.append((one.peer_id, rng.randbytes(2000)))
+    for claim in claims:
+        one = Identity.fresh()
+        hanging = Offer(claim, (OfferedRollout(HANG),) * 4, GeneratorKind.RULE, "x", now_s)
+        found.append((one.peer_id, Seal(one, swarm, session=1).frame(Kind.OFFER, offers.encode(hanging), now_s)))
     rng.shuffle(found)
     return found
 
 
-async def flood(url: str, windows: Sequence[tuple[str, float]], rounds: int, rate: float) -> None:
+async def flood(
+    url: str, windows: Sequence[tuple[str, float]], rounds: int, rate: float, claims: Sequence[Claim]
+) -> None:
     """Sends to each swarm for as many seconds, again and again."""
     client = await nats.connect(url)
-    frames = {swarm: hostile_frames(swarm, time.time()) for swarm, _ in windows if swarm != NOBODY}
+    frames = {swarm: hostile_frames(swarm, time.time(), claims) for swarm, _ in windows if swarm != NOBODY}
     host, port = url.removeprefix("nats://").split(":")
     lorises = [socket.create_connection((host, int(port))) for _ in range(LORISES)]
     for one in lorises:
@@ -82,6 +92,7 @@ def _say(line: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    _url, _windows, _rounds, _rate = sys.argv[1:]
-    _parts = [window.split(":") for window in _windows.split(",")]
-    asyncio.run(flood(_url, [(name, float(length)) for name, length in _parts], int(_rounds), float(_rate)))
+    _url, _windows, _rounds, _rate, _claims = sys.argv[1:]
+    _parts = [(name, float(length)) for name, length in (window.split(":") for window in _windows.split(","))]
+    _known = wire.decode(Path(_claims).read_bytes(), list[Claim])
+    asyncio.run(flood(_url, _parts, int(_rounds), float(_rate), _known))

@@ -28,10 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from shoal import wire
 from shoal.bench.flood import NOBODY
 from shoal.buffer.audit import audit
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
+from shoal.interfaces import Claim
 from shoal.process import PARENT
 from shoal.run.generating import generate
 from shoal.run.membership import FOLDER
@@ -43,11 +45,16 @@ from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.rules import RuleSolver
 from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.tasks.library import Library
+from shoal.tasks.recognise import OwnTasks
+from shoal.types import Split
 
 Report = dict[str, object]
 SWARM, OTHER = "reef", "elsewhere"
 RATE_PER_S = 10_000
 ROUNDS = 3
+HANGING = 300
+"""Authors of an answer that hangs."""
 COUNTED_S = 10.0
 """Of each window."""
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
@@ -85,7 +92,9 @@ async def _measured(folder: Path, counted_s: float, rounds: int) -> Report:
         try:
             await _steps(folder / "node", 5)
             windows = ",".join(f"{swarm}:{settling_s + counted_s}" for swarm, settling_s in SETTLING_S.items())
-            arguments = [server.url, windows, str(rounds), str(RATE_PER_S)]
+            claims = folder / "claims"
+            claims.write_bytes(wire.encode(await _claims(config)))
+            arguments = [server.url, windows, str(rounds), str(RATE_PER_S), str(claims)]
             flood = await _python(["-m", "shoal.bench.flood", *arguments], asyncio.subprocess.PIPE)
             spans, sent = await _counted(flood, lambda: _mark(folder / "node", node.pid))
             await flood.wait()
@@ -96,6 +105,16 @@ async def _measured(folder: Path, counted_s: float, rounds: int) -> Report:
             await asyncio.gather(honest, node.wait(), return_exceptions=True)
     flooded_s = rounds * (2 * counted_s + SETTLING_S[OTHER] + SETTLING_S[SWARM])
     return {**_rates(spans), "frames_per_s": sent / flooded_s, **_outcome(folder)}
+
+
+async def _claims(config: Config) -> list[Claim]:
+    """Questions of the node's own tasks, to which an answer can hang."""
+    with Library(config.tasks, config.seed) as library:
+        own = OwnTasks(library.services)
+        (service,) = [one for one in library.services if one.name == "countdown"]
+        claims = [await own.claim(service.draw(Split.TRAIN, i)) for i in range(HANGING)]
+        own.close()
+    return claims
 
 
 async def _made(url: str, swarm: str) -> None:
@@ -113,7 +132,10 @@ def _config(folder: Path, name: str, url: str) -> Config:
         {
             "run_dir": str(folder / name),
             "model": {"path": str(folder / "tiny")},
-            "tasks": [{"name": "gcd", "rewrite": [[r"^.*numbers: ([\d, ]+).*$", r"gcd \1"]]}],
+            "tasks": [
+                {"name": "gcd", "rewrite": [[r"^.*numbers: ([\d, ]+).*$", r"gcd \1"]]},
+                {"name": "countdown", "rewrite": [[r"(?s)\n.*$", ""]]},
+            ],
             "rollout": {"group_size": 4, "max_tokens": 16},
             "train": {"steps": 1_000_000, "groups_per_step": 4, "lr": 1e-5},
             "eval": {"every_steps": 0, "questions": 1},
