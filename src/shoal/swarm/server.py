@@ -68,36 +68,42 @@ def server_config(options: ServerOptions) -> str:
             f"swarm serve: {options.host} can be reached by others; give a token that they must have, or --include"
         )
     lines = [
-        f"host: {json.dumps(options.host)}",
+        f"host: {_quoted(options.host)}",
         f"port: {options.port or -1}",
-        f"ports_file_dir: {json.dumps(str(options.folder))}",
-        f"log_file: {json.dumps(str(options.folder / 'server.log'))}",
-        f"jetstream {{ store_dir: {json.dumps(str(options.folder / 'streams'))} }}",
+        f"ports_file_dir: {_quoted(options.folder)}",
+        f"log_file: {_quoted(options.folder / 'server.log')}",
+        f"jetstream {{ store_dir: {_quoted(options.folder / 'streams')} }}",
         f"max_payload: {MAX_PAYLOAD_BYTES}",
         'write_deadline: "5s"',  # of a client that reads nothing: it is cut off
         "max_pending: 16777216",
     ]
     if options.name:
-        lines.append(f"server_name: {json.dumps(options.name)}")
+        lines.append(f"server_name: {_quoted(options.name)}")
     if options.cluster_port is not None:
         lines.append(_cluster(options))
     if options.tls_cert is not None:
-        lines.append(
-            f"tls {{ cert_file: {json.dumps(str(options.tls_cert))}, key_file: {json.dumps(str(options.tls_key))} }}"
-        )
+        lines.append(f"tls {{ cert_file: {_quoted(options.tls_cert)}, key_file: {_quoted(options.tls_key)} }}")
     if options.token is not None:
-        lines.append(f"authorization {{ token: {json.dumps(options.token)} }}")
+        lines.append(f"authorization {{ token: {_quoted(options.token)} }}")
     if options.include is not None:
-        lines.append(f"include {json.dumps(str(options.include.resolve()))}")
+        if not options.include.is_file():
+            raise ConfigError(f"swarm serve: --include: expected a file, got {options.include}, which is none")
+        # nats-server joins the path to the configuration's own folder, an absolute one too.
+        lines.append(f"include {_quoted(os.path.relpath(options.include.resolve(), options.folder))}")
     return "\n".join(lines) + "\n"
+
+
+def _quoted(value: object) -> str:
+    """A string of nats-server's configuration, which has no escapes for letters beyond ASCII."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def _cluster(options: ServerOptions) -> str:
     """Servers of one cluster know one token: who joins as a server need not be a client."""
     known = "" if options.token is None else f"shoal:{quote(options.token, safe='')}@"
-    routes = ", ".join(json.dumps(route.replace("://", f"://{known}", 1)) for route in options.routes)
-    listen = json.dumps(f"{options.host}:{options.cluster_port}")
-    password = json.dumps(options.token)
+    routes = ", ".join(_quoted(route.replace("://", f"://{known}", 1)) for route in options.routes)
+    listen = _quoted(f"{options.host}:{options.cluster_port}")
+    password = _quoted(options.token)
     authorization = "" if options.token is None else f", authorization {{ user: shoal, password: {password} }}"
     return f"cluster {{ name: shoal, listen: {listen}, routes: [{routes}]{authorization} }}"
 
