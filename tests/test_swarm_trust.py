@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +42,14 @@ def test_what_an_honest_peer_says_comes_in_once() -> None:
     assert (at.admitted, at.refused) == (2, {Reason.REPLAYED: 1})
 
 
+def altered(**fields: object) -> bytes:
+    """The payload of an offer that cannot be made here."""
+    return wire.encode(msgspec.to_builtins(OFFER) | fields)
+
+
+UNPRINTABLE_SERVICE = {"service": "gcd\n", "question": "?", "truth": "2", "receipt": None}
+
+
 def forged() -> bytes:
     """PEER's envelope, signed by OTHER."""
     frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
@@ -62,6 +71,8 @@ def forged() -> bytes:
         (seal().frame(Kind.OFFER, PAYLOAD, NOW_S - 3601), Reason.EXPIRED),
         (seal().frame(Kind.OFFER, b"\x01nonsense", NOW_S), Reason.BAD_BODY),
         (seal().frame(Kind.WANT, PAYLOAD, NOW_S), Reason.BAD_BODY),
+        (seal().frame(Kind.OFFER, altered(model="m\x1b[2J"), NOW_S), Reason.BAD_BODY),
+        (seal().frame(Kind.OFFER, altered(claim=UNPRINTABLE_SERVICE), NOW_S), Reason.BAD_BODY),
     ],
 )
 def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) -> None:
@@ -82,6 +93,13 @@ def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
     assert at.trust(PEER.peer_id) == before
     at.admit(honest.frame(Kind.OFFER, b"nonsense", NOW_S), NOW_S)
     assert at.trust(PEER.peer_id) < before
+
+
+def test_an_offer_names_what_cannot_be_printed() -> None:
+    with pytest.raises(ValueError, match=r"model: expected at most 200 printable characters, got 'm\\x1b'"):
+        Offer(OFFER.claim, OFFER.rollouts, GeneratorKind.RULE, "m\x1b", NOW_S)
+    with pytest.raises(ValueError, match=r"service: expected at most 200 printable characters"):
+        Offer(Claim("gcd\u202e", "?", "2"), OFFER.rollouts, GeneratorKind.RULE, "m", NOW_S)
 
 
 @pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, show
+from shoal.cli.output import JsonFlag, printable, show
 from shoal.errors import RunDirError
 from shoal.judge.arm import Arm
 
@@ -97,7 +97,7 @@ def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = F
     if json_:
         print(json.dumps({"challenges": checked, "wrong": wrong}))
     else:
-        print(*wrong, f"{checked} challenges checked, {len(wrong)} complaints", sep="\n")
+        print(*map(printable, wrong), f"{checked} challenges checked, {len(wrong)} complaints", sep="\n")
     raise typer.Exit(1 if wrong else 0)
 
 

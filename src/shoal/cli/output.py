@@ -10,6 +10,15 @@ import typer
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
 
+def printable(text: str) -> str:
+    """A text that somebody else may have written, as a terminal may show it.
+
+    >>> printable("plain \\x1b[2J")
+    'plain \\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def show(values: dict[str, object], as_json: bool) -> None:
     """One JSON line, or a line per value."""
     if as_json:
@@ -18,10 +27,10 @@ def show(values: dict[str, object], as_json: bool) -> None:
         return
     width = max(len(name) for name in values)
     for name, value in values.items():
-        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+        print(f"{printable(name):<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
 
 
 def fail(sentence: str, code: int) -> NoReturn:
     """Ends the process with a sentence on standard error."""
-    print(f"shoal: {sentence}", file=sys.stderr)
+    print("shoal:", "\n".join(printable(line) for line in sentence.split("\n")), file=sys.stderr)
     raise SystemExit(code)

@@ -51,14 +51,16 @@ class Offer:
     rollouts: tuple[OfferedRollout, ...]
     generator: GeneratorKind
     model: str
-    """Its name, for people; nothing depends on it."""
+    """Its name, for people; printable, and nothing depends on it."""
     made_s: float  # Unix time at which the last rollout ended
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.rollouts) <= MAX_ROLLOUTS:
             raise ValueError(f"rollouts: expected 1 to {MAX_ROLLOUTS}, got {len(self.rollouts)}")
-        if max(len(self.model), len(self.claim.service)) > MAX_NAME_CHARACTERS:
-            raise ValueError(f"model and service: expected at most {MAX_NAME_CHARACTERS} characters")
+        for field, name in (("model", self.model), ("service", self.claim.service)):
+            if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():  # people see it, on terminals too
+                expected = f"at most {MAX_NAME_CHARACTERS} printable characters"
+                raise ValueError(f"{field}: expected {expected}, got {name[:80]!r}")
         if not self.claim.question:
             raise ValueError("question: expected text, got none")
         if not 0 <= self.made_s < 2**40:
@@ -95,6 +97,15 @@ def decode_want(payload: bytes) -> Want:
     return wire.decode(payload, Want, MAX_PAYLOAD_BYTES)
 
 
+def model_name(name: str) -> str:
+    """What an offer calls a model.
+
+    >>> model_name("tiny\\n")
+    'tiny?'
+    """
+    return "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME_CHARACTERS])
+
+
 def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
     """Whether a rollout is one answer in plain text, so that any other node can read it as it was meant."""
     answer = rollout.messages[-1] if rollout.messages else None
@@ -112,7 +123,7 @@ def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str
     """What a node shares of a group of its own; None when none of its rollouts is portable."""
     portable = [rollout for rollout in group.rollouts if is_portable(rollout, len(group.task.messages))]
     offered = tuple(_offered(rollout) for rollout in portable[:MAX_ROLLOUTS])
-    return Offer(claim, offered, generator, model[:MAX_NAME_CHARACTERS], made_s) if offered else None
+    return Offer(claim, offered, generator, model_name(model), made_s) if offered else None
 
 
 def _offered(rollout: Rollout) -> OfferedRollout:

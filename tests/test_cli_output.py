@@ -1,0 +1,33 @@
+"""What commands print of what others wrote."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HOSTILE = "m\x1b[2J\r\nbanned \u202e"
+
+
+def shoal(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *arguments], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
+
+
+def test_a_status_shows_what_a_server_said_on_one_line_and_without_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "swarm").mkdir()
+    values = {"failure": HOSTILE, "needs": {HOSTILE: 0.5}, "model": "größe"}
+    (tmp_path / "swarm" / "status.json").write_text(json.dumps(values))
+    done = shoal("swarm", "status", str(tmp_path))
+    failure, needs, model = done.stdout.splitlines()
+    assert failure == r"failure  m\x1b[2J\r\nbanned \u202e"
+    assert model == "model    größe"
+    assert all(line.isprintable() for line in (failure, needs))
+    assert json.loads(shoal("swarm", "status", str(tmp_path), "--json").stdout) == values
+
+
+def test_a_mistake_is_told_without_control_characters(tmp_path: Path) -> None:
+    done = shoal("swarm", "status", str(tmp_path / "\x1b[2J"))
+    assert done.returncode == 2
+    assert r"\x1b[2J" in done.stderr
+    assert "\x1b" not in done.stderr
