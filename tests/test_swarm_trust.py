@@ -1,6 +1,7 @@
 """The door: what is let in, what is refused and why, and what is held against whom."""
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from shoal.interfaces import Claim
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Seal
 from shoal.swarm.identity import Identity
+from shoal.swarm.member import BANNED_FILE, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.trust import ESTABLISHED, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
 
@@ -93,6 +95,13 @@ def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
     assert at.trust(PEER.peer_id) == before
     at.admit(honest.frame(Kind.OFFER, b"nonsense", NOW_S), NOW_S)
     assert at.trust(PEER.peer_id) < before
+
+
+def test_peers_are_banned_beside_those_that_people_wrote_down_without_a_last_newline(tmp_path: Path) -> None:
+    (tmp_path / BANNED_FILE).write_text("a\nb")
+    ban_in(tmp_path, ["c", "d"])
+    ban_in(tmp_path, ["e"])
+    assert read_lines(tmp_path / BANNED_FILE) == ["a", "b", "c", "d", "e"]
 
 
 def test_an_offer_names_what_cannot_be_printed() -> None:

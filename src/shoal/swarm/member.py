@@ -122,7 +122,11 @@ class Intake:
 def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
     """Adds peers to the ban list in a node's folder; a running node reads it within seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / BANNED_FILE).open("a") as file:
+    path = folder / BANNED_FILE
+    before = path.read_text() if path.exists() else ""
+    with path.open("a") as file:
+        if before and not before.endswith("\n"):
+            file.write("\n")  # people edit it too
         file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
 
 
