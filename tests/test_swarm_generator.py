@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import logging
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,18 +16,23 @@ from pathlib import Path
 import pytest
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig, parse
-from shoal.errors import ConfigError, RequestRefused
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.interfaces import Recogniser
 from shoal.render import load_renderer
 from shoal.rewards.scorer import WorkerScorer
 from shoal.run.generating import answered_by
+from shoal.swarm import offer as offers
 from shoal.swarm.chat import ChatModel, ModelAt
+from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.exchange import MemoryHub
-from shoal.swarm.generator import Answerer, Generator, Pace
+from shoal.swarm.generator import RETRY_S, Answerer, Generator, Pace
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Means
+from shoal.swarm.member import Means, ban_in
 from shoal.swarm.node import Node
+from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.rules import RuleSolver
+from shoal.swarm.trust import Door, Letter
+from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.tasks.recognise import OwnTasks
 from shoal.types import Group, Split, Task
@@ -191,6 +199,138 @@ def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sen
             asyncio.run(main(url, library, own))
         own.close()
     assert raised.group_contains(RequestRefused, match="HTTP 401")
+
+
+def generator_of(answerer: Answerer, folder: Path, hub: MemoryHub, pace: Pace) -> Generator:
+    """One that shares questions of a file."""
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
+    service = JsonlService(
+        TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4), 0
+    )
+    own = OwnTasks([service])
+    return Generator(hub.join(), own, [service], answerer, Identity.fresh(), folder, swarm="reef", pace=pace)
+
+
+class Answers:
+    """Says the truth `n` times, or what it is told to fail with."""
+
+    kind = GeneratorKind.RULE
+    name = "answers"
+
+    def __init__(self, *, each: int | None = None, takes_s: float = 0.0) -> None:
+        self._each, self._takes_s = each, takes_s
+        self.failure: Exception | None = None
+        self.asked: list[int] = []
+
+    async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
+        self.asked.append(n)
+        await asyncio.sleep(self._takes_s)
+        if self.failure is not None:
+            raise self.failure
+        return [OfferedRollout(task.answer or "")] * (self._each or n)
+
+
+def shared(hub: MemoryHub) -> list[Offer]:
+    """The offers in a hub."""
+    door = Door("reef", "")
+    found = [door.admit(frame, time.time()) for frame in hub.frames.values()]
+    return [one.content for one in found if isinstance(one, Letter) and isinstance(one.content, Offer)]
+
+
+def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_the_reason(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+
+    async def main() -> None:
+        async with ChatModel(ModelAt(nowhere, "frozen")) as model:
+            await generator_of(model, tmp_path, MemoryHub(), Pace(2, 0.01, 3)).run()
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        asyncio.run(main())
+    assert raised.group_contains(ShoalError, match=rf"no group could be shared, 5 in a row failed; .*{nowhere}")
+    assert nowhere in json.loads((tmp_path / "status.json").read_text())["failure"]
+
+
+def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        answerer, hub = Answers(), MemoryHub()
+        answerer.failure = EngineUnavailable("nobody\nis here")
+        generator = generator_of(answerer, tmp_path, hub, Pace(2, 0.01))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: generator.tally.unsent >= 2)
+        assert generator.status()["failure"] == "nobody\nis here"
+        answerer.failure = None
+        await until(lambda: bool(generator.tally.shared))
+        assert generator.status()["failure"] == ""
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING, "shoal.swarm.generator"):
+        asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == [r"no group was shared: 'nobody\nis here'"]
+
+
+def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        answerer = Answers()
+        generator = generator_of(answerer, tmp_path, MemoryHub(), Pace(2, 0.01, 3))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: bool(generator.tally.shared))
+        answerer.failure = RequestRefused("too long")
+        await until(lambda: generator.status()["failure"] == "too long")
+        answerer.failure = None
+        await running
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("each", [None, 100])
+def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_holds(
+    tmp_path: Path, each: int | None
+) -> None:
+    answerer, hub = Answers(each=each), MemoryHub()
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await generator_of(answerer, tmp_path, hub, Pace(100, 0.01, 1)).run()
+
+    asyncio.run(main())
+    assert [len(offer.rollouts) for offer in shared(hub)] == [MAX_ROLLOUTS]
+    assert answerer.asked == [MAX_ROLLOUTS]
+
+
+def test_answers_that_take_longer_than_the_pace_are_followed_by_the_next_question_at_once(tmp_path: Path) -> None:
+    groups, began_s = 20, time.monotonic()
+    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemoryHub(), Pace(2, 0.01, groups)).run())
+    assert time.monotonic() - began_s < groups * RETRY_S
+
+
+def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, peers = MemoryHub(), [Identity.fresh(), Identity.fresh()]
+        for need, peer in zip((0.9, 0.4), peers, strict=True):
+            frame = Seal(peer, "reef", session=1).frame(
+                Kind.WANT, offers.encode(Want((("letters", need),))), time.time()
+            )
+            hub.put(Kind.WANT, peer.peer_id, frame)
+        ban_in(tmp_path, [peers[0].peer_id])
+        generator = generator_of(Answers(), tmp_path, hub, Pace(2, 0.1))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: generator.status()["needs"] == {"letters": 0.4})
+        refused = generator.status()["refused"]
+        assert isinstance(refused, dict)
+        assert refused["banned"] == 1
+        ban_in(tmp_path, [peers[1].peer_id])
+        await until(lambda: not generator.status()["needs"])
+        assert generator.status()["banned"] == sorted(peer.peer_id for peer in peers)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 def test_a_generator_is_either_a_model_or_a_rule() -> None:

@@ -5,6 +5,7 @@ takers to say; a generator scores and takes nothing, but it hears what others la
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +13,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import EngineError, ExchangeUnavailable, RequestRefused, TaskError, WireError
+from shoal.errors import EngineError, ExchangeUnavailable, RequestRefused, ShoalError, TaskError, WireError
 from shoal.interfaces import Exchange, Recogniser, TaskService
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import Intake, Tally, write_status
+from shoal.swarm.member import BANNED_FILE, Intake, Tally, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.trust import Door, Letter
 from shoal.types import Split, Task, seed_for
 
 INTAKE_BATCH = 32
 RETRY_S = 0.5
+"""After a failure, at least."""
+MOST_FAILURES = 5
+"""In a row, before anything was shared: who is to make so many groups and end does not try for ever."""
 FRESH_S = 600.0
 """Age above which a want is none any more."""
 UNASKED = 0.1
@@ -31,6 +35,7 @@ UNASKED = 0.1
 TELL_EVERY_S = 5.0
 MOST_HEARD = 512
 """Peers whose wants are remembered."""
+LOG = logging.getLogger(__name__)
 
 
 class Answerer(Protocol):
@@ -79,20 +84,25 @@ class Generator:
         pace: Pace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`folder` gets status.json."""
+        """`folder` holds banned.txt, which others may add to, and status.json."""
         self._exchange, self._own, self._answerer = exchange, own, answerer
         self._services = {service.name: service for service in services}
         self._identity, self._folder, self._swarm = identity, folder, swarm
         self._pace, self._clock = pace or Pace(), clock
         self._rng = random.Random(seed_for("generator", identity.peer_id))
-        self._door = Door(swarm, identity.peer_id)
+        self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._session = int(clock() * 1000)
         self._seal = Seal(identity, swarm, session=self._session)
         self._needs: dict[str, tuple[float, Mapping[str, float]]] = {}
+        self._failure, self._failures = "", 0
+        """Why the last group failed, and how many did in a row; the swarm's servers being away is none."""
         self.tally = Tally()
 
     async def run(self) -> None:
-        """Shares as many groups as it is to, hearing what others lack meanwhile."""
+        """Shares as many groups as it is to, hearing what others lack meanwhile. Raises a `ShoalError`.
+
+        A model that refuses the first question ends it; so do failures from the start, when groups are counted.
+        """
         async with asyncio.TaskGroup() as tasks:
             hearing = tasks.create_task(self._listen(), name="generator: listening")
             telling = tasks.create_task(self._tell(), name="generator: telling")
@@ -111,20 +121,22 @@ class Generator:
             "generator": self._answerer.kind.value,
             "model": self._answerer.name,
             "connected": self._exchange.connected,
-            "failure": self._exchange.failure,
+            "failure": self._exchange.failure or self._failure,
             "time_s": self._clock(),
             "needs": self._wanted(),
             **asdict(self.tally),
             "refused": {reason.value: count for reason, count in self._door.refused.items()},
+            "banned": sorted(self._door.banned),
         }
 
     async def _speak(self) -> None:
         made = 0
         while self._pace.groups is None or made < self._pace.groups:
             began_s = time.monotonic()
-            if self._exchange.connected and await self._share(made):
-                made += 1
-            await asyncio.sleep(max(self._pace.every_s - (time.monotonic() - began_s), 0.0) or RETRY_S)
+            shared = self._exchange.connected and await self._share(made)
+            made += shared
+            rest_s = self._pace.every_s - (time.monotonic() - began_s)
+            await asyncio.sleep(rest_s if shared else max(rest_s, RETRY_S))
 
     async def _share(self, number: int) -> bool:
         """Whether one more group is done. What goes wrong with one ends no other, unless there was never a good one."""
@@ -132,22 +144,40 @@ class Generator:
         index = seed_for("generator", self._identity.peer_id, self._session, number) % 2**31
         try:
             task = await asyncio.to_thread(service.draw, Split.TRAIN, index)
-            answers = await self._answerer.answers(task, self._pace.rollouts)
-            if not answers:
-                self.tally.unsent += 1
-                return True
-            claim = await self._own.claim(task)
-            made = Offer(claim, tuple(answers), self._answerer.kind, self._answerer.name, self._clock())
-            frame = self._seal.frame(Kind.OFFER, offers.encode(made), self._clock())
-            await self._exchange.publish(Kind.OFFER, self._identity.peer_id, frame)
+            answers = await self._answerer.answers(task, min(self._pace.rollouts, offers.MAX_ROLLOUTS))
+            frame = await self._frame(task, answers[: offers.MAX_ROLLOUTS]) if answers else b""
+            if frame:
+                await self._exchange.publish(Kind.OFFER, self._identity.peer_id, frame)
         except (TaskError, WireError, ValueError, EngineError, ExchangeUnavailable) as error:
-            if isinstance(error, RequestRefused) and not self.tally.shared:
-                raise
             self.tally.unsent += 1
+            self._failed(error)
             return False
-        self.tally.shared += 1
+        self._failure, self._failures = "", 0
+        self.tally.shared += bool(frame)
+        self.tally.unsent += not frame
         self.tally.shared_bytes += len(frame)
         return True
+
+    async def _frame(self, task: Task, answers: Sequence[OfferedRollout]) -> bytes:
+        """The signed offer of a task's answers. Raises `TaskError`, `WireError` or `ValueError`."""
+        claim = await self._own.claim(task)
+        name = offers.model_name(self._answerer.name)
+        made = Offer(claim, tuple(answers), self._answerer.kind, name, self._clock())
+        return self._seal.frame(Kind.OFFER, offers.encode(made), self._clock())
+
+    def _failed(self, error: Exception) -> None:
+        """Says so where people look. Raises a `ShoalError` when there is no use in going on."""
+        why = str(error) or type(error).__name__
+        if why != self._failure:
+            LOG.warning("no group was shared: %r", why)  # quoted: a server may have written it
+        self._failure = why
+        self._failures += not isinstance(error, ExchangeUnavailable)
+        if self.tally.shared:
+            return
+        if isinstance(error, RequestRefused):
+            raise error
+        if self._pace.groups is not None and self._failures >= MOST_FAILURES:
+            raise ShoalError(f"no group could be shared, {self._failures} in a row failed; the last: {why}") from error
 
     def _next_service(self) -> str:
         """One of its task services, by what others lack."""
@@ -177,6 +207,10 @@ class Generator:
             await intake.pause()
 
     async def _tell(self) -> None:
+        """Writes status.json, and reads whom to hear no more."""
         while True:
+            self._door.banned.update(read_lines(self._folder / BANNED_FILE))
+            for peer_id in self._door.banned & self._needs.keys():
+                del self._needs[peer_id]
             write_status(self._folder, self.status())
             await asyncio.sleep(TELL_EVERY_S)
