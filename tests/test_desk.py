@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from shoal.desk.questions import (
     State,
 )
 from shoal.desk.server import DeskServer, Rates
+from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Claim
 from shoal.listening import listening_socket
 from shoal.swarm import offer as offers
@@ -188,13 +189,19 @@ class Site:
 
 
 @asynccontextmanager
-async def site(folder: Path, *, rates: Rates | None = None, before: Sequence[Offer] = ()) -> AsyncIterator[Site]:
+async def site(
+    folder: Path,
+    *,
+    rates: Rates | None = None,
+    before: Sequence[Offer] = (),
+    joined: Callable[[MemoryHub], MemoryExchange] = MemoryHub.join,
+) -> AsyncIterator[Site]:
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
     options = {"scorer": "exact", "eval_share": 0.4, "system_prompt": "One letter."}
     config = TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options})
     service, hub = JsonlService(config, 0), MemoryHub()
-    own, member, other = OwnTasks([service]), hub.join(), hub.join()
+    own, member, other = OwnTasks([service]), joined(hub), hub.join()
     seal = Seal(PEER, "reef", session=1)
     for content in before:
         hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, offers.encode(content), 1e9))
@@ -281,6 +288,31 @@ def test_an_offer_waits_for_an_exchange_that_is_away(tmp_path: Path) -> None:
             at.member.away = False
             _, offer = await at.offer()
             assert len(offer.rollouts) == 2
+
+    asyncio.run(main())
+
+
+class FirstAcknowledgementLost(MemoryExchange):
+    """The swarm has the first frame, and who sent it does not know."""
+
+    sent: tuple[bytes, ...] = ()
+
+    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+        await super().publish(kind, author, frame)
+        self.sent += (frame,)
+        if len(self.sent) == 1:
+            raise ExchangeUnavailable("no acknowledgement came")
+
+
+def test_an_offer_whose_acknowledgement_was_lost_is_the_same_bytes_the_next_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with site(tmp_path, joined=FirstAcknowledgementLost) as at, Visitor(at.url) as ann:
+            found = await ann.ask()
+            await ann.say(found, "?")
+            await ann.say(found, str(found["question"])[-1])
+            await until(lambda: at.desk.tally.shared == 1)
+            assert isinstance(at.member, FirstAcknowledgementLost)
+            assert at.member.sent == at.member.sent[:1] * 2
 
     asyncio.run(main())
 

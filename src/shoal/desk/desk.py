@@ -63,6 +63,14 @@ class Tally:
     """Offers that were complete while the exchange was away for too long."""
 
 
+@dataclass(slots=True)
+class Outgoing:
+    """An offer until it is shared. A frame that was sealed is kept: tried again, it counts once, whoever heard it."""
+
+    offer: Offer
+    frame: bytes | None = None
+
+
 class Desk:
     """One event loop; `run` has to run for anything to be shared."""
 
@@ -89,7 +97,7 @@ class Desk:
         self._folder = folder
         self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
-        self._outbox: deque[Offer] = deque()
+        self._outbox: deque[Outgoing] = deque()
         self._peers_turn = True
         self._opening = asyncio.Lock()
         self._unweighed: asyncio.Queue[tuple[Question, Offer]] = asyncio.Queue(HEARD)
@@ -195,7 +203,7 @@ class Desk:
     async def _share(self) -> None:
         while True:
             for question in self.questions.due(self._clock()):
-                self._outbox.append(offer_of_people(question, self._clock()))
+                self._outbox.append(Outgoing(offer_of_people(question, self._clock())))
                 if len(self._outbox) > OUTBOX:
                     self._outbox.popleft()
                     self.tally.unsent += 1
@@ -214,11 +222,14 @@ class Desk:
             write_status(self._folder, self.status())
             await asyncio.sleep(TELL_EVERY_S)
 
-    async def _publish(self, offer: Offer) -> bool:
+    async def _publish(self, outgoing: Outgoing) -> bool:
         """Whether an offer needs no other try."""
+        if not self.connected:
+            return False
         try:
-            frame = self._seal.frame(Kind.OFFER, offers.encode(offer), self._clock())
-            await self._means.exchange.publish(Kind.OFFER, self.peer_id, frame)
+            if outgoing.frame is None:
+                outgoing.frame = self._seal.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
+            await self._means.exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
         except ExchangeUnavailable:
             return False
         except WireError:  # too large, though its answers are not
