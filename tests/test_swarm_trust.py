@@ -97,6 +97,14 @@ def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
     assert at.trust(PEER.peer_id) < before
 
 
+def test_what_says_nothing_of_an_author_is_counted_and_not_held_against_it() -> None:
+    at = door()
+    for _ in range(10):
+        at.refuse(PEER.peer_id, Reason.TIMED_OUT)
+    assert at.trust(PEER.peer_id) == 0.5
+    assert at.refused == {Reason.TIMED_OUT: 10}
+
+
 def test_peers_are_banned_beside_those_that_people_wrote_down_without_a_last_newline(tmp_path: Path) -> None:
     (tmp_path / BANNED_FILE).write_text("a\nb")
     ban_in(tmp_path, ["c", "d"])

@@ -1,5 +1,6 @@
 """The task services of a run, with the real process that draws."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import pytest
 
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
+from shoal.interfaces import NotOurs
 from shoal.tasks.drawer import Drawer
 from shoal.tasks.library import Library, ReasoningGymService
-from shoal.types import Json, Split
+from shoal.tasks.recognise import OwnTasks
+from shoal.types import Json, Split, Task
 
 SMALL: Json = {
     "name": "base_conversion",
@@ -112,6 +115,22 @@ def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> N
         assert drawer.pid is not None
         os.kill(drawer.pid, signal.SIGKILL)
         assert service.draw(Split.TRAIN, 7) == before
+
+
+def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:
+    async def main(tasks: Library) -> None:
+        own = OwnTasks(tasks.services, redraw_timeout_s=0.5)
+        claim = await own.claim(tasks.draw(Split.TRAIN, 1))
+        assert isinstance(await own.task(claim), Task)
+        (drawing,) = children() - before
+        os.kill(drawing, signal.SIGSTOP)
+        assert await own.task(claim) is NotOurs.TIMED_OUT
+        assert isinstance(await own.task(claim), Task)
+        own.close()
+
+    with library({"name": "chain_sum"}) as tasks:
+        before = children()
+        asyncio.run(main(tasks))
 
 
 def test_closing_leaves_no_process() -> None:

@@ -154,6 +154,8 @@ class NotOurs(StrEnum):
     HELD_OUT = "held out"
     """The question is one that this node evaluates with."""
     NOT_DRAWN = "receipt gives no question"
+    TIMED_OUT = "not drawn in time"
+    """This node was too slow, or its process that draws died; that says nothing of the claim."""
     WRONG_QUESTION = "wrong question"
     """The receipt gives another question: the claim is a lie."""
     WRONG_TRUTH = "wrong truth"

@@ -54,6 +54,7 @@ class Reason(StrEnum):
     UNKNOWN_TASK = NotOurs.UNKNOWN_TASK.value
     HELD_OUT = NotOurs.HELD_OUT.value
     NOT_DRAWN = NotOurs.NOT_DRAWN.value
+    TIMED_OUT = NotOurs.TIMED_OUT.value
     WRONG_QUESTION = NotOurs.WRONG_QUESTION.value
     WRONG_TRUTH = NotOurs.WRONG_TRUTH.value
     UNREADABLE = "not readable with this tokenizer"

@@ -40,6 +40,10 @@ class Spec:
     """Of its tasks: their scorer, where it is not the dataset's own."""
 
 
+class NoReply(TaskError):
+    """The child took too long or died; whether there is such a question is not known."""
+
+
 class Check(msgspec.Struct, frozen=True, tag="check"):
     """Are these settings right? `params` is a JSON object."""
 
@@ -115,7 +119,8 @@ class Drawer:
     def redraw(self, spec: Spec, receipt: Receipt) -> tuple[str, Task, Split]:
         """The raw question of a receipt, the task that `spec` makes of it, and the split it belongs to.
 
-        Raises `TaskError` when this process has another release of the dataset, or the receipt gives no question.
+        Raises `TaskError` when this process has another release of the dataset, or the receipt gives no question, and
+        `NoReply` when it cannot tell.
         """
         reply = self._ask(Redraw(spec, receipt), spec.dataset)
         assert reply.task is not None
@@ -135,12 +140,12 @@ class Drawer:
                 reply = self._answer(wire.encode(request))
             except TimeoutError:
                 self._discard()
-                raise TaskError(
+                raise NoReply(
                     f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
                 ) from None
             except ConnectionError as error:
                 self._discard()
-                raise TaskError(f"{dataset}: the process that draws questions died twice ({error})") from None
+                raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
             raise TaskError(reply.error)
         return reply

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from shoal.checker import is_confined, task_spec
 from shoal.errors import TaskError
 from shoal.interfaces import Claim, NotOurs, TaskService
-from shoal.tasks.drawer import Drawer, Spec
+from shoal.tasks.drawer import Drawer, NoReply, Spec
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import ReasoningGymService
 from shoal.types import Message, Role, Split, Task
@@ -75,6 +75,8 @@ class OwnTasks:
         assert claim.receipt is not None
         try:
             question, task, split = drawer.redraw(spec, claim.receipt)
+        except NoReply:
+            return NotOurs.TIMED_OUT
         except TaskError as error:
             other_release = "drawn with reasoning-gym" in str(error)
             return NotOurs.UNKNOWN_TASK if other_release else NotOurs.NOT_DRAWN
