@@ -90,6 +90,11 @@ def test_every_section_says_what_it_is_about() -> None:
             "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
             "rewards are all equal have a gradient there",
         ),
+        (
+            "rollout.temperature=1e-39",
+            "rollout.temperature: input should be greater than or equal to 0.00001, got 1e-39",
+        ),
+        ("rollout.top_k=2147483648", "rollout.top_k: input should be less than or equal to 2147483647, got 2147483648"),
         ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
         ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
         ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),

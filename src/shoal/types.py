@@ -101,6 +101,12 @@ class FinishReason(StrEnum):
     """Somebody asked the engine to stop; the tokens drawn so far are kept."""
 
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 1e5
+"""Between them logits divided by the temperature are finite in float32; below the first vLLM draws greedily."""
+MOST_TOP_K = 2**31 - 1
+"""The largest 32-bit integer, which is what engines take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off."""
@@ -116,12 +122,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: expected a finite number >= 0, got {self.temperature}")
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
+            expected = f"0 (greedy) or a number from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+            raise ValueError(f"temperature: expected {expected}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: expected 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.top_k <= MOST_TOP_K:
+            raise ValueError(f"top_k: expected 0 (off) to {MOST_TOP_K}, got {self.top_k}")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p: expected a number in [0, 1), got {self.min_p}")
 

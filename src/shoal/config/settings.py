@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shoal.config.losses import DecoupledLoss, LossConfig
 from shoal.config.section import Section
+from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
@@ -63,11 +64,13 @@ class RolloutConfig(Section):
 
     group_size: int = Field(8, ge=1, description="Rollouts per task.")
     max_tokens: int = Field(256, ge=1, description="Answer budget in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Of the sampling distribution.")
+    temperature: float = Field(
+        1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Of the sampling distribution."
+    )
     top_p: float = Field(
         1.0, gt=0, le=1, description="Nucleus size; 1 is off. See docs/engine.md before training with less."
     )
-    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 is off.")
+    top_k: int = Field(0, ge=0, le=MOST_TOP_K, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
     ratios: Literal["fixed", "tokens", "automatic"] = Field(
         "fixed", description="Weights are of groups, of drawn tokens, or follow what groups teach (within 0.1 to 4 x)."

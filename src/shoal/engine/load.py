@@ -1,6 +1,7 @@
 """Weights from disk into a model that is being served: checked completely before a single number is changed."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def checksum_of(path: Path) -> str:
 
 def weight_file(path: Path) -> Path:
     """The safetensors file that a path names: itself, or the one in that directory."""
-    return path / FILE if path.is_dir() else path
+    return path / FILE if os.path.isdir(path) else path  # `Path.is_dir` raises for a name that is too long
 
 
 class WeightSlots:
@@ -61,7 +62,7 @@ class WeightSlots:
                 raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; publish them again")
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
             raise RequestRefused(f"weights {file} cannot be read: {error}") from error
         self._check(file, tensors)
         return StagedWeights(version, actual, tensors)

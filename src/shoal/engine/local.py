@@ -115,8 +115,9 @@ class LocalEngine:
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
-        self._requests[request_id] = request
-        for draft in request.begun(request_id, self.limits.max_model_len):
+        drafts = request.begun(request_id, self.limits.max_model_len)
+        self._requests[request_id] = request  # after what may raise: one without drafts would never end
+        for draft in drafts:
             self._scheduler.add(draft)
 
     def abort(self, requests: Sequence[Request] | None = None) -> int:

@@ -4,7 +4,7 @@ Field names and shapes are vLLM's where vLLM has the route. Ours are `/score`, `
 `logprobs_format: "flat"` of a generate request, which gives `token_logprobs` as a list instead of an object per token.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -147,7 +147,7 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(le=2**63 - 1)]  # metrics and most readers of JSON hold no larger number
     path: str
     checksum: str | None = None
 

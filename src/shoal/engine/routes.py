@@ -86,7 +86,11 @@ class EngineServer:
         self.app = Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={EngineError: self._engine_error, HTTPException: self._http_error},
+            exception_handlers={
+                EngineError: self._engine_error,
+                HTTPException: self._http_error,
+                Exception: self._unexpected_error,
+            },
         )
 
     @contextlib.asynccontextmanager
@@ -112,7 +116,7 @@ class EngineServer:
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` between two steps of the engine."""
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await _result(self._thread.call(function))
 
     async def _generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, protocol.GenerateRequest)
@@ -259,7 +263,7 @@ class EngineServer:
         name = http.query_params.get("mode", PauseMode.ABORT)
         if name not in list(PauseMode):
             raise RequestRefused(f"mode: expected one of {', '.join(PauseMode)}, got {name!r}")
-        await asyncio.wrap_future(await self._call(lambda: self._engine.pause(PauseMode(name))))
+        await _result(await self._call(lambda: self._engine.pause(PauseMode(name))))
         return _json(protocol.PausedState(self._engine.paused))
 
     async def _resume(self, _: HttpRequest) -> Response:
@@ -290,7 +294,7 @@ class EngineServer:
             raise
         self._failure = ""
         served: Future[int] = await self._call(lambda: self._engine.update(weights))
-        await asyncio.wrap_future(served)
+        await _result(served)
         return await self._weight_info(http)
 
     async def _weight_info(self, _: HttpRequest) -> Response:
@@ -319,7 +323,7 @@ class EngineServer:
                 raise TooLarge(f"body: expected at most {self._max_body_bytes} bytes")
         try:
             return msgspec.json.decode(data or b"{}", type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RequestRefused(f"body: {error}") from error
 
     async def _engine_error(self, _: HttpRequest, error: Exception) -> Response:
@@ -330,6 +334,14 @@ class EngineServer:
     async def _http_error(self, _: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _error(error.detail, error.status_code)
+
+    async def _unexpected_error(self, _: HttpRequest, error: Exception) -> Response:
+        return _error(f"the engine could not answer: {type(error).__name__}: {error}", 500)
+
+
+async def _result(future: "Future[T]") -> T:
+    """What another thread will say. Who is cancelled while waiting leaves the future as it is: it is set later."""
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:

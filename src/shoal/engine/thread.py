@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
-from shoal.errors import EngineError
 
 T = TypeVar("T")
 
@@ -46,13 +45,13 @@ class EngineThread:
         self._thread.join()
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Has `function` called between two steps; its result, or the `EngineError` it raises."""
+        """Has `function` called between two steps; its result, or what it raises, which is the caller's alone."""
         future: Future[T] = Future()
 
         def command() -> None:
             try:
                 future.set_result(function())
-            except EngineError as error:
+            except Exception as error:
                 future.set_exception(error)
 
         self._commands.append(command)
