@@ -2,26 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from shoal.engine import protocol
 from shoal.engine.answers import drawn_spans, usage
+from shoal.engine.detokenizer import Detokenizer, Tokenizer
 from shoal.engine.request import Draft, Request
 from shoal.engine.watch import Part
 from shoal.errors import RequestRefused
 from shoal.types import FinishReason, Sampling
-
-
-class Tokenizer(Protocol):
-    """The part of transformers' tokenizers that is needed here."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
 class StreamOptions(msgspec.Struct):
@@ -61,7 +51,8 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def stops(self) -> list[str]:
         """Texts that end a completion."""
-        return [self.stop] if isinstance(self.stop, str) else [stop for stop in self.stop or () if stop]
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in given if stop]
 
 
 class TextLogprobs(msgspec.Struct):
@@ -149,7 +140,11 @@ def _prompts(prompt: str | list[int | str | list[int]], tokenizer: Tokenizer) ->
 
 
 class Text:
-    """The text of one completion as it grows. Ends at a stop text, which is left out."""
+    """The text of one completion as it grows. Ends at a stop text, which is left out.
+
+    Of several stop texts it is the one that is complete first, and of those the one that begins first: the same one in
+    whatever pieces the text comes. What might still begin one is held back.
+    """
 
     def __init__(self, draft: Draft, index: int, body: CompletionRequest, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -157,49 +152,78 @@ class Text:
         self._draft = draft
         self._body = body
         self._tokenizer = tokenizer
-        self._told = 0  # characters
-        self._tokens_told = 0
-        self._held = max((len(stop) for stop in body.stops), default=1) - 1  # might begin a stop text
+        self._stops = body.stops
+        self._detokenizer = Detokenizer(tokenizer, draft.drawn)
+        self._tokens_read = self._tokens_told = 0
+        self._characters = 0  # of the tokens read
+        self._offsets: list[int] = []  # where logprobs are asked for: how many characters come before each token
+        self._cleared: list[str] = []  # pieces that no stop text can begin in, to be told
+        self._held = ""
+        self._most_held = max(map(len, self._stops), default=1) - 1
 
     def grown(self, part: Part) -> TextChoice | None:
-        """What there is to tell after a part; None when that is nothing. `ended` is set with the last."""
-        end, reason = part.end, part.reason
-        text = self._decoded(end)
-        cut = min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None:
-            text, reason = text[:cut], FinishReason.STOP
-        self.ended = reason is not None
-        if not self.ended:
-            text = text[: len(text) - self._held].rstrip("\ufffd")  # a character may lack its last bytes
-        start, told = self._tokens_told, self._told
-        if not self.ended and len(text) <= told:
+        """What there is to tell after a part; None when that is nothing. `ended` is set with the last.
+
+        All is told at once at the end unless it is streamed.
+        """
+        if part.reason is None and not (self._body.stream or self._stops):
             return None
-        self._tokens_told, self._told = end, max(told, len(text))
+        reason = FinishReason.STOP if self._read(part) else part.reason
+        self.ended = reason is not None
+        if not self.ended and not (self._body.stream and self._cleared):
+            return None
+        text, start, end = "".join(self._cleared), self._tokens_told, self._tokens_read
+        self._cleared, self._tokens_told = [], end
         return TextChoice(
             index=self.index,
-            text=text[told:],
+            text=text,
             finish_reason=reason,
             logprobs=self._logprobs(start, end) if self._body.logprobs is not None else None,
             weight_versions=drawn_spans(self._draft, start, end, part.version),
             token_ids=self._draft.drawn[start:end] if self._body.return_token_ids else None,
         )
 
-    def _decoded(self, end: int) -> str:
-        return self._tokenizer.decode(self._draft.drawn[:end], skip_special_tokens=True)
+    def _read(self, part: Part) -> bool:
+        """Takes in the text of a part; whether a stop text ends it, after whose last token none is read."""
+        each = bool(self._stops) or self._body.logprobs is not None
+        ends = range(self._tokens_read + 1, part.end + 1)
+        if not each:  # one piece, and at the end the rest alone
+            ends = ends[-1:] if part.reason is None else ends[:0]
+        for end in ends:
+            self._tokens_read = end
+            self._offsets.append(self._characters)
+            piece = self._detokenizer.more(end)
+            self._characters += len(piece)
+            if self._stopped(piece, self._most_held):
+                return True
+        self._tokens_read = part.end
+        return part.reason is not None and self._stopped(self._detokenizer.rest(part.end), 0)
+
+    def _stopped(self, piece: str, most_held: int) -> bool:
+        """Clears all text but the last characters, or all before a stop text; whether there is one."""
+        self._held += piece
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        cut = min(found)[1] if found else max(len(self._held) - most_held, 0)
+        if cut:
+            self._cleared.append(self._held[:cut])
+        self._held = self._held[cut:]
+        return bool(found)
 
     def _logprobs(self, start: int, end: int) -> TextLogprobs:
         draft = self._draft
         others = draft.others[start:end] or [[]] * (end - start)
-        offset = len(self._tokenizer.decode(draft.drawn[:start]))
         rows = list(zip(draft.drawn[start:end], draft.logprobs[start:end], others, strict=True))
-        return text_logprobs([(token, logp, tops) for token, logp, tops in rows], self._tokenizer, offset)
+        result = text_logprobs([(token, logp, tops) for token, logp, tops in rows], self._tokenizer)
+        result.text_offset = self._offsets[start:end]
+        return result
 
 
 def text_logprobs(
-    rows: Sequence[tuple[int, float | None, Sequence[tuple[int, float]]]], tokenizer: Tokenizer, offset: int
+    rows: Sequence[tuple[int, float | None, Sequence[tuple[int, float]]]], tokenizer: Tokenizer
 ) -> TextLogprobs:
-    """Tokens with their logprobs and the most likely ones, as text that begins at a character offset."""
+    """Tokens with their logprobs and the most likely ones, each as text of its own."""
     result = TextLogprobs([], [], [], [])
+    offset = 0
     for token, logp, tops in rows:
         text = tokenizer.decode([token])
         result.tokens.append(text)
@@ -217,37 +241,15 @@ def texts(requests: Sequence[Request], body: CompletionRequest, tokenizer: Token
 
 
 def whole_choices(
-    told: Sequence[Sequence[TextChoice]], body: CompletionRequest, requests: Sequence[Request], tokenizer: Tokenizer
+    told: Sequence[TextChoice], body: CompletionRequest, requests: Sequence[Request], tokenizer: Tokenizer
 ) -> list[TextChoice]:
-    """The parts of each completion as one."""
+    """Completions that were told at once, in order, with what is asked for of their prompts."""
     choices = []
-    for index, parts in enumerate(told):
-        request = requests[index // body.n]
-        joined = _joined(parts)
-        joined.prompt_token_ids = list(request.prompt_ids) if body.return_token_ids else None
-        choices.append(_echoed(joined, request, tokenizer) if body.echo else joined)
+    for choice in told:
+        request = requests[choice.index // body.n]
+        choice.prompt_token_ids = list(request.prompt_ids) if body.return_token_ids else None
+        choices.append(_echoed(choice, request, tokenizer) if body.echo else choice)
     return choices
-
-
-def _joined(parts: Sequence[TextChoice]) -> TextChoice:
-    whole = parts[0]
-    for part in parts[1:]:
-        whole.text += part.text
-        whole.finish_reason = part.finish_reason
-        for span in part.weight_versions:
-            last = whole.weight_versions[-1] if whole.weight_versions else None
-            if last is not None and last.version == span.version:
-                last.end = span.end
-            else:
-                whole.weight_versions.append(span)
-        if whole.token_ids is not None:
-            whole.token_ids += part.token_ids or []
-        if whole.logprobs is not None and part.logprobs is not None:
-            whole.logprobs.tokens += part.logprobs.tokens
-            whole.logprobs.token_logprobs += part.logprobs.token_logprobs
-            whole.logprobs.top_logprobs += part.logprobs.top_logprobs
-            whole.logprobs.text_offset += part.logprobs.text_offset
-    return whole
 
 
 def _echoed(choice: TextChoice, request: Request, tokenizer: Tokenizer) -> TextChoice:
@@ -257,7 +259,7 @@ def _echoed(choice: TextChoice, request: Request, tokenizer: Tokenizer) -> TextC
         draft = request.drafts[0]
         others = draft.score_others or [[]] * len(draft.scores)
         rows = [(request.prompt_ids[0], None, []), *zip(draft.targets, draft.scores, others, strict=False)]
-        before = text_logprobs(rows, tokenizer, 0)
+        before = text_logprobs(rows, tokenizer)
         choice.logprobs.tokens[:0] = before.tokens
         choice.logprobs.token_logprobs[:0] = before.token_logprobs
         choice.logprobs.top_logprobs[:0] = before.top_logprobs

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from shoal.engine import completions, protocol
 from shoal.engine.answers import choice_part, prompt_logprobs, response, usage
+from shoal.engine.detokenizer import Tokenizer
 from shoal.engine.exposition import exposition
 from shoal.engine.limits import PauseMode
 from shoal.engine.local import LocalEngine
@@ -57,7 +58,7 @@ class EngineServer:
         ready: Callable[[], None],
         crashed: Callable[[BaseException], None],
         max_body_bytes: int = MAX_BODY_BYTES,
-        tokenizer: Callable[[], completions.Tokenizer | None] = lambda: None,
+        tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
         """`tokenizer` is called when text is to be read for the first time."""
         self._engine = engine
@@ -213,7 +214,7 @@ class EngineServer:
         body: completions.CompletionRequest,
         name: str,
         requests: Sequence[Request],
-        tokenizer: completions.Tokenizer,
+        tokenizer: Tokenizer,
         found: AsyncIterator[list[Part]],
     ) -> AsyncIterator[completions.CompletionResponse]:
         texts = completions.texts(requests, body, tokenizer)
@@ -225,13 +226,12 @@ class EngineServer:
 
     async def _whole_texts(
         self, texts: dict[Draft, completions.Text], found: AsyncIterator[list[Part]]
-    ) -> list[list[completions.TextChoice]] | None:
-        """The parts of every completion; None when the client has gone."""
-        told: dict[int, list[completions.TextChoice]] = {text.index: [] for text in texts.values()}
+    ) -> list[completions.TextChoice] | None:
+        """Every completion, in order; None when the client has gone."""
+        told: dict[int, completions.TextChoice] = {}
         async for new in found:
-            for grown in self._grown(texts, new):
-                told[grown.index].append(grown)
-        return [told[index] for index in sorted(told)] if all(text.ended for text in texts.values()) else None
+            told |= {choice.index: choice for choice in self._grown(texts, new)}
+        return [told[index] for index in sorted(told)] if len(told) == len(texts) else None
 
     def _grown(self, texts: dict[Draft, completions.Text], new: Sequence[Part]) -> list[completions.TextChoice]:
         """What new parts add. A completion that has come to a stop text is ended in the engine as well."""

@@ -17,7 +17,7 @@ import torch
 import uvicorn
 from transformers import AutoTokenizer
 
-from shoal.engine.completions import Tokenizer
+from shoal.engine.detokenizer import Tokenizer
 from shoal.engine.graphs import CudaCapture
 from shoal.engine.limits import Limits, OnUpdate
 from shoal.engine.load import checksum_of, weight_file
