@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -58,6 +58,18 @@ def redrawn(draft: Draft, versions: tuple[int, ...], served: dict[int, PreTraine
             assert [draft.log_kept[i] for i in drawn_by] == pytest.approx(log_kept_N.tolist(), abs=1e-4)
 
 
+def stepped(engine: LocalEngine) -> list[Request]:
+    """The requests that a step ended; checks that an engine is idle just when a step does nothing."""
+
+    def done() -> tuple[object, ...]:
+        return engine.tokens_drawn, engine.tokens_prefilled, engine.version, engine.counts().running
+
+    idle, before = engine.idle, done()
+    ended = engine.step()
+    assert idle == (not ended and done() == before)
+    return ended
+
+
 def prompt(seed: int, length: int) -> list[int]:
     """Prompts of one seed begin alike, so that they find each other's KV."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +97,7 @@ events = st.lists(
     st.one_of(
         requests,
         st.tuples(st.just("steps"), st.integers(1, 12)),
-        st.tuples(st.sampled_from(["abort", "update", "pause", "wait", "abort all"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["abort", "update", "pause", "resume", "wait", "abort all"]), st.integers(0, 9)),
     ),
     min_size=3,
     max_size=20,
@@ -93,6 +105,24 @@ events = st.lists(
 
 
 @settings(max_examples=40)
+@example(  # an update waits for a request that stands still, through a pause of several steps
+    happening=[
+        Request([5, 6, 7], Sampling(20, seed=1)),
+        ("steps", 3),
+        ("pause", 2),
+        ("update", 1),
+        ("steps", 4),
+        Request([5, 6], Sampling(4, seed=1)),
+        ("steps", 2),
+        ("resume", 0),
+    ],
+    max_running=2,
+    chunk_tokens=16,
+    kv_tokens=None,
+    prefix_cache_bytes=0,
+    on_update=OnUpdate.DRAIN,
+    capture=None,
+)
 @given(
     happening=events,
     max_running=st.integers(1, 5),
@@ -134,7 +164,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
                     assert engine.paused
             case "steps", count:
                 for _ in range(count):
-                    ended += engine.step()
+                    ended += stepped(engine)
             case "abort", which if asked:
                 engine.abort([asked[which % len(asked)]])
             case "abort all", _:
@@ -145,7 +175,10 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
                 engine.update(engine.slots.staged(version, weights[which % 3].path, None))
             case "pause", which:
                 engine.pause(list(PauseMode)[which % 3])
-                ended += engine.step()
+                ended += stepped(engine)
+                if which > 4:
+                    engine.resume()
+            case "resume", _:
                 engine.resume()
             case "wait", _:
                 engine.pause(PauseMode.WAIT)
@@ -154,7 +187,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     engine.resume()
     steps = 0
     while not engine.idle:
-        ended += engine.step()
+        ended += stepped(engine)
         steps += 1
         assert steps < 5000, "something starves"
     assert {id(request) for request in ended} == {id(request) for request in asked}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.engine.limits import Limits, PauseMode
+from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
 from shoal.engine.routes import EngineServer
@@ -107,6 +107,41 @@ def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: 
             assert crashes == []
 
     asyncio.run(ask())
+
+
+def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model_dir: Path) -> None:
+    stepped = Stepped(LocalEngine(load_model(tiny_model_dir), Limits(128, max_running=4), on_update=OnUpdate.DRAIN))
+    engine, call = stepped.engine, stepped.thread.call
+    weights = engine.slots.staged(1, tiny_model_dir, None)
+    request = Request(PROMPT, Sampling(60))
+    stepped.thread.start()
+    call(lambda: engine.submit(request)).result(10)
+    asyncio.run(until(lambda: stepped.steps > 2))
+    call(lambda: engine.pause(PauseMode.KEEP)).result(10)
+    served = call(lambda: engine.update(weights)).result(10)
+    steps = stepped.steps
+    for _ in range(10):  # after each call the thread steps unless it has nothing to do
+        call(lambda: None).result(10)
+    assert stepped.steps == steps
+    assert (engine.version, engine.idle, served.done()) == (0, True, False)
+    call(engine.resume).result(10)
+    assert served.result(10) == engine.version == 1
+    asyncio.run(until(lambda: stepped.finished == [request]))
+    assert request.drafts[0].completion().versions == (0,) * 60
+    stepped.thread.stop()
+
+
+def test_weights_that_wait_are_served_when_what_they_wait_for_is_aborted_in_a_pause(tiny_model_dir: Path) -> None:
+    engine = LocalEngine(load_model(tiny_model_dir), Limits(128), on_update=OnUpdate.DRAIN)
+    engine.submit(Request(PROMPT, Sampling(60)))
+    engine.step()
+    engine.pause(PauseMode.KEEP)
+    served = engine.update(engine.slots.staged(1, tiny_model_dir, None))
+    assert engine.idle
+    engine.abort()
+    assert not engine.idle
+    engine.step()
+    assert (served.result(0), engine.idle, engine.paused) == (1, True, True)
 
 
 def test_what_nobody_expected_is_answered_as_json_that_says_what_went_wrong(tiny_model_dir: Path) -> None:

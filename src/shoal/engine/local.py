@@ -185,7 +185,14 @@ class LocalEngine:
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return self._update is None and not self._finished and (self._pause is PauseMode.KEEP or not self._requests)
+        loads = self._update is not None and not self._draining
+        computes = self._pause is not PauseMode.KEEP and bool(self._requests)
+        return not (loads or computes or self._finished)
+
+    @property
+    def _draining(self) -> bool:
+        """Whether running sequences finish before other weights are loaded."""
+        return self._on_update is OnUpdate.DRAIN and bool(self._scheduler.running)
 
     def step(self) -> list[Request]:
         """Loads weights that wait, computes one forward if there is work, and returns the requests that ended."""
@@ -338,10 +345,10 @@ class LocalEngine:
     def _load_or_drain(self) -> None:
         """Loads the staged weights, unless running sequences are to finish first."""
         assert self._update is not None
-        running = self._scheduler.running
-        if self._on_update is OnUpdate.DRAIN and running:
+        if self._draining:
             self._scheduler.admitting = False
             return
+        running = self._scheduler.running
         self._scheduler.admitting = True
         for request in self._requests.values():
             for draft in request.drafts:
