@@ -272,6 +272,11 @@ def test_weights_that_are_not_right_are_refused_and_change_nothing(
         "expected shape": {**tensors, name: tensors[name][:16].clone()},
         "is missing": {key: value for key, value in tensors.items() if key != name},
         "no tensor 'extra'": {**tensors, "extra": tensors[name].clone()},
+        "expected one of torch.float32, .*, got torch.float8_e4m3fn": {
+            **tensors,
+            name: tensors[name].to(torch.float8_e4m3fn),
+        },
+        "expected one of torch.float32, .*, got torch.complex64": {**tensors, name: tensors[name].to(torch.complex64)},
         "not finite": {**tensors, name: tensors[name] * float("nan")},
     }
     for message, content in wrong.items():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from shoal.errors import RequestRefused
 
 FILE = "model.safetensors"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +89,8 @@ class WeightSlots:
             if tensor.shape != self._tensors[name].shape:
                 expected = list(self._tensors[name].shape)
                 raise RequestRefused(f"weights {file}: {name!r}: expected shape {expected}, got {list(tensor.shape)}")
+            if tensor.dtype not in (*DTYPES, self._tensors[name].dtype):
+                known = ", ".join(map(str, DTYPES))
+                raise RequestRefused(f"weights {file}: {name!r}: expected one of {known}, got {tensor.dtype}")
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise RequestRefused(f"weights {file}: {name!r} holds numbers that are not finite")
