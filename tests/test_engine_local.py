@@ -361,7 +361,7 @@ def test_a_full_queue_is_refused(directories: dict[str, Path]) -> None:
 
 
 def test_running_out_of_memory_preempts_and_loses_nothing(directories: dict[str, Path]) -> None:
-    served = engine(directories["Qwen2"], max_running=4, kv_tokens=MAX_MODEL_LEN + 128)
+    served = engine(directories["Qwen2"], max_running=4, kv_tokens=MAX_MODEL_LEN + 140)
     requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(4)]
     for request in requests:
         served.submit(request)

@@ -353,6 +353,7 @@ def alive(pid: int) -> bool:
     ("arguments", "words"),
     [
         (["--model", "/nowhere"], "model '/nowhere' cannot be loaded"),
+        (["--kv-tokens", "100"], "kv_tokens: expected room for max_model_len = 256 tokens, got 100"),
         (["--max-model-len", "100000"], "max_model_len: expected at most the 256 tokens of the model, got 100000"),
         (["--host", "203.0.113.1"], "host: expected an address of this machine, got 203.0.113.1"),
     ],

@@ -39,12 +39,10 @@ class StepBatch:
     def __init__(
         self, plan: Plan[Draft], cache: KVCache, device: torch.device, graphs: DecodeGraphs | None = None
     ) -> None:
-        """Places the plan's sequences in the cache. Copies that the plan orders have been made.
+        """All sequences of the plan are placed in the cache, and copies that it orders have been made.
 
         With `graphs`, a step in which all decode may be a captured one.
         """
-        cache.place_all([*plan.decode, *(d for chunk in plan.chunks for d in (chunk.sequence, *chunk.followers))])
-        cache.close_holes()
         self.plan = plan
         placed = sorted(((*cache.place(draft), draft) for draft in plan.decode), key=lambda p: (p[0].capacity, p[1]))
         decoding = [draft for _, _, draft in placed]

@@ -1,12 +1,17 @@
 """KV storage in size classes.
 
 Each size class is a `Pool` of slots with room for `capacity` tokens; a sequence that outgrows its slot moves to the
-next class, twice as large. So storage and attention are at most twice what the tokens need, whatever the longest
-sequence is, and decoding reads views of the storage instead of gathered copies.
+next class, twice as large. So attention is over at most twice what the tokens need, whatever the longest sequence is,
+and decoding reads views of the storage instead of gathered copies.
+
+All pools together have storage for at most a budget of tokens. A pool doubles while that fits. When it does not, the
+pools that nobody is in give up theirs, and if that is not enough all are laid out anew: each gets the slots it needs
+and its part of what is left. So whatever fits slot by slot has room, which is all that the scheduler sees to.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -18,9 +23,11 @@ from shoal.engine.scheduler import SequenceState
 SMALLEST_CAPACITY = 32
 """With lengths that vary much, 32 draws 23 % more tokens/s than 128 (128 rows, 5M parameters, one core): attention
 pads to the longest row of a pool."""
-StoredKV: TypeAlias = dict[int, tuple[Tensor, Tensor]]
+LayerKV: TypeAlias = tuple[Tensor, Tensor]
+StoredKV: TypeAlias = dict[int, LayerKV]
 """K and V of [K, L, D] by layer, apart from any slot."""
-FEWEST_SLOTS = 4  # that a pool has storage for; a power of two
+FEWEST_SLOTS = 4  # that a pool begins with, unless they are more than so many tokens; a power of two
+FEWEST_TOKENS = 4096
 SPARSE = 8  # holes are closed when they are more than one in so many slots
 
 
@@ -33,20 +40,30 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 class Pool:
-    """Slots for sequences of up to `capacity` tokens; per layer one K and one V of [S, K, capacity, D]."""
+    """Slots for sequences of up to `capacity` tokens; per layer one K and one V of [S, K, capacity, D].
+
+    What holds its addresses holds them for one `storage` only: see `relaid`.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: list[SequenceState | None] = []
         self._free: list[int] = []
-        self.allocated = FEWEST_SLOTS
-        """Slots that there is storage for, a power of two. It grows into new storage."""
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.allocated = 0
+        """Slots that there is storage for."""
+        self.storage = 0
+        """Which storage it is: another number once it lies somewhere else."""
+        self._layers: dict[int, LayerKV] = {}
 
     @property
     def held(self) -> int:
         """Sequences in the pool."""
         return len(self.slots) - len(self._free)
+
+    @property
+    def layers(self) -> Mapping[int, LayerKV]:
+        """K and V of the layers that were seen."""
+        return self._layers
 
     def take(self, sequence: SequenceState) -> int:
         """A slot for a sequence: a hole if there is one."""
@@ -54,10 +71,8 @@ class Pool:
             slot = self._free.pop()
             self.slots[slot] = sequence
             return slot
+        assert len(self.slots) < self.allocated, "no storage for another slot"
         self.slots.append(sequence)
-        if len(self.slots) > self.allocated:
-            self.allocated *= 2
-            self._layers = {layer: (self._grown(k), self._grown(v)) for layer, (k, v) in self._layers.items()}
         return len(self.slots) - 1
 
     def release(self, slot: int) -> None:
@@ -68,7 +83,18 @@ class Pool:
             self.slots.pop()
         self._free = [hole for hole in self._free if hole < len(self.slots)]
 
-    def layer(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    def relaid(self, allocated: int, sequences: Sequence[SequenceState]) -> None:
+        """Says that these sequences have the first of so many slots from now on, in storage yet to be filled."""
+        assert len(sequences) <= allocated
+        self.allocated = allocated
+        self.slots, self._free = list(sequences), []
+        self.storage += 1
+
+    def given_up(self, layer: int) -> None:
+        """Lets the storage of a layer go."""
+        self._layers.pop(layer, None)
+
+    def layer(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> LayerKV:
         """K and V storage [S, K, capacity, D] of a layer, made to fit the first keys seen."""
         stored = self._layers.get(layer)
         if stored is None:
@@ -80,11 +106,22 @@ class Pool:
         """Copies the KV of the first `length` tokens of slots into slots of this or another pool."""
         if length == 0:
             return
-        for layer, (k, v) in self._layers.items():
-            source_N = torch.tensor(source_slots, device=k.device)
-            target_N = torch.tensor(target_slots, device=k.device)
-            k_target, v_target = target.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
-            for x, x_target in ((k, k_target), (v, v_target)):
+        for layer, stored in self._layers.items():
+            target.copy_layer(layer, stored, source_slots, target_slots, length)
+
+    def copy_layer(
+        self, layer: int, stored: LayerKV, source_slots: Sequence[int], slots: Sequence[int], length: int
+    ) -> None:
+        """Copies the first `length` tokens of slots of a layer stored elsewhere into slots of this pool."""
+        k, v = stored
+        into = self.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        in_place = list(source_slots) == list(slots) == list(range(len(slots)))
+        source_N = torch.tensor(source_slots, device=k.device)
+        target_N = torch.tensor(slots, device=k.device)
+        for x, x_target in zip(stored, into, strict=True):
+            if in_place:  # what most pools are that only grow: no copy in between
+                x_target[: len(slots), :, :length] = x[: len(slots), :, :length]
+            else:
                 x_target[:, :, :length].index_copy_(0, target_N, x[:, :, :length].index_select(0, source_N))
 
     def exported(self, slot: int, length: int) -> StoredKV:
@@ -123,51 +160,114 @@ class Pool:
         shape = (self.allocated, x_TKD.shape[1], self.capacity, x_TKD.shape[2])
         return zeros_on_demand(shape, x_TKD.dtype, x_TKD.device)
 
-    def _grown(self, x_SKCD: Tensor) -> Tensor:
-        larger = zeros_on_demand((self.allocated, *x_SKCD.shape[1:]), x_SKCD.dtype, x_SKCD.device)
-        for slot, sequence in enumerate(self.slots[: x_SKCD.shape[0]]):
-            if sequence is not None:
-                larger[slot, :, : sequence.kv_len] = x_SKCD[slot, :, : sequence.kv_len]
-        return larger
-
 
 class KVCache:
-    """Where each sequence's KV lies."""
+    """Where each sequence's KV lies.
 
-    def __init__(self, max_model_len: int) -> None:
+    Invariant: the pools have storage for at most `budget_tokens` tokens, and while they are laid out anew for one layer
+    more. It takes that the slots of those that are placed, each as small as it may be, are no more than that.
+    """
+
+    def __init__(self, max_model_len: int, budget_tokens: int) -> None:
         capacities = [min(SMALLEST_CAPACITY, max_model_len)]
         while capacities[-1] < max_model_len:
             capacities.append(min(2 * capacities[-1], max_model_len))
         self.pools = [Pool(capacity) for capacity in capacities]
+        self._budget = budget_tokens
         self._places: dict[int, tuple[Pool, int]] = {}  # by id of the sequence
 
     def capacity(self, tokens: int) -> int:
         """Tokens of storage that a sequence of so many tokens occupies."""
         return self._pool(tokens).capacity
 
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens that there is storage for."""
+        return sum(pool.allocated * pool.capacity for pool in self.pools)
+
     def place(self, sequence: SequenceState) -> tuple[Pool, int]:
-        """The pool and slot of a sequence, with room for all its known tokens; moved or newly taken if need be."""
-        place = self._places.get(id(sequence))
-        if place is not None and sequence.total <= place[0].capacity:
-            return place
-        pool = self._pool(sequence.total)
-        if place is not None:
-            self._move(place[0], pool, [sequence])
-        else:
-            self._places[id(sequence)] = pool, pool.take(sequence)
+        """The pool and slot of a sequence that `place_all` was given."""
         return self._places[id(sequence)]
 
-    def place_all(self, sequences: Sequence[SequenceState]) -> None:
-        """Gives each a place as `place` does. Those that outgrow a pool together move together."""
-        moves: dict[tuple[Pool, Pool], list[SequenceState]] = {}
-        for sequence in sequences:
+    def place_all(self, sequences: Iterable[SequenceState]) -> None:
+        """Gives each a slot with room for all its known tokens. Those that outgrow a pool together move together."""
+        movers: list[SequenceState] = []
+        new: list[SequenceState] = []
+        for sequence in {id(sequence): sequence for sequence in sequences}.values():
             place = self._places.get(id(sequence))
-            if place is not None and sequence.total > place[0].capacity:
-                moves.setdefault((place[0], self._pool(sequence.total)), []).append(sequence)
-        for (source, target), movers in moves.items():
-            self._move(source, target, movers)
-        for sequence in sequences:
-            self.place(sequence)
+            if place is None:
+                new.append(sequence)
+            elif sequence.total > place[0].capacity:
+                movers.append(sequence)
+        if not (movers or new):
+            return
+        if not self._room(movers, new):
+            self._lay_out(self._shares(movers, new), movers)
+            movers = []
+        moves: dict[tuple[Pool, Pool], list[SequenceState]] = {}
+        for sequence in movers:
+            moves.setdefault((self._places[id(sequence)][0], self._pool(sequence.total)), []).append(sequence)
+        for (source, target), members in moves.items():
+            self._move(source, target, members)
+        for sequence in new:
+            pool = self._pool(sequence.total)
+            self._places[id(sequence)] = pool, pool.take(sequence)
+
+    def _room(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> bool:
+        """Whether each can be given a slot, before any gives up its own; pools have grown for that if need be."""
+        arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
+        grown: dict[Pool, int] = {}
+        for pool, count in arriving.items():
+            if pool.held + count > pool.allocated:
+                first = max(1, min(FEWEST_SLOTS, FEWEST_TOKENS // pool.capacity))
+                grown[pool] = max(first, 1 << (pool.held + count - 1).bit_length())
+        more = sum((slots - pool.allocated) * pool.capacity for pool, slots in grown.items())
+        if self.allocated_tokens + more > self._budget:
+            unused = {pool: 0 for pool in self.pools if pool.allocated and not pool.held and not arriving[pool]}
+            more -= sum(pool.allocated * pool.capacity for pool in unused)
+            if self.allocated_tokens + more > self._budget:
+                return False
+            grown = {**unused, **grown}
+        self._lay_out(grown)
+        return True
+
+    def _shares(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> dict[Pool, int]:
+        """Slots of all pools once these have theirs: what each needs, and half of what is left in proportion to it."""
+        arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
+        leaving = Counter(self._places[id(sequence)][0] for sequence in movers)
+        needed = {pool: pool.held - leaving[pool] + arriving[pool] for pool in self.pools}
+        needed_tokens = sum(slots * pool.capacity for pool, slots in needed.items())
+        assert needed_tokens <= self._budget, "more runs than there is room for"
+        spare = (self._budget - needed_tokens) // 2
+        return {pool: slots + slots * spare // needed_tokens for pool, slots in needed.items()}
+
+    def _lay_out(self, slots: Mapping[Pool, int], movers: Sequence[SequenceState] = ()) -> None:
+        """Gives pools new storage of so many slots, and all that is in them a place there without holes.
+
+        `movers` come to lie in the pool that they need; all pools must be given then. The old storage of a layer is
+        let go before the next layer is copied.
+        """
+        moving = {id(sequence) for sequence in movers}
+        members = {pool: [s for s in pool.slots if s is not None and id(s) not in moving] for pool in slots}
+        for sequence in movers:
+            members[self._pool(sequence.total)].append(sequence)
+        copies: dict[tuple[Pool, Pool], list[tuple[int, int, int]]] = {}
+        for pool, sequences in members.items():
+            for slot, sequence in enumerate(sequences):
+                source, source_slot = self._places[id(sequence)]
+                length = min(sequence.kv_len, source.capacity)
+                copies.setdefault((source, pool), []).append((source_slot, slot, length))
+                self._places[id(sequence)] = pool, slot
+        for pool, count in slots.items():
+            pool.relaid(count, members[pool])
+        for layer in {layer for pool in slots for layer in pool.layers}:
+            before = {pool: pool.layers.get(layer) for pool in slots}
+            for pool in slots:
+                pool.given_up(layer)
+            for (source, target), rows in copies.items():
+                stored, length = before[source], max(length for _, _, length in rows)
+                if stored is not None and length:
+                    target.copy_layer(layer, stored, [row[0] for row in rows], [row[1] for row in rows], length)
 
     def _move(self, source: Pool, target: Pool, movers: Sequence[SequenceState]) -> None:
         slots = [self._places[id(sequence)][1] for sequence in movers]
@@ -185,10 +285,13 @@ class KVCache:
             place[0].release(place[1])
 
     def copy_prefixes(self, copies: Iterable[tuple[SequenceState, SequenceState, int]]) -> None:
-        """Gives each (source, target, length) the target the KV of the first `length` tokens of the source."""
+        """Gives each (source, target, length) the target the KV of the first `length` tokens of the source.
+
+        All have a place.
+        """
         together: dict[tuple[Pool, Pool, int], tuple[list[int], list[int]]] = {}
         for source, target, length in copies:
-            target_pool, target_slot = self.place(target)
+            target_pool, target_slot = self._places[id(target)]
             source_pool, source_slot = self._places[id(source)]
             sources, targets = together.setdefault((source_pool, target_pool, length), ([], []))
             sources.append(source_slot)
@@ -202,7 +305,7 @@ class KVCache:
         return None if place is None else place[0].exported(place[1], length)
 
     def restore(self, stored: "StoredKV", sequence: SequenceState, length: int) -> None:
-        """Gives a sequence the first `length` tokens of what was exported."""
+        """Gives a placed sequence the first `length` tokens of what was exported."""
         pool, slot = self.place(sequence)
         pool.restore(stored, slot, length)
 

@@ -23,6 +23,8 @@ LOG = logging.getLogger(__name__)
 
 MOST_GRAPHS = 64
 Step: TypeAlias = Callable[[], None]
+Key: TypeAlias = tuple[tuple[Pool, int, int], ...]
+"""Of each pool in use, which storage it has and how many slots are computed."""
 
 
 class Capture(Protocol):
@@ -71,7 +73,7 @@ class DecodeGraphs:
         self._token_M = torch.zeros(most_rows, dtype=torch.long, device=device)
         self._position_M = torch.zeros(most_rows, dtype=torch.long, device=device)
         self._logits_MV: Tensor | None = None
-        self._graphs: OrderedDict[tuple[tuple[int, int, int], ...], Step] = OrderedDict()
+        self._graphs: OrderedDict[Key, Step] = OrderedDict()
         self.steps = 0
         """How many were replayed."""
 
@@ -87,7 +89,7 @@ class DecodeGraphs:
             assert pool.held == len(used), "a sequence that does not decode would be written to"
             before = sum(span for _, span in spans)
             rows += [before + slot for slot in used]
-            spans.append((pool, max(FEWEST_SLOTS, 1 << max(used).bit_length())))
+            spans.append((pool, min(max(FEWEST_SLOTS, 1 << max(used).bit_length()), pool.allocated)))
         count = sum(span for _, span in spans)
         if self._capture is None or count > len(self._token_M):
             return None
@@ -104,7 +106,7 @@ class DecodeGraphs:
 
     def logits(self, spans: Sequence[tuple[Pool, int]]) -> Tensor:
         """[T, V] of one row for each slot, valid until the next call."""
-        key = tuple((pool.capacity, pool.allocated, span) for pool, span in spans)
+        key = tuple((pool, pool.storage, span) for pool, span in spans)
         replay = self._graphs.get(key)
         if replay is not None:
             self._graphs.move_to_end(key)
@@ -115,8 +117,10 @@ class DecodeGraphs:
         assert self._logits_MV is not None
         return self._logits_MV[: sum(span for _, span in spans)]
 
-    def _captured(self, key: tuple[tuple[int, int, int], ...], step: Step) -> None:
-        """Computes a step, so that it can be replayed from now on."""
+    def _captured(self, key: Key, step: Step) -> None:
+        """Computes a step, so that it can be replayed from now on. Graphs of storage that is gone go."""
+        for stale in [key for key in self._graphs if any(pool.storage != storage for pool, storage, _ in key)]:
+            del self._graphs[stale]
         if self._capture is not None:
             try:
                 self._graphs[key] = self._capture(step)

@@ -39,7 +39,8 @@ class Limits:
     chunk_tokens: int = 1024
     """Known tokens prefilled per step, beside one token of each decoding sequence."""
     kv_tokens: int | None = None
-    """Tokens of KV storage; room for `max_running` sequences of full length when None."""
+    """Tokens of KV storage. None: room for `max_running` sequences of full length, and as much again for slots that
+    are allocated and not in use."""
     prefix_cache_bytes: int = 256 * 2**20
     """KV of ended sequences that is kept for those that begin alike; 0 keeps none."""
 

@@ -68,7 +68,7 @@ class LocalEngine:
             self._graphs = DecodeGraphs(self._forward, capture, 2 * limits.max_running + SPARE_ROWS, self._device)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
-        self._cache = KVCache(limits.max_model_len)
+        self._cache = KVCache(limits.max_model_len, _storage_tokens(limits))
         self._scheduler = _scheduler(limits, self._cache, self._reusable)
         self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
         self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
@@ -270,14 +270,17 @@ class LocalEngine:
             assert self._token_B is not None
             if self._batch.advanced(self._token_B):
                 return self._batch
+        self._batch = None  # it has views of storage that may have to go now
         for draft in plan.preempted:
             self._cache.release(draft)
             self.preemptions += 1
+        self._cache.place_all(plan.sequences)
         for draft, (length, stored) in self._found.items():
             self._cache.restore(stored, draft, length)
             self.prefix_tokens_reused += length
         self._found.clear()
         self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
+        self._cache.close_holes()
         self._batch = StepBatch(plan, self._cache, self._device, self._graphs)
         return self._batch
 
@@ -369,6 +372,11 @@ class LocalEngine:
         for future in self._update_waiters:
             future.set_result(self.version)
         self._update_waiters.clear()
+
+
+def _storage_tokens(limits: Limits) -> int:
+    """Tokens of KV storage. Without a limit, what doubling size classes may come to with room for all that may run."""
+    return limits.kv_tokens or 2 * limits.max_running * limits.max_model_len
 
 
 def _scheduler(limits: Limits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:

@@ -84,6 +84,8 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
     longest = options.max_model_len or own
     if longest is None or (own is not None and longest > own):
         raise ConfigError(f"max_model_len: expected at most the {own} tokens of the model, got {longest}")
+    if options.kv_tokens is not None and options.kv_tokens < longest:
+        raise ConfigError(f"kv_tokens: expected room for max_model_len = {longest} tokens, got {options.kv_tokens}")
     return LocalEngine(
         model,
         Limits(
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-running", type=int, default=defaults.max_running, help="sequences decoded at once")
     parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="sequences queued")
     parser.add_argument("--chunk-tokens", type=int, default=defaults.chunk_tokens, help="tokens prefilled per step")
-    parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; all that may be needed when unset")
+    parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; room for all that may run when unset")
     parser.add_argument(
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
     )
