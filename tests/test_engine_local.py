@@ -5,15 +5,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
+from shoal.engine.answers import whole_choice
+from shoal.engine.exposition import exposition
 from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.load import checksum_of
 from shoal.engine.local import LocalEngine
+from shoal.engine.protocol import Choice
 from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.sampling import SamplingRows, Uniforms, drawn
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -74,6 +78,14 @@ def finish(engine: LocalEngine) -> list[Request]:
     while not engine.idle:
         done += engine.step()
     return done
+
+
+def spans_of(request: Request) -> list[tuple[int, int, int, int | None]]:
+    """The spans of an answer to a request for one completion, as a client decodes them."""
+    (choice,) = msgspec.json.decode(
+        msgspec.json.encode([whole_choice(request.drafts[0], flat=True)]), type=list[Choice]
+    )
+    return [msgspec.structs.astuple(span) for span in choice.weight_versions]
 
 
 def drafts(requests: Sequence[Request]) -> list[Draft]:
@@ -215,6 +227,43 @@ def test_kept_kv_is_counted_and_new_requests_do_not_reuse_it(directories: dict[s
     assert served.tokens_prefilled - prefilled == 8
     assert first.drafts[0].completion().versions == (0,) * 10 + (1,) * 20
     assert second.drafts[0].drawn == greedy(plain(other_weights), second.prompt_ids, 10)
+
+
+def test_tokens_drawn_on_kept_kv_say_how_old_it_is(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP)
+    first, later = (Request(prompt_of(8, seed), Sampling(30, temperature=0)) for seed in range(2))
+    served.submit(first)
+    for version in (3, 5):
+        for _ in range(10):
+            served.step()
+        served.update(served.slots.staged(version, other_weights, None))
+        served.submit(Request(prompt_of(9, version), Sampling(1)))
+    served.submit(later)
+    finish(served)
+    assert spans_of(first) == [(0, 0, 10, None), (3, 10, 20, 0), (5, 20, 30, 0)]
+    assert spans_of(later) == [(5, 0, 30, None)]
+    assert (served.stale_sequences, served.stale_tokens) == (2, 20)
+    assert b"shoal_engine_stale_tokens_total 20.0" in exposition(served.counts(), refused=0, failed_updates=0)
+
+
+def test_tokens_drawn_after_kept_kv_was_lost_are_not_labelled(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP, kv_tokens=MAX_MODEL_LEN + 140)
+    requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(2)]
+    for request in requests:
+        served.submit(request)
+    while not requests[1].drafts[0].drawn:
+        served.step()
+    served.update(served.slots.staged(1, other_weights, None))
+    finish(served)
+    assert served.preemptions == 1
+    assert [span[3] for span in spans_of(requests[0])] == [None, 0]
+    before, stale, fresh = spans_of(requests[1])
+    assert (before[0], before[3]) == (0, None)
+    assert (stale[0], stale[3]) == (1, 0)
+    assert (fresh[0], fresh[3]) == (1, None)
+    assert before[2] == stale[1] < stale[2] == fresh[1] < fresh[2] == 50
 
 
 def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(

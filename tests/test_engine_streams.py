@@ -80,6 +80,26 @@ def test_a_streams_versions_change_where_the_weights_do(tiny_model_dir: Path, tm
         assert spans[-1]["end"] == 240
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 240}}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}),
+    ],
+)
+def test_a_stream_on_kept_kv_says_how_old_it_is(
+    path: str, body: dict[str, object], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    weights = changed_weights(tiny_model_dir, WeightStore(tmp_path), 1)
+    with serving(tiny_model_dir, "--on-update", "keep") as server:
+        spans = []
+        for event in events(server, path, body):
+            if not spans:
+                server.ask("/update_weights", {"version": 1, "path": str(weights)})
+            spans += [span for choice in event["choices"] for span in choice["weight_versions"]]
+    assert {(span["version"], span.get("kv_version")) for span in spans} == {(0, None), (1, 0)}
+
+
 def test_a_stream_that_is_left_ends_its_request(server: Server) -> None:
     async def ask() -> None:
         async with server.engine() as engine:

@@ -1,6 +1,7 @@
 """Finished and unfinished requests as the bodies of answers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shoal.engine import protocol
 from shoal.engine.request import Draft, Request
@@ -8,13 +9,14 @@ from shoal.engine.watch import Part
 
 
 def drawn_spans(draft: Draft, start: int, end: int, version: int) -> list[protocol.VersionSpan]:
-    """Which Version drew the tokens `start : end`; `version` drew those that no closed span holds."""
+    """Which Version drew the tokens `start : end`, and on what KV; `version` drew those that no closed span holds."""
     spans = []
     first = 0
     for drew, last in [*draft.spans, (version, end)]:
         low, high = max(first, start), min(last, end)
-        if low < high:
-            spans.append(protocol.VersionSpan(drew, low, high))
+        inner = {since for since, _ in draft.kv_versions if low < since < high}
+        borders = [low, *sorted(inner), high] if low < high else []
+        spans += [protocol.VersionSpan(drew, *span, draft.kv_version(span[0])) for span in pairwise(borders)]
         first = max(first, last)
     return spans
 

@@ -12,8 +12,9 @@ from shoal.engine.forward import Forward
 from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.layout import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.request import Draft
-from shoal.engine.sampling import SamplingRows
+from shoal.engine.sampling import SamplingRows, alternatives
 from shoal.engine.scheduler import Chunk, Plan
+from shoal.types import Sampling
 
 LIKE_LENGTH = 0.75
 """Chunks attend together, padded to the longest, when none is shorter than this share of it."""
@@ -27,6 +28,21 @@ class Scored:
     row: int
     start: int
     count: int
+
+    def note(self, logits_KV: Tensor) -> None:
+        """Gives the draft the logprobs of those tokens."""
+        draft, logits_NV = self.draft, logits_KV[self.row : self.row + self.count].float()
+        targets = draft.targets[self.start : self.start + self.count]
+        target_N1 = torch.tensor(targets, device=logits_NV.device)[:, None]
+        logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
+        # What an interruption has computed again replaces what was there.
+        draft.scores[self.start :] = logp_N.clamp_(max=0.0).tolist()
+        if draft.score_alternatives:
+            greedy = Sampling(1, temperature=0)
+            draft.score_others[self.start :] = [
+                alternatives(logits_V, greedy, draft.score_alternatives) for logits_V in logits_NV
+            ]
+        draft.whole = len(draft.scores) < len(draft.targets)
 
 
 class StepBatch:

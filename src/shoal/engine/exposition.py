@@ -14,6 +14,7 @@ COUNTERS = {
     "interruptions": "Weight updates that found sequences running.",
     "preemptions": "Sequences that lost their KV for want of memory.",
     "stale_sequences": "Sequences that went on with the KV of older weights.",
+    "stale_tokens": "Tokens drawn on KV of which some is of older weights.",
     "prefix_tokens_reused": "Prompt tokens whose KV an ended sequence had left.",
     "graph_steps": "Decode steps that were replayed from a graph.",
     "busy_s": "Seconds spent computing.",

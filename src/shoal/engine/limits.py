@@ -44,6 +44,16 @@ class Limits:
     prefix_cache_bytes: int = 256 * 2**20
     """KV of ended sequences that is kept for those that begin alike; 0 keeps none."""
 
+    @property
+    def room_tokens(self) -> int:
+        """What `max_running` sequences of full length are."""
+        return self.max_running * self.max_model_len
+
+    @property
+    def storage_tokens(self) -> int:
+        """The most tokens that slots are allocated for."""
+        return self.kv_tokens or 2 * self.room_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -55,6 +65,7 @@ class Counts:
     interruptions: int
     preemptions: int
     stale_sequences: int
+    stale_tokens: int
     prefix_tokens_reused: int
     prefix_cache_bytes: int
     graph_steps: int

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.batch import Scored, StepBatch
+from shoal.engine.batch import StepBatch
 from shoal.engine.cache import KVCache, StoredKV
 from shoal.engine.forward import DirectForward, forward_of
 from shoal.engine.graphs import Capture, DecodeGraphs
@@ -30,7 +30,7 @@ from shoal.engine.sampling import alternatives, drawn
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
-from shoal.types import FinishReason, Sampling
+from shoal.types import FinishReason
 
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 MOST_ALTERNATIVES = 20
@@ -58,7 +58,7 @@ class LocalEngine:
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
-        self.prefix_tokens_reused = 0
+        self.prefix_tokens_reused = self.stale_tokens = 0
         self.model = model.requires_grad_(False)
         self._forward = forward_of(self.model, limits.max_model_len)
         self.slots = WeightSlots(model)
@@ -68,7 +68,7 @@ class LocalEngine:
             self._graphs = DecodeGraphs(self._forward, capture, 2 * limits.max_running + SPARE_ROWS, self._device)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
-        self._cache = KVCache(limits.max_model_len, _storage_tokens(limits))
+        self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
         self._scheduler = _scheduler(limits, self._cache, self._reusable)
         self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
         self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
@@ -231,6 +231,7 @@ class LocalEngine:
             interruptions=self.interruptions,
             preemptions=self.preemptions,
             stale_sequences=self.stale_sequences,
+            stale_tokens=self.stale_tokens,
             prefix_tokens_reused=self.prefix_tokens_reused,
             prefix_cache_bytes=self._prefixes.size_bytes,
             graph_steps=self._graphs.steps if self._graphs is not None else 0,
@@ -250,7 +251,7 @@ class LocalEngine:
             (c.sequence, follower, follower.prompt_len) for c in chunks for follower in c.followers
         )
         for scored in batch.scored:
-            _score(scored, logits_KV)
+            scored.note(logits_KV)
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
@@ -302,6 +303,7 @@ class LocalEngine:
                 self._finish(draft, FinishReason.LENGTH)
                 continue
             self.tokens_drawn += 1
+            self.stale_tokens += draft.stale
             draft.drawn.append(token)
             draft.logprobs.append(logprob)
             if token in draft.stop_ids:
@@ -361,8 +363,10 @@ class LocalEngine:
         self._prefixes.clear()
         self.interruptions += bool(running)
         if self._on_update is OnUpdate.KEEP:
+            for draft in running:
+                draft.keep_kv(self.version)
             self._scheduler.mark_stale()
-            self.stale_sequences += len(running)
+            self.stale_sequences += sum(draft.stale for draft in running)
         else:
             self._scheduler.forget()
             if self._graphs is not None:
@@ -374,33 +378,12 @@ class LocalEngine:
         self._update_waiters.clear()
 
 
-def _storage_tokens(limits: Limits) -> int:
-    """Tokens of KV storage. Without a limit, what doubling size classes may come to with room for all that may run."""
-    return limits.kv_tokens or 2 * limits.max_running * limits.max_model_len
-
-
 def _scheduler(limits: Limits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
     return Scheduler(
         max_running=limits.max_running,
-        kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
+        kv_budget_tokens=limits.kv_tokens or limits.room_tokens,
         chunk_tokens=limits.chunk_tokens,
         max_model_len=limits.max_model_len,
         capacity=cache.capacity,
         reuse=reuse,
     )
-
-
-def _score(scored: Scored, logits_KV: Tensor) -> None:
-    """Gives a draft the logprobs of the tokens that follow the positions `start : start + count`."""
-    draft, logits_NV = scored.draft, logits_KV[scored.row : scored.row + scored.count].float()
-    targets = draft.targets[scored.start : scored.start + scored.count]
-    target_N1 = torch.tensor(targets, device=logits_NV.device)[:, None]
-    logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
-    # What an interruption has computed again replaces what was there.
-    draft.scores[scored.start :] = logp_N.clamp_(max=0.0).tolist()
-    if draft.score_alternatives:
-        greedy = Sampling(1, temperature=0)
-        draft.score_others[scored.start :] = [
-            alternatives(logits_V, greedy, draft.score_alternatives) for logits_V in logits_NV
-        ]
-    draft.whole = len(draft.scores) < len(draft.targets)

@@ -65,12 +65,14 @@ class Logprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class VersionSpan(msgspec.Struct):
+class VersionSpan(msgspec.Struct, omit_defaults=True):
     """The tokens `start : end` of a choice were drawn by weights of `version`."""
 
     version: int
     start: int
     end: int
+    kv_version: int | None = None
+    """The Version of the oldest KV that they were drawn on, where that is older: `--on-update keep`."""
 
 
 class Drawn(msgspec.Struct, omit_defaults=True, kw_only=True):

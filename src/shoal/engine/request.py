@@ -35,6 +35,9 @@ class Draft(SequenceState):
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, end): that version drew the tokens before `end` that no earlier span holds."""
+    kv_versions: list[tuple[int, int | None]] = field(default_factory=list)
+    """(start, version): the tokens from `start` on were drawn on KV of which the oldest is of that version; None: on KV
+    of the version that drew them."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -58,6 +61,21 @@ class Draft(SequenceState):
         """Says that `version` drew every token since the last span."""
         if len(self.drawn) > (self.spans[-1][1] if self.spans else 0):
             self.spans.append((version, len(self.drawn)))
+
+    def keep_kv(self, version: int) -> None:
+        """Says that newer weights come, and that the KV stays which `version` or an older one computed."""
+        if self.kv_len and not self.stale:
+            self.kv_versions.append((len(self.drawn), version))
+
+    def forget(self) -> None:
+        """Drops the KV: all known tokens are to be prefilled again."""
+        if self.stale:
+            self.kv_versions.append((len(self.drawn), None))
+        SequenceState.forget(self)  # a slotted dataclass is another class than the one that `super()` knows
+
+    def kv_version(self, index: int) -> int | None:
+        """The version of the oldest KV that a drawn token saw; None when it is the one that drew it."""
+        return next((version for start, version in reversed(self.kv_versions) if start <= index), None)
 
     def completion(self) -> Completion:
         """What was drawn, once finished."""
