@@ -29,6 +29,11 @@ def test_a_shortened_run_gives_every_figure() -> None:
     ):
         assert isinstance(figure, float)
         assert 0 < figure < 100
+    stall_s, again_s, gap_s, usual_s = (
+        report[name] for name in ("push_stall_s", "recompute_s", "gap_around_push_s", "gap_usual_s")
+    )
+    assert 0 < stall_s < gap_s
+    assert 0 < usual_s < again_s < gap_s, "what ran is computed again after a push"
     crowd = report["crowd"]
     assert isinstance(crowd, dict)
     assert (crowd["requests"], crowd["answered"]) == (20, 20)

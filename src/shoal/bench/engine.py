@@ -7,7 +7,9 @@
                             some sizes), on lengths that are lognormal with sigma 1
     interrupt_over_drain    tokens/s while weights are pushed again and again: recomputing what runs, over draining, at
                             `PUSH_SETTING`; `pushes` has it for other numbers of rows and times between pushes
-    push_stall_over_memcpy  how long a push stops decoding, over copying as many bytes from memory to memory
+    push_stall_over_memcpy  how long loading a push keeps an engine that decodes from its next step, over copying as
+                            many bytes from memory to memory; what answers wait for in all is `gap_around_push_s`,
+                            the recomputing of running ones included, beside `gap_usual_s`
     crowd                   1,000 requests at once over HTTP: how long they waited, and the engine's memory
 """
 
@@ -42,7 +44,8 @@ DRAWN_TOKENS = {"5M": 64, "50M": 24}
 MEAN_TOKENS = 32
 MOST_TOKENS = 256
 RUNNING = 128
-STALL_ROUNDS = 8
+STALL_ROWS = 8
+STALL_STEPS = 24
 WAVES = 6
 PUSH_SHARES = (0.25, 0.5, 1.0)
 PUSH_SETTING = "50M/8 0.5"
@@ -62,6 +65,7 @@ class Effort:
     """By model and rows: mean answers drawn by each row between two pushes."""
     crowd: int
     """Requests at once."""
+    stall_rounds: int = 8
     threads: Sequence[int] = (1, 2)
     generate_batches: Sequence[int] = (32, 128)
 
@@ -79,6 +83,7 @@ QUICK = Effort(
     answers=16,
     pushes={"5M/2": (0.5,)},
     crowd=20,
+    stall_rounds=1,
     threads=(1,),
     generate_batches=(16,),
 )
@@ -97,7 +102,7 @@ def measure(quick: bool) -> Report:
             torch.set_num_threads(1)
             generate = _over_generate(directories["5M"], effort)
             interrupt = _interrupt_over_drain(directories, effort)
-            stall = _push_stall(directories["50M"])
+            stall = _push_stall(directories["50M"], effort.stall_rounds)
             lengths = _lengths(effort.crowd)
             waits = asyncio.run(crowd(directories["5M"], [_prompt(i) for i in range(effort.crowd)], lengths))
     finally:
@@ -238,9 +243,14 @@ def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory
     return len(served) - 1
 
 
-def _push_stall(directory: Path) -> Report:
-    """Time in which an engine that serves requests cannot decode because weights are loaded."""
-    engine = _engine(directory, max_running=8)
+def _push_stall(directory: Path, rounds: int) -> Report:
+    """What a push costs an engine while it decodes: what it cannot step for, and what its answers wait for.
+
+    The stall is the time in which the thread that steps does nothing but take the weights up: it copies them, drops
+    KV and settles what belongs to that. Computing known tokens again comes after it: `recompute_s` is the step that
+    does, less the stall.
+    """
+    engine = _engine(directory, max_running=STALL_ROWS)
     state = engine.model.state_dict()
     size_bytes = sum(tensor.nbytes for tensor in state.values())
     source, target = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
@@ -248,18 +258,40 @@ def _push_stall(directory: Path) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
-
-        def stall_s() -> float:
-            engine.update(engine.slots.staged(next(versions), path, None))
-            return _seconds(engine.step)
-
-        rounds = [(stall_s(), _seconds(lambda: target.copy_(source))) for _ in range(STALL_ROUNDS + 1)][1:]
-    stall, memcpy = (min(round_[i] for round_ in rounds) for i in range(2))
+        found = [
+            {**_pushed(engine, next(versions), path), "memcpy_s": _seconds(lambda: target.copy_(source))}
+            for _ in range(rounds + 1)
+        ][1:]
+    best = {name: min(round_[name] for round_ in found) for name in found[0]}
     return {
-        "push_stall_over_memcpy": stall / memcpy,
-        "push_stall_s": stall,
-        "memcpy_s": memcpy,
+        "push_stall_over_memcpy": best["push_stall_s"] / best["memcpy_s"],
+        **best,
         "pushed_megabytes": size_bytes / 1e6,
+    }
+
+
+def _pushed(engine: LocalEngine, version: int, path: Path) -> dict[str, float]:
+    """Seconds of a push while `STALL_ROWS` answers are drawn, and the gaps between their tokens with and without it."""
+    requests = [Request(_prompt(row), Sampling(4 * STALL_STEPS, temperature=0)) for row in range(STALL_ROWS)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(STALL_STEPS):
+        engine.step()
+    plain_s = [_seconds(engine.step) for _ in range(STALL_STEPS)]  # each draws a token of every answer
+    drawn = engine.tokens_drawn
+    engine.update(engine.slots.staged(version, path, None))
+    loaded_s = engine.counts().load_s
+    gap_s = _seconds(engine.step)
+    stall_s = engine.counts().load_s - loaded_s
+    assert engine.version == version, "not loaded"
+    assert engine.tokens_drawn == drawn + STALL_ROWS, "more than one gap"
+    engine.abort(requests)
+    engine.step()
+    return {
+        "push_stall_s": stall_s,
+        "recompute_s": gap_s - stall_s,
+        "gap_around_push_s": gap_s,
+        "gap_usual_s": sorted(plain_s)[len(plain_s) // 2],
     }
 
 

@@ -17,7 +17,8 @@ COUNTERS = {
     "stale_tokens": "Tokens drawn on KV of which some is of older weights.",
     "prefix_tokens_reused": "Prompt tokens whose KV an ended sequence had left.",
     "graph_steps": "Decode steps that were replayed from a graph.",
-    "busy_s": "Seconds spent computing.",
+    "busy_s": "Seconds spent computing, and loading weights.",
+    "load_s": "Seconds in which weights were loaded and nothing could be computed.",
 }
 GAUGES = {
     "version": "Version of the weights being served.",

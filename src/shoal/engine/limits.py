@@ -70,5 +70,6 @@ class Counts:
     prefix_cache_bytes: int
     graph_steps: int
     busy_s: float
+    load_s: float
     running: int
     waiting: int

@@ -82,7 +82,7 @@ class LocalEngine:
         self._batch: StepBatch | None = None
         self._token_B: Tensor | None = None
         self._generator = np.random.Generator(np.random.Philox(key=seed))
-        self._busy_s = 0.0
+        self._busy_s = self._load_s = 0.0
         self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
 
     def refusal(self, request: Request) -> RequestRefused | None:
@@ -199,6 +199,7 @@ class LocalEngine:
         began_s = time.perf_counter()
         if self._update is not None:
             self._load_or_drain()
+            self._load_s += time.perf_counter() - began_s
         if self._pause is not PauseMode.KEEP and self._requests:
             self._compute()
         self._busy_s += time.perf_counter() - began_s
@@ -236,6 +237,7 @@ class LocalEngine:
             prefix_cache_bytes=self._prefixes.size_bytes,
             graph_steps=self._graphs.steps if self._graphs is not None else 0,
             busy_s=self._busy_s,
+            load_s=self._load_s,
             running=len(self._scheduler.running),
             waiting=self._scheduler.waiting,
         )
