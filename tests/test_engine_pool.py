@@ -47,9 +47,9 @@ class CountingEngine:
     hangs: bool = False
     generation: int = 0
     """Counts aborts: requests of an earlier one end."""
-    updating: bool = False
     served: list[int] = field(default_factory=list)
-    others: list["CountingEngine"] = field(default_factory=list)
+    pool: EnginePool | None = None
+    """That it is in: it says whether others take requests while this one loads weights."""
 
     def answering(self) -> None:
         if self.dead:
@@ -79,10 +79,10 @@ class CountingEngine:
         return [-0.5] * (len(token_ids) - 1)
 
     async def update_weights(self, version: int, path: Path) -> None:
-        self.updating = True
-        assert not all(engine.updating for engine in [self, *self.others]) or not self.others, "all stopped at once"
+        if self.pool is not None:
+            states = [seat.state for seat in self.pool.seats if seat.state != "away"]
+            assert "ready" in states or len(states) <= 1 or self.refuses, "all stopped at once"
         await asyncio.sleep(0)
-        self.updating = False
         self.answering()
         if self.refuses:
             raise RequestRefused("bad weights")
@@ -104,19 +104,51 @@ class CountingEngine:
         pass
 
 
-async def joined(engines: Sequence[CountingEngine], patience_s: float = 5.0) -> EnginePool:
-    pool = EnginePool(patience_s=patience_s, check_every_s=0.005)
+@dataclass
+class SilentEngine(CountingEngine):
+    """Says that it is alive, and keeps silent when it is asked to do something, for as long as it is told to."""
+
+    silent_info: bool = False
+    silent_load: bool = False
+    infos: int = 0
+    loads: list[int] = field(default_factory=list)
+    """Versions that it began to load."""
+    gone: int = -1
+    """A Version whose files are not there any more."""
+
+    async def info(self) -> EngineInfo:
+        self.infos += 1
+        while self.silent_info:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return await super().info()
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.loads.append(version)
+        while self.silent_load:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if version == self.gone:
+            raise RequestRefused("no such file")
+        await super().update_weights(version, path)
+
+
+async def joined(
+    engines: Sequence[CountingEngine], patience_s: float = 5.0, check_timeout_s: float = 30.0
+) -> EnginePool:
+    pool = EnginePool(patience_s=patience_s, check_every_s=0.005, check_timeout_s=check_timeout_s)
     for i, engine in enumerate(engines):
         await pool.join(str(i), engine)
+        engine.pool = pool
     return pool
 
 
-def watched(engines: Sequence[CountingEngine], body: Callable[[EnginePool], Awaitable[None]]) -> None:
+def watched(
+    engines: Sequence[CountingEngine], body: Callable[[EnginePool], Awaitable[None]], check_timeout_s: float = 30.0
+) -> None:
     """Runs `body` with a pool of the engines that is looked after."""
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            pool = await joined(engines)
+            pool = await joined(engines, check_timeout_s=check_timeout_s)
             watching = tasks.create_task(pool.watch())
             await body(pool)
             watching.cancel()
@@ -185,6 +217,97 @@ def test_an_engine_that_hangs_gives_its_requests_back() -> None:
             assert (await task)[0].token_ids == true_answer([i], 9)
 
     engines = [CountingEngine(), CountingEngine()]
+    watched(engines, body)
+
+
+@pytest.mark.parametrize("silent", ["silent_info", "silent_load"])
+def test_an_engine_that_hangs_while_it_is_brought_back_holds_up_only_itself(silent: str) -> None:
+    async def body(pool: EnginePool) -> None:
+        await pool.update_weights(1, NOWHERE)
+        hanging.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        await pool.update_weights(2, NOWHERE)
+        setattr(hanging, silent, True)
+        before, hanging.dead = hanging.infos, False
+        await until(lambda: hanging.loads[-1] == 2 if silent == "silent_load" else hanging.infos > before)
+        dying.dead = True
+        await until(lambda: pool.seats[1].state == "away")
+        async with asyncio.timeout(10):
+            assert (await pool.generate([1], Sampling(3)))[0].token_ids == true_answer([1], 3)
+            await pool.update_weights(3, NOWHERE)
+            await pool.join("late", CountingEngine())
+        assert [(seat.name, seat.state, seat.version) for seat in pool.seats[2:]] == [
+            ("2", "ready", 3),
+            ("late", "ready", 3),
+        ]
+        setattr(hanging, silent, False)
+        await until(lambda: pool.seats[0].state == "ready")
+        assert pool.seats[0].version == hanging.version == 3
+
+    hanging, dying = SilentEngine(), CountingEngine()
+    watched([hanging, dying, CountingEngine()], body)
+
+
+def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
+    async def body(pool: EnginePool) -> None:
+        joining = asyncio.create_task(pool.join("late", late))
+        await until(lambda: late.infos == 1)
+        async with asyncio.timeout(10):
+            await pool.update_weights(1, NOWHERE)
+        late.silent_info = False
+        await joining
+        assert [seat.version for seat in pool.seats] == [1, 1]
+
+    late = SilentEngine(silent_info=True)
+    watched([CountingEngine()], body)
+
+
+def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:
+    async def body(pool: EnginePool) -> None:
+        engine.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        engine.silent_info, engine.dead = True, False
+        await until(lambda: engine.infos > before + 2)
+        assert pool.seats[0].state == "away"
+        engine.silent_info = False
+        await until(lambda: pool.seats[0].state == "ready")
+
+    engine = SilentEngine()
+    before = engine.infos
+    watched([engine, CountingEngine()], body, check_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("gone", [-1, 1])
+def test_an_engine_that_was_loading_weights_when_newer_ones_came_serves_those(gone: int) -> None:
+    async def body(pool: EnginePool) -> None:
+        late.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        await pool.update_weights(1, NOWHERE)
+        late.silent_load, late.dead = True, False
+        await until(lambda: late.loads == [1])
+        async with asyncio.timeout(10):
+            await pool.update_weights(2, NOWHERE)
+        late.silent_load, late.gone = False, gone  # a run removes files once newer weights are served
+        await until(lambda: pool.seats[0].state == "ready")
+        assert (late.loads, pool.seats[0].version) == ([1, 2], 2)
+
+    late = SilentEngine()
+    watched([late, CountingEngine()], body)
+
+
+def test_a_refused_question_about_health_is_a_death_and_ends_nothing() -> None:
+    class Proxied(CountingEngine):
+        async def alive(self) -> None:
+            if self.dead:
+                raise RequestRefused("404 page not found")
+
+    async def body(pool: EnginePool) -> None:
+        engines[0].dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        engines[0].dead = False
+        await until(lambda: pool.seats[0].state == "ready")
+
+    engines = [Proxied(), CountingEngine()]
     watched(engines, body)
 
 
@@ -263,8 +386,6 @@ def test_an_engine_that_leaves_hands_its_answers_over_where_they_are() -> None:
 def test_no_order_of_deaths_aborts_updates_and_comings_loses_or_mixes_up_an_answer(seed: int, count: int) -> None:
     rng = random.Random(seed)
     engines = [CountingEngine() for _ in range(count)]
-    for engine in engines:
-        engine.others = [other for other in engines if other is not engine]
 
     async def disturb(pool: EnginePool) -> None:
         version = 0
@@ -312,7 +433,7 @@ def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: 
             os.kill(pid, signal.SIGKILL)
             answers = [await task for task in asked]
             assert all(len(c.token_ids) == 60 for answer in answers for c in answer)
-            assert [seat.state for seat in pool.seats] == ["away", "ready"]
+            await until(lambda: [seat.state for seat in pool.seats] == ["away", "ready"])
             await pool.update_weights(4, changed_weights(tiny_model_dir, WeightStore(tmp_path), 4))
             (after,) = await pool.generate(PROMPT, Sampling(3))
             assert after.versions == (4, 4, 4)

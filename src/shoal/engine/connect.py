@@ -7,7 +7,7 @@ import msgspec
 
 from shoal.engine.asking import Asking
 from shoal.engine.foreign import Dialect, ForeignEngine
-from shoal.engine.pool import PoolEngine
+from shoal.engine.members import PoolEngine
 from shoal.engine.remote import HttpEngine
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM

@@ -133,7 +133,7 @@ class Dialect(Protocol):
 
 
 class ForeignEngine:
-    """Implements `pool.PoolEngine` on a server of another project. Make one with `started`."""
+    """Implements `members.PoolEngine` on a server of another project. Make one with `started`."""
 
     def __init__(self, dialect: Dialect, on_update: str) -> None:
         """`on_update` is `engine.on_update`; where the server cannot keep requests, it is the base path."""

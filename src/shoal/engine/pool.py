@@ -4,7 +4,8 @@
     cut off      an answer that an engine aborted goes on elsewhere: prompt and drawn tokens are sent, never to an
                  engine with older weights than its last token
     new weights  are loaded engine by engine, so that generation never stops as a whole
-    away         an engine that does not answer gets no requests; when it is back it loads the newest weights first
+    away         an engine that does not answer gets no requests; when it is back it loads the newest weights first,
+                 and neither a request nor an update of the others waits for it
 
 Engines may join and leave at any time. A request fails only when no engine could take it for `patience_s`.
 """
@@ -13,68 +14,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shoal.engine import partial
+from shoal.engine.members import Member, PoolEngine, Target, loaded
 from shoal.engine.placement import Seat, State, chosen, summed, waves
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
-from shoal.interfaces import Engine, EngineInfo
+from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
 PATIENCE_S = 120.0
 CHECK_EVERY_S = 1.0
 CHECK_TIMEOUT_S = 30.0
-UPDATE_TIMEOUT_S = 900.0
 BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 FRUITLESS_ABORTS = 8  # in a row, without a single token: somebody really does not want this answer
 
 T = TypeVar("T")
-
-
-class PoolEngine(Engine, Protocol):
-    """What an engine must be able to do to be one of many."""
-
-    async def alive(self) -> None:
-        """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str] = ()) -> None:
-        """Ends all requests with what was drawn."""
-        ...
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """An engine of the pool. Invariant: `version` is not above what the engine serves."""
-
-    name: str
-    engine: PoolEngine
-    version: int
-    state: State = State.READY
-    load: int = 0
-    last_error: str = ""
-    calls: set[asyncio.Timeout] = field(default_factory=set)
-    """Of requests under way; expiring one gives its request back to the pool."""
-
-    @property
-    def seat(self) -> Seat:
-        return Seat(self.name, self.state, self.version, self.load)
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The weights that all engines should serve."""
-
-    version: int
-    path: Path
 
 
 class EnginePool:
@@ -85,20 +44,24 @@ class EnginePool:
         *,
         patience_s: float = PATIENCE_S,
         check_every_s: float = CHECK_EVERY_S,
+        check_timeout_s: float = CHECK_TIMEOUT_S,
         initial: Path | None = None,
         recovered: int = 0,
     ) -> None:
         """`patience_s` is how long a request may wait for an engine that can take it; `initial` is version 0.
 
-        Engines may serve versions up to `recovered` before `update_weights` gives them any.
+        Of an engine that does not say within `check_timeout_s` how it is nothing more is expected. Engines may serve
+        versions up to `recovered` before `update_weights` gives them any.
         """
         self._patience_s = patience_s
         self._check_every_s = check_every_s
-        self._members: dict[str, _Member] = {}
-        self._target = _Target(0, initial) if initial else None
+        self._check_timeout_s = check_timeout_s
+        self._members: dict[str, Member] = {}
+        self._target = Target(0, initial) if initial else None
         self._recovered = recovered
-        self._loading = asyncio.Lock()  # who changes which weights an engine serves
+        self._loading = asyncio.Lock()  # who changes which weights the engines that take requests serve
         self._changed = asyncio.Event()
+        self._suspected = asyncio.Event()  # a request failed: the engines are checked at once
         self._last_error = "none has joined"
 
     @property
@@ -109,13 +72,12 @@ class EnginePool:
     async def join(self, name: str, engine: PoolEngine) -> None:
         """Takes an engine in once it serves the newest weights. Raises `EngineError` when it cannot."""
         assert name not in self._members, f"an engine named {name} is there already"
-        async with self._loading:
-            try:
-                version = await self._brought_up(engine, (await engine.info()).version)
-            except BaseException:
-                await engine.aclose()
-                raise
-            self._members[name] = _Member(name, engine, version)
+        try:
+            version = await self._brought_up(engine)
+        except BaseException:
+            await engine.aclose()
+            raise
+        self._members[name] = Member(name, engine, version)  # with no await since: no update can have missed it
         self._notify()
 
     async def leave(self, name: str) -> None:
@@ -123,6 +85,8 @@ class EnginePool:
         member = self._members.pop(name, None)
         if member is None:
             return
+        if member.watch is not None:
+            member.watch.cancel()
         self._last_error = member.last_error or f"{name} has left"
         self._notify()
         with contextlib.suppress(EngineError):
@@ -133,12 +97,19 @@ class EnginePool:
         await member.engine.aclose()
 
     async def watch(self) -> None:
-        """Looks after the engines, for ever: who does not answer is away, and who answers again is brought up."""
-        while True:
-            async with asyncio.TaskGroup() as checks:
-                for member in list(self._members.values()):
-                    checks.create_task(self._check(member), name=f"checking {member.name}")
-            await asyncio.sleep(self._check_every_s)
+        """Looks after the engines, for ever: who does not answer is away, and who answers again is brought up.
+
+        Each in a task of its own: one that hangs holds up only itself.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for member in self._members.values():
+                    if member.watch is None or member.watch.done():
+                        member.watch = tasks.create_task(self._check(member), name=f"checking {member.name}")
+                self._suspected.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._check_every_s):
+                        await self._suspected.wait()
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -176,7 +147,7 @@ class EnginePool:
         Raises `RequestRefused` when every engine refuses them, and `EngineUnavailable` when none answers for long.
         """
         async with self._loading:
-            self._target = _Target(version, path)
+            self._target = Target(version, path)
             refusals: list[RequestRefused] = []
             for wave in waves([m.name for m in self._members.values() if m.state is State.READY]):
                 async with asyncio.TaskGroup() as loading:
@@ -202,13 +173,13 @@ class EnginePool:
                 return summed(infos)
             await self._wait(deadline_s)
 
-    async def _info(self, member: _Member) -> EngineInfo | None:
+    async def _info(self, member: Member) -> EngineInfo | None:
         served = member.version  # before the question: an update may end while it is under way
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
+            async with asyncio.timeout(self._check_timeout_s):
                 info = await member.engine.info()
         except (EngineError, TimeoutError) as error:
-            self._lose(member, str(error) or f"no answer in {CHECK_TIMEOUT_S:g} s")
+            self._lose(member, str(error) or f"no answer in {self._check_timeout_s:g} s")
             return None
         if info.version < served:
             self._lose(member, f"{member.name} lost version {served}: it started anew, or got other weights")
@@ -255,9 +226,9 @@ class EnginePool:
                 except EngineUnavailable as error:
                     failed.add(name)
                     member.last_error = self._last_error = str(error)
-                await self._check(member)
+                    self._suspected.set()  # and on to the next: a check takes long when the engine hangs
 
-    async def _asked_of(self, member: _Member, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    async def _asked_of(self, member: Member, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
         """The answer of one engine. Raises `EngineUnavailable` as well when the engine is lost meanwhile."""
         member.load += count
         call = asyncio.timeout(None)
@@ -273,63 +244,86 @@ class EnginePool:
             if member.name not in self._members:
                 self._notify()
 
-    async def _check(self, member: _Member) -> None:
+    async def _check(self, member: Member) -> None:
         """Finds out whether an engine answers, and brings it up when it does again."""
-        if member.state is State.UPDATING or self._members.get(member.name) is not member:
+        if member.updating or member.state is State.UPDATING:
             return
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
+            async with asyncio.timeout(self._check_timeout_s):
                 await member.engine.alive()
-        except (EngineUnavailable, TimeoutError) as error:
-            self._lose(member, str(error) or f"no answer in {CHECK_TIMEOUT_S:g} s")
+        except (EngineError, TimeoutError) as error:
+            self._lose(member, str(error) or f"no answer in {self._check_timeout_s:g} s")
         else:
-            if member.state is State.AWAY:
+            if member.state is State.AWAY and not member.updating:
                 await self._bring_back(member)
 
-    async def _bring_back(self, member: _Member) -> None:
-        async with self._loading:
-            if member.state is not State.AWAY or self._members.get(member.name) is not member:
-                return
-            try:
-                version = (await member.engine.info()).version  # it may have started anew
-                member.version = await self._brought_up(member.engine, version)
-            except EngineError as error:
-                member.last_error = self._last_error = str(error)
-            else:
-                member.state = State.READY
-                self._notify()
+    async def _bring_back(self, member: Member) -> None:
+        try:
+            member.version = await self._brought_up(member.engine)
+        except EngineError as error:
+            member.last_error = self._last_error = str(error)
+        else:
+            member.state = State.READY
+            self._notify()
 
-    async def _brought_up(self, engine: PoolEngine, version: int) -> int:
-        """Has an engine serve the newest weights if it does not; the version it serves then."""
-        target = self._target
-        if target is None:
-            return version
-        newest = max(target.version, self._recovered)
+    async def _brought_up(self, engine: PoolEngine) -> int:
+        """Has an engine that takes no requests serve the newest weights; the version it serves then.
+
+        It may hang, so nothing waits for it. Only when it has loaded weights and there are newer ones by then, the
+        next update waits for it as for those that are ready: one that loads slowly would never catch up otherwise.
+        """
+        version = await self._version_of(engine)
+        if target := self._newer(version):
+            try:
+                version = await loaded(engine, target)
+            except RequestRefused:
+                if self._target is target:
+                    raise
+                # What it refused may be gone since: files are removed once newer weights are served.
+        if self._newer(version):
+            async with self._loading:
+                if target := self._newer(version):
+                    version = await loaded(engine, target)
+        return version
+
+    async def _version_of(self, engine: PoolEngine) -> int:
+        """What an engine serves that may have started anew. Raises `EngineUnavailable` when that is another run's."""
+        try:
+            async with asyncio.timeout(self._check_timeout_s):
+                version = (await engine.info()).version
+        except TimeoutError:
+            raise EngineUnavailable(f"no answer in {self._check_timeout_s:g} s") from None
+        newest = max(self._target.version, self._recovered) if self._target else version
         if version > newest:
             raise EngineUnavailable(
                 f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
                 f"its weights are another run's; start it again"
             )
-        if version >= target.version:
-            return version
-        await _loaded(engine, target)
-        return target.version
+        return version
 
-    async def _load(self, member: _Member, refusals: list[RequestRefused]) -> None:
+    def _newer(self, version: int) -> Target | None:
+        """The weights that an engine has to load that serves `version`; None when there are none."""
+        return self._target if self._target and self._target.version > version else None
+
+    async def _load(self, member: Member, refusals: list[RequestRefused]) -> None:
         """Loads the target into one engine, which stays `UPDATING` when it refuses."""
         assert self._target is not None
-        member.state = State.UPDATING
+        if member.state is not State.READY:  # lost meanwhile: it loads them when it is back
+            return
+        member.state, member.updating = State.UPDATING, True
         try:
-            await _loaded(member.engine, self._target)
+            member.version = await loaded(member.engine, self._target)
         except RequestRefused as error:
             refusals.append(error)
         except EngineUnavailable as error:
             self._lose(member, str(error))
         else:
-            member.version, member.state = self._target.version, State.READY
+            member.state = State.READY
             self._notify()
+        finally:
+            member.updating = False
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         """Gives an engine no more requests, and those that it has to others: it may hang and never answer them."""
         member.state, member.last_error = State.AWAY, reason
         self._last_error = reason
@@ -377,14 +371,6 @@ def _generation(
     prompt_ids: Sequence[int], sampling: Sampling, priority: int
 ) -> Callable[[PoolEngine], Awaitable[list[Completion]]]:
     return lambda engine: engine.generate(prompt_ids, sampling, priority=priority)
-
-
-async def _loaded(engine: PoolEngine, target: _Target) -> None:
-    try:
-        async with asyncio.timeout(UPDATE_TIMEOUT_S):
-            await engine.update_weights(target.version, target.path)
-    except TimeoutError:
-        raise EngineUnavailable(f"version {target.version} was not loaded in {UPDATE_TIMEOUT_S:g} s") from None
 
 
 def _key(session: str, token_ids: Collection[int]) -> bytes:

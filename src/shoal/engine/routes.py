@@ -36,6 +36,7 @@ from shoal.types import FinishReason, Sampling
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 CLIENT_GONE = 499  # nobody reads it
+HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the first one on a GPU as long
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
@@ -58,11 +59,13 @@ class EngineServer:
         ready: Callable[[], None],
         crashed: Callable[[BaseException], None],
         max_body_bytes: int = MAX_BODY_BYTES,
+        hung_s: float = HUNG_S,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
     ) -> None:
-        """`tokenizer` is called when text is to be read for the first time."""
+        """`tokenizer` is called when text is to be read for the first time; a step of `hung_s` never ends."""
         self._engine = engine
         self._max_body_bytes = max_body_bytes
+        self._hung_s = hung_s
         self._ready = ready
         self._crashed = crashed
         self._waiters: dict[Request, asyncio.Future[None]] = {}
@@ -303,6 +306,8 @@ class EngineServer:
         )
 
     async def _health(self, _: HttpRequest) -> Response:
+        if (turn_s := self._thread.turn_s) > self._hung_s:
+            return _error(f"the engine hangs: it has been at one step for {turn_s:.0f} s", 503)
         return _json({"status": "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:

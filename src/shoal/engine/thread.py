@@ -1,6 +1,7 @@
 """The thread in which an engine computes, and the way for others to have something done between two steps."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ class EngineThread:
         self._crashed = crashed
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self._turned_s: float | None = None  # when it came to what it is at; None while it sleeps
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -43,6 +45,12 @@ class EngineThread:
         self._stopping = True
         self._wake.set()
         self._thread.join()
+
+    @property
+    def turn_s(self) -> float:
+        """For how long it has been at one step and the calls before it; 0 while it has nothing to do."""
+        turned_s = self._turned_s
+        return 0.0 if turned_s is None else time.monotonic() - turned_s
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Has `function` called between two steps; its result, or what it raises, which is the caller's alone."""
@@ -62,9 +70,11 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._wake.clear()
+                self._turned_s = time.monotonic()
                 while self._commands:
                     self._commands.popleft()()
                 if self._engine.idle:
+                    self._turned_s = None
                     self._wake.wait()
                 else:
                     self._deliver(self._engine.step())
