@@ -112,6 +112,7 @@ def test_a_wrong_request_is_answered_with_400_and_names_the_field(
 
 def test_other_wrong_bodies_and_routes_are_refused(server: Server) -> None:
     assert server.ask("/inference/v1/generate", raw=b"{")[0] == 400
+    assert server.ask("/v1/completions", raw=b'{"prompt": "a", "stream_options": {"deep": ' + b"[" * 15_000)[0] == 400
     assert server.ask("/inference/v1/generate", raw=b" " * 30_000)[0] == 413
     assert server.ask("/nowhere")[0] == 404
     assert server.ask("/inference/v1/generate")[0] == 405

@@ -1,6 +1,7 @@
 """JSON questions to an HTTP server of another project, with its failures as `EngineError`s."""
 
 import asyncio
+import contextlib
 from typing import TypeVar
 
 import msgspec
@@ -10,6 +11,8 @@ from shoal.errors import EngineUnavailable, RequestRefused
 
 LONGEST_WORDS = 400
 BACKOFFS_S = (0.1, 0.2)
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding foreign JSON raises: another shape, no UTF-8, deep nesting."""
 
 T = TypeVar("T")
 
@@ -42,10 +45,7 @@ class Asking:
         """The answer as `kind`. Raises `RequestRefused` (4xx) or `EngineUnavailable` (anything else)."""
         status, data = await self.status(method, path, body)
         if status == 200:
-            try:
-                return msgspec.json.decode(data, type=kind)
-            except msgspec.MsgspecError as error:
-                raise EngineUnavailable(f"{self.url}{path} answered something else than expected: {error}") from error
+            return decoded(data, kind, self.url + path)
         message = f"{path}: HTTP {status}: {words(data)}"
         if 400 <= status < 500:
             raise RequestRefused(message)
@@ -71,12 +71,20 @@ class Asking:
         await self._connections.aclose()
 
 
+def decoded(data: bytes, kind: type[T], url: str) -> T:
+    """The JSON answer of `url` as `kind`. Raises `EngineUnavailable` when it is none."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise EngineUnavailable(f"{url} answered something else than expected: {error}") from error
+
+
 def words(data: bytes) -> str:
     """What an error's body says, in any of the shapes that servers use."""
     text = data.decode(errors="replace")
     try:
         value = msgspec.json.decode(data)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return text[:LONGEST_WORDS]
     for key in ("error", "detail", "message"):
         if isinstance(value, dict) and key in value:
@@ -90,9 +98,10 @@ def counted(exposition: str, names: dict[str, str]) -> dict[str, int]:
     >>> counted('# HELP a b\\na_total{x="1"} 2.0\\na_total{x="2"} 3.0\\nab 9.0\\n', {"a_total": "a"})
     {'a': 5}
     """
-    sums = dict.fromkeys(names.values(), 0.0)
+    sums = dict.fromkeys(names.values(), 0)
     for line in exposition.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in names:
-            sums[names[name]] += float(line.rpartition(" ")[2])
-    return {name: int(value) for name, value in sums.items()}
+            with contextlib.suppress(ValueError, OverflowError):  # no number, or none that counts anything
+                sums[names[name]] += int(float(line.rpartition(" ")[2]))
+    return sums

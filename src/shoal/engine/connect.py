@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.asking import Asking
+from shoal.engine.asking import UNREADABLE, Asking, words
 from shoal.engine.foreign import Dialect, ForeignEngine
 from shoal.engine.members import PoolEngine
 from shoal.engine.remote import HttpEngine
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.types import Sampling
 
@@ -48,15 +48,17 @@ def _is_ours(status: int, data: bytes) -> bool:
         return False
     try:
         msgspec.json.decode(data, type=EngineInfo)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False
     return True
 
 
 def _dialect(url: str, status: int, data: bytes) -> Dialect:
+    if status >= 500:
+        raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
     owner = ""
     if status == 200:
-        with contextlib.suppress(msgspec.MsgspecError, IndexError):
+        with contextlib.suppress(*UNREADABLE, IndexError):
             owner = msgspec.json.decode(data, type=_Models).data[0].owned_by
     if owner == "vllm":
         return VLLM(url)

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from shoal.engine import protocol
+from shoal.engine.asking import UNREADABLE, decoded
 from shoal.engine.connections import Connections
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
@@ -16,6 +17,7 @@ from shoal.types import Completion, FinishReason, Sampling
 
 ATTEMPTS = 3
 BACKOFF_S = 0.1
+REFUSALS = (400, 413)  # any other 4xx is not the engine's, but of a proxy before it
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
@@ -61,7 +63,10 @@ class HttpEngine:
         )
         body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, logprobs_format="flat")
         answer = await self._ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
-        return [_completion(choice) for choice in answer.choices]
+        try:
+            return [_completion(choice) for choice in answer.choices]
+        except ValueError as error:
+            raise EngineUnavailable(f"{self._url} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
@@ -79,7 +84,9 @@ class HttpEngine:
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
-        await self._ask("GET", "/health", dict[str, str])
+        status, answer = await self._send("GET", "/health", b"")
+        if status != 200:
+            raise EngineUnavailable(f"{self._url} says HTTP {status} of its health: {_message(status, answer)}")
 
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
@@ -104,9 +111,9 @@ class HttpEngine:
     async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
         status, answer = await self._send(method, path, b"" if body is None else _encoder.encode(body))
         if status == 200:
-            return msgspec.json.decode(answer, type=kind)
+            return decoded(answer, kind, self._url + path)
         message = _message(status, answer)
-        if 400 <= status < 500:
+        if status in REFUSALS:
             raise RequestRefused(message)
         raise EngineUnavailable(message if status == 503 else f"the engine failed with HTTP {status}: {message}")
 
@@ -129,7 +136,8 @@ def _absolute(path: Path) -> str:
 
 
 def _completion(choice: protocol.Choice) -> Completion:
-    assert choice.token_logprobs is not None, "flat logprobs were asked for"
+    if choice.token_logprobs is None:
+        raise ValueError("flat logprobs were asked for, and none came")
     versions: list[int] = []
     for span in choice.weight_versions:
         versions += [span.version] * (span.end - span.start)
@@ -141,5 +149,5 @@ def _completion(choice: protocol.Choice) -> Completion:
 def _message(status: int, body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=protocol.ErrorResponse).error.message
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return body[:200].decode(errors="replace") or f"HTTP {status}"

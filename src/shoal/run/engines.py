@@ -2,7 +2,8 @@
 
     own      `engine.count` processes; one that ends is started again, and gets no requests before it serves the newest
              weights
-    remote   `engine.urls`; one that does not answer is asked again, and joins when it does
+    remote   `engine.urls`; one that does not answer, or that is found to be of no use once the run goes on, is asked
+             again, and joins when it can
 
 The run goes on while they come and go; it ends when none answers for long, or when one cannot be kept alive.
 """
@@ -20,7 +21,7 @@ from shoal.engine.connect import connected
 from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
 from shoal.engine.remote import HttpEngine
-from shoal.errors import ChildDied, EngineUnavailable
+from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
 from shoal.process import GRACE_S, Child
 from shoal.types import Sampling
 
@@ -48,6 +49,8 @@ class EngineSettings:
     logs: Path
     recovered: int = 0
     """The newest Version of the run so far."""
+    ask_again_s: float = ASK_AGAIN_S
+    """How long after a remote engine could not join it is asked again."""
 
 
 @asynccontextmanager
@@ -60,7 +63,7 @@ async def engines(settings: EngineSettings, told: Told) -> AsyncIterator[EngineP
     pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir, recovered=settings.recovered)
     names = settings.engine.urls or _own_names(settings.engine.count)
     failures: list[str] = []
-    keep = _Remote(settings, pool, failures).keep if settings.engine.urls else _Own(settings, pool, told).keep
+    keep = (_Remote(settings, pool, told, failures) if settings.engine.urls else _Own(settings, pool, told)).keep
     ready = [asyncio.Event() for _ in names]
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -118,7 +121,7 @@ class _Own:
             try:
                 try:
                     await self.pool.join(name, HttpEngine(url))
-                except EngineUnavailable as error:  # most likely it is about to end
+                except EngineError as error:  # most likely it is about to end
                     await asyncio.wait([ended], timeout=GRACE_S)
                     return str(ended.result()) if ended.done() else f"{name}: {error}"
                 ready.set()
@@ -146,10 +149,16 @@ class _Remote:
 
     settings: EngineSettings
     pool: EnginePool
+    told: Told
     failures: list[str]
+    """Of those that were not there at the start."""
 
     async def keep(self, url: str, ready: asyncio.Event) -> None:
-        """Returns when the engine at `url` has joined: from there on the pool looks after it."""
+        """Returns when the engine at `url` has joined: from there on the pool looks after it.
+
+        Raises `ConfigError` or `RequestRefused` when it is of no use at the start; later, others serve the run.
+        """
+        said = False
         while True:
             try:
                 engine = await connected(
@@ -163,6 +172,12 @@ class _Remote:
             except EngineUnavailable as error:
                 if not ready.is_set():
                     self.failures.append(str(error))
+            except (ConfigError, RequestRefused) as error:
+                if not ready.is_set():
+                    raise
+                if not said:
+                    self.told(f"{url} cannot join, and is asked again: {error}")
+                said = True
             finally:
                 ready.set()
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(self.settings.ask_again_s)

@@ -1,0 +1,88 @@
+"""The engines of a run: those at URLs that come late, and are of no use."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.config import EngineConfig, ModelConfig
+from shoal.errors import ConfigError
+from shoal.interfaces import EngineInfo
+from shoal.run.engines import EngineSettings, engines
+from shoal.types import Sampling
+from stub_server import Stub, stubbed
+from until import until
+
+SERVED = EngineInfo(0, "", 64, 0.5, 1, 1, 0, 1, 0)
+
+
+def engine_stub() -> Stub:
+    """A server that says what one of Shoal's engines says, whatever weights it is given."""
+    taken = msgspec.json.encode({"version": 1, "checksum": ""})
+    answers = {"/info": msgspec.json.encode(SERVED), "/health": b"{}", "/update_weights": taken}
+    return Stub({path: (200, body) for path, body in answers.items()})
+
+
+def settings(urls: list[str], directory: Path) -> EngineSettings:
+    config = EngineConfig(urls=urls)
+    return EngineSettings(config, ModelConfig(), directory, 64, Sampling(8), 1, directory, ask_again_s=0.01)
+
+
+def free_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("useless", ["is no engine", "refuses the weights"])
+def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        late_url = free_url()
+        async with stubbed(engine_stub()) as url, engines(settings([url, late_url], tmp_path), said.append) as pool:
+            assert [f"no engine at {late_url}" in sentence for sentence in said] == [True]
+            await pool.update_weights(1, tmp_path)
+            late = Stub() if useless == "is no engine" else engine_stub()
+            late.answers["/update_weights"] = (400, b"of another architecture")
+            async with stubbed(late, int(late_url.rpartition(":")[2])):
+                asked = "/v1/models" if useless == "is no engine" else "/update_weights"
+                await until(lambda: late.asked.count(asked) > 2)
+                assert [seat.name for seat in pool.seats] == [url]
+                late.answers = engine_stub().answers
+                await until(lambda: len(pool.seats) == 2)
+                assert {seat.version for seat in pool.seats} == {1}
+
+    asyncio.run(run())
+    assert len(said) == 2
+    assert f"{'none of them' if useless == 'is no engine' else 'of another architecture'}" in said[1]
+    assert "cannot join" in said[1]
+
+
+def test_a_server_of_no_use_at_the_start_ends_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with (
+            stubbed(Stub()) as useless,
+            stubbed(engine_stub()) as url,
+            engines(settings([url, useless], tmp_path), lambda how: None),
+        ):
+            raise AssertionError("it began")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert caught.group_contains(ConfigError, match="none of them")
+
+
+def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path: Path) -> None:
+    stub = engine_stub()
+
+    async def run() -> None:
+        async with stubbed(stub) as url, engines(settings([url], tmp_path), lambda how: None) as pool:
+            answers, stub.answers = stub.answers, {}
+            await until(lambda: pool.seats[0].state == "away")
+            stub.answers = answers
+            await until(lambda: pool.seats[0].state == "ready")
+
+    asyncio.run(run())
