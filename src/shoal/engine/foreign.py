@@ -9,7 +9,8 @@ was found to be able to do at the start:
     abort               the base path, which every server has: requests end with what was drawn, new ones wait at the
                         door, the weights are loaded; the pool sends prompt and partial answer again
 
-After each load the canary is asked. A server that fails it answers nothing more until it passes.
+After each load the canary is asked. Answers with tokens of the new weights are held until it has passed, and a server
+that fails it answers nothing more until it passes.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from shoal.engine import canary
-from shoal.errors import ConfigError, EngineError, EngineUnavailable, RequestRefused
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -145,7 +146,11 @@ class ForeignEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._loading = asyncio.Lock()
-        self._failed_canary = ""
+        self._judged: int | None = None  # the Version whose load is under way
+        self._verdict = asyncio.Event()
+        self._verdict.set()
+        self._failed_loads = 0
+        self._no_whole_weights = ""
         self._running = 0
         self._interruptions = 0
         self._tokens_drawn = 0
@@ -160,8 +165,11 @@ class ForeignEngine:
         engine = cls(dialect, on_update)
         try:
             await engine._start(model_dir, sampling)
-        except RequestRefused as error:
-            raise ConfigError(f"engine.urls: the server refused what every run needs: {error}") from error
+        except BaseException as error:
+            await engine.aclose()
+            if isinstance(error, RequestRefused):
+                raise ConfigError(f"engine.urls: the server refused what every run needs: {error}") from error
+            raise
         return engine
 
     async def _start(self, model_dir: Path, sampling: Sampling) -> None:
@@ -200,7 +208,7 @@ class ForeignEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Draws `n` completions of one prompt; one that an update cut off ends with `ABORT` and what was drawn."""
-        await self._door.wait()
+        failed_before = await self._admitted()
         version = self._version
         salt = f"v{version}" if self.how is Stop.KEEP else None
         self._count(n)
@@ -210,11 +218,24 @@ class ForeignEngine:
             answers = await self._dialect.draw(name, prompt_ids, sampling, n, asked, salt)
         finally:
             self._count(-n)
-        if self._failed_canary:
-            raise EngineUnavailable(self._failed_canary)
         completions = [self._completion(drawn, version) for drawn in answers]
+        while self._judged is not None and any(self._judged in c.versions[-1:] for c in completions):
+            await self._verdict.wait()
+        self._assert_whole(failed_before)
         self._tokens_drawn += sum(len(completion.token_ids) for completion in completions)
         return completions
+
+    async def _admitted(self) -> int:
+        """How many loads have failed, once requests may be sent. Raises `EngineUnavailable` after one that failed."""
+        await self._door.wait()
+        if self._no_whole_weights:
+            raise EngineUnavailable(self._no_whole_weights)
+        return self._failed_loads
+
+    def _assert_whole(self, failed_before: int) -> None:
+        """Raises `EngineUnavailable` when a load has failed meanwhile: nobody knows which weights computed what."""
+        if self._failed_loads != failed_before:
+            raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
     def _completion(self, drawn: Drawn, version: int) -> Completion:
         if drawn.spans is None:
@@ -231,8 +252,11 @@ class ForeignEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        await self._door.wait()
-        return await self._dialect.score(token_ids)
+        failed_before = await self._admitted()
+        logprobs = await self._dialect.score(token_ids)
+        await self._verdict.wait()
+        self._assert_whole(failed_before)
+        return logprobs
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary says that it does not."""
@@ -247,33 +271,44 @@ class ForeignEngine:
     async def _load(self, version: int, path: Path) -> None:
         if self.how in (Stop.DRAIN, Stop.ABORT):
             self._door.clear()
-        if self.how is Stop.DRAIN:
-            await self._idle.wait()
+        self._judged = version
+        self._verdict.clear()
         try:
-            await self._dialect.stop(self.how)
-            try:
-                await self._dialect.load(_directory(path), version, self.how)
-            finally:  # whatever happened: a server that stands still for ever helps nobody
-                await self._dialect.go_on()
-            self._version = version
-            await self._ask_canary(path)
-        except EngineError as error:
-            self._failed_canary = f"{self.abilities.server} has no whole weights: {error}"
+            await self._put(version, path)
+            await self._ask_canary(version, path)
+        except BaseException as error:  # a load that was given up is no better than one that failed
+            self._failed_loads += 1
+            self._no_whole_weights = f"{self.abilities.server} has no whole weights: {str(error) or repr(error)}"
+            self._version = UNKNOWN
             raise
+        else:
+            self._no_whole_weights = ""
         finally:
+            self._judged = None
+            self._verdict.set()
             self._door.set()
 
-    async def _ask_canary(self, path: Path) -> None:
+    async def _put(self, version: int, path: Path) -> None:
+        """Has the server stop, take the weights and go on."""
+        if self.how is Stop.DRAIN:
+            await self._idle.wait()
+        await self._dialect.stop(self.how)
+        try:
+            await self._dialect.load(_directory(path), version, self.how)
+        finally:  # whatever happened: a server that stands still for ever helps nobody
+            await self._dialect.go_on()
+        self._version = version
+
+    async def _ask_canary(self, version: int, path: Path) -> None:
         known = canary.canary_of(path)
         if known is not None:
             off_nats = canary.mismatch(known, await self._dialect.score(known.token_ids))
             if not off_nats <= known.bound:
                 raise RequestRefused(
-                    f"{self.abilities.server} took version {self._version} but computes with other weights: mean "
+                    f"{self.abilities.server} took version {version} but computes with other weights: mean "
                     f"|logprob difference| {off_nats:.2e} nats on the canary, expected at most {known.bound:.0e}; a "
                     f"model with tied embeddings must be untied for vLLM on a CPU (docs/engine.md)"
                 )
-        self._failed_canary = ""
 
     async def info(self) -> EngineInfo:
         """What the engine is doing; busy is the share of the time in which it had requests from here."""
@@ -336,7 +371,17 @@ def _directory(path: Path) -> Path:
     return path.absolute().parent if path.suffix == ".safetensors" else path.absolute()
 
 
+def finish_reason(name: str) -> FinishReason:
+    """What a server's word for the end of an answer means. Raises `EngineUnavailable` when it is none of ours."""
+    try:
+        return FinishReason(name)
+    except ValueError:
+        raise EngineUnavailable(
+            f"the server ended an answer with {name!r}; expected one of {', '.join(FinishReason)}"
+        ) from None
+
+
 def _number(label: str) -> int:
-    if not label.isdigit():
+    if not label.isdecimal():
         raise EngineUnavailable(f"the server calls its weights {label!r}; somebody else gives it weights as well")
     return int(label)

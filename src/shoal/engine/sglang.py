@@ -11,9 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from shoal.engine.asking import Asking, counted, words
-from shoal.engine.foreign import Abilities, Counters, Drawn, Stop
+from shoal.engine.foreign import Abilities, Counters, Drawn, Stop, finish_reason
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.types import FinishReason, Sampling
+from shoal.types import Sampling
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class SGLang:
     async def version(self) -> int | None:
         """The name of the weights, where it is a number; a server that started anew says `default`."""
         label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
-        return int(label) if label.isdigit() else None
+        return int(label) if label.isdecimal() else None
 
     async def label(self, version: int) -> None:
         """Names the weights. Its default would abort every request."""
@@ -170,7 +170,7 @@ class SGLang:
     async def counters(self) -> Counters | None:
         """From its Prometheus metrics, which it has with --enable-metrics."""
         status, data = await self._asking.status("GET", "/metrics")
-        return Counters(**counted(data.decode(), METRICS)) if status == 200 else None
+        return Counters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -197,6 +197,6 @@ def _drawn(meta: _Meta) -> Drawn:
     return Drawn(
         tuple(token for _, token, _ in meta.output_token_logprobs),
         tuple(logprob for logprob, _, _ in meta.output_token_logprobs),
-        FinishReason(meta.finish_reason.type),
+        finish_reason(meta.finish_reason.type),
         None if spans is None else tuple((span.version, span.start, span.end) for span in spans),
     )

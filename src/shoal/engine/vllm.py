@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.engine.asking import Asking, counted, words
-from shoal.engine.foreign import Abilities, Counters, Drawn, Stop
+from shoal.engine.foreign import Abilities, Counters, Drawn, Stop, finish_reason
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.types import FinishReason, Sampling
+from shoal.types import Sampling
 
 GENERATE = "/inference/v1/generate"
 NO_LOGPROB = -9999.0  # what vLLM writes where there is none
@@ -152,7 +152,7 @@ class VLLM:
     async def version(self) -> int | None:
         """The name of the weights, where it is a number; a server that started anew says `default`."""
         label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version
-        return int(label) if label.isdigit() else None
+        return int(label) if label.isdecimal() else None
 
     async def label(self, version: int) -> None:
         """Names the weights, where the server can."""
@@ -179,7 +179,7 @@ class VLLM:
     async def counters(self) -> Counters | None:
         """From its Prometheus metrics."""
         status, data = await self._asking.status("GET", "/metrics")
-        return Counters(**counted(data.decode(), METRICS)) if status == 200 else None
+        return Counters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -211,6 +211,6 @@ def _drawn(choice: _Choice) -> Drawn:
     return Drawn(
         tuple(choice.token_ids),
         logprobs,
-        FinishReason(choice.finish_reason),
+        finish_reason(choice.finish_reason),
         None if spans is None else tuple((span.version, span.start, span.end) for span in spans),
     )
