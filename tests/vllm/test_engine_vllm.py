@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
+from shoal import wire
 from shoal.buffer.audit import audit
+from shoal.buffer.log import BODY_BYTES, snapshot
+from shoal.buffer.raw import RawRollout, read_groups
 from shoal.engine import canary
 from shoal.engine.connect import connected
 from shoal.engine.foreign import Abilities, ForeignEngine, Stop
@@ -197,12 +201,14 @@ def test_the_canary_catches_a_head_that_stays_behind(model_dir: Path, tmp_path: 
 
 def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_path: Path) -> None:
     rewrite = [r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1"]
-    task = {"name": "spell_backward", "reward": "correct", "rewrite": [rewrite]}
+    task = {"name": "spell_backward", "reward": ["score", "length:0.001"], "rewrite": [rewrite]}
     overrides = [
-        *("--rollout.group_size=8", "--rollout.max_tokens=12", "--train.steps=20", "--train.lr=1e-4"),
+        # As hot as vLLM draws: answers end late, and hundreds of them are under way when weights come.
+        *("--rollout.group_size=8", "--rollout.max_tokens=200", "--rollout.temperature=2"),
+        *("--train.steps=20", "--train.lr=1e-4"),
         *("--eval.every_steps=0", "--eval.questions=16", f"--engine.urls={json.dumps([url])}"),
     ]
-    params = "{min_word_len = 3, max_word_len = 5}"
+    params = "{min_word_len = 8, max_word_len = 14}"
     written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in task.items())
     (tmp_path / "run.toml").write_text(f'run_dir = "run"\n[[tasks]]\n{written}\nparams = {params}\n')
     command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", "--json", *overrides]
@@ -218,3 +224,12 @@ def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_
     fresh = [step["mismatch_fresh"] for step in steps if "mismatch_fresh" in step]
     assert fresh
     assert max(fresh) < BOUND_NATS
+    spread = [len(versions) for versions in trained_versions(tmp_path / "run")]
+    assert sum(count > 1 for count in spread) > len(spread) / 20, Counter(spread)
+
+
+def trained_versions(run_dir: Path) -> list[set[int]]:
+    """The Versions that drew each answer which was trained."""
+    with snapshot(run_dir) as connection:
+        bodies = [body for group in read_groups(connection) if group.step is not None for body in group.bodies]
+    return [set(wire.decode(body, RawRollout, BODY_BYTES).drawn_versions) for body in bodies]
