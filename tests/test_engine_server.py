@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine_server import PROMPT, Server, changed_weights, running, serving, waiting
+from foreign_engine import more_drawn
 from shoal.engine.remote import HttpEngine
 from shoal.engine.server import main
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -303,6 +304,20 @@ def test_an_engine_that_dies_makes_its_requests_unavailable(tiny_model_dir: Path
                 await answering
 
     with serving(tiny_model_dir, "--max-running", "64") as server:
+        asyncio.run(ask(server))
+
+
+def test_an_engine_that_is_told_to_stop_gives_what_it_has_drawn(tiny_model_dir: Path) -> None:
+    async def ask(server: Server) -> None:
+        async with server.engine() as engine:
+            answering = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=256))
+            await more_drawn(engine, 512, [answering])
+            os.kill(server.pid, signal.SIGTERM)
+            partial = await answering
+            assert {completion.finish_reason for completion in partial} == {FinishReason.ABORT}
+            assert sum(len(completion.token_ids) for completion in partial) >= 512
+
+    with serving(tiny_model_dir, "--max-running", "256") as server:
         asyncio.run(ask(server))
 
 

@@ -29,7 +29,7 @@ from shoal.engine.exposition import exposition
 from shoal.engine.limits import PauseMode
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Draft, Request, scoring
-from shoal.engine.thread import EngineThread
+from shoal.engine.thread import EngineThread, result
 from shoal.engine.watch import Part, parts
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.types import FinishReason, Sampling
@@ -97,6 +97,10 @@ class EngineServer:
             },
         )
 
+    def stop(self) -> None:
+        """Ends all requests with what was drawn, so that they can go on elsewhere, and takes no new ones."""
+        self._thread.call(lambda: self._engine.pause(PauseMode.ABORT))
+
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
@@ -120,7 +124,7 @@ class EngineServer:
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` between two steps of the engine."""
-        return await _result(self._thread.call(function))
+        return await result(self._thread.call(function))
 
     async def _generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, protocol.GenerateRequest)
@@ -266,7 +270,7 @@ class EngineServer:
         name = http.query_params.get("mode", PauseMode.ABORT)
         if name not in list(PauseMode):
             raise RequestRefused(f"mode: expected one of {', '.join(PauseMode)}, got {name!r}")
-        await _result(await self._call(lambda: self._engine.pause(PauseMode(name))))
+        await result(await self._call(lambda: self._engine.pause(PauseMode(name))))
         return _json(protocol.PausedState(self._engine.paused))
 
     async def _resume(self, _: HttpRequest) -> Response:
@@ -297,7 +301,7 @@ class EngineServer:
             raise
         self._failure = ""
         served: Future[int] = await self._call(lambda: self._engine.update(weights))
-        await _result(served)
+        await result(served)
         return await self._weight_info(http)
 
     async def _weight_info(self, _: HttpRequest) -> Response:
@@ -342,11 +346,6 @@ class EngineServer:
 
     async def _unexpected_error(self, _: HttpRequest, error: Exception) -> Response:
         return _error(f"the engine could not answer: {type(error).__name__}: {error}", 500)
-
-
-async def _result(future: "Future[T]") -> T:
-    """What another thread will say. Who is cancelled while waiting leaves the future as it is: it is set later."""
-    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:

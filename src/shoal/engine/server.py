@@ -10,8 +10,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 import uvicorn
@@ -43,6 +44,18 @@ def main(arguments: Sequence[str]) -> int:
     return asyncio.run(_serve(engine, listening, options))
 
 
+class _Uvicorn(uvicorn.Server):
+    """Calls `told_to_stop` on the event loop at the first signal: while its answers can still go out."""
+
+    told_to_stop: Callable[[], None]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In a signal's handler, which may interrupt whatever holds a lock that ending requests takes."""
+        if self.started:
+            asyncio.get_running_loop().call_soon_threadsafe(self.told_to_stop)
+        super().handle_exit(sig, frame)
+
+
 async def _serve(engine: LocalEngine, listening: socket.socket, options: argparse.Namespace) -> int:
     failures: list[BaseException] = []
 
@@ -61,7 +74,7 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
         max_body_bytes=options.max_body_bytes,
         tokenizer=lambda: _tokenizer(options.model),
     )
-    uvicorn_server = uvicorn.Server(
+    uvicorn_server = _Uvicorn(
         uvicorn.Config(
             server.app,
             log_level="warning",
@@ -71,6 +84,7 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
             lifespan="on",
         )
     )
+    uvicorn_server.told_to_stop = server.stop
     await uvicorn_server.serve(sockets=[listening])
     return 1 if failures else 0
 

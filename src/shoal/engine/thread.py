@@ -1,5 +1,6 @@
 """The thread in which an engine computes, and the way for others to have something done between two steps."""
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -81,3 +82,8 @@ class EngineThread:
         except BaseException as error:
             self._crashed(error)
             raise
+
+
+async def result(future: "Future[T]") -> T:
+    """What another thread will say. Who is cancelled while waiting leaves the future as it is: it is set later."""
+    return await asyncio.shield(asyncio.wrap_future(future))
