@@ -126,11 +126,11 @@ def slow_lorises(url: str, count: int) -> list[socket.socket]:
 
 
 def hundred_megabytes(url: str) -> bytes:
-    """What the server says to somebody who begins to send them, until it hangs up."""
+    """What the server says to somebody who says that so many will follow, until it hangs up."""
     (one,), said = slow_lorises(url, 1), b""
     with one, contextlib.suppress(ConnectionError):
         one.settimeout(20)
-        one.sendall(b"B shoal.reef.offer.x 100000000\r\n" + bytes(1 << 20))
+        one.sendall(b"B shoal.reef.offer.x 100000000\r\n")  # and none: what is not read would cut off the answer
         while more := one.recv(1 << 16):
             said += more
     return said
