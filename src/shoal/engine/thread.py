@@ -60,7 +60,7 @@ class EngineThread:
         def command() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:
+            except Exception as error:  # of one request: raised here, it would end the engine for all
                 future.set_exception(error)
 
         self._commands.append(command)
