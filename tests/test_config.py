@@ -1,5 +1,6 @@
 """Settings: checked, named in every complaint, and the same after a round trip."""
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.config import Config, DecoupledLoss, LossConfig, TaskConfig, load, parse, to_toml
+from shoal.config.reading import RENAMED
 from shoal.errors import ConfigError
 
 # The one possible `name` of each loss: it says which section is meant, and is nothing to be set within it.
@@ -74,7 +76,7 @@ def test_every_section_says_what_it_is_about() -> None:
     ("override", "complaint"),
     [
         ("train.grops_per_step=4", "unknown setting 'train.grops_per_step'; did you mean 'train.groups_per_step'?"),
-        ("asynchony.eta=1", "unknown setting 'asynchony'; did you mean 'asynchrony'?"),
+        ("asynchony.max_staleness=1", "unknown setting 'asynchony'; did you mean 'asynchrony'?"),
         ("tasks.0.wieght=1", "unknown setting 'tasks.0.wieght'; did you mean 'tasks.0.weight'?"),
         ("model.zzzzzzzz=1", "unknown setting 'model.zzzzzzzz'"),
         ("train.steps=0", "train.steps: input should be greater than or equal to 1, got 0"),
@@ -106,6 +108,13 @@ def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complain
     with pytest.raises(ConfigError) as caught:
         parse({"seed": 0, "train": {"entropy_bonus": 0.01}, **TASKS}, [override])
     assert str(caught.value) == complaint
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_setting_by_its_old_name_is_answered_with_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(old)}: this setting is now {re.escape(new)}; rename it"):
+        parse(TASKS, [f"{old}=1"])
+    assert new in dict(leaves(Config))
 
 
 def test_a_misspelled_setting_of_a_loss_is_answered_with_that_loss_s_settings() -> None:
@@ -179,7 +188,7 @@ def test_a_configuration_is_the_same_after_being_written_and_read(eta, lr, promp
     config = parse(
         {
             "tasks": [{"name": "chain_sum", "system_prompt": prompt, "params": params, "rewrite": [["a+", prompt]]}],
-            "asynchrony": {"eta": eta},
+            "asynchrony": {"max_staleness": eta},
             "train": {"lr": lr, "loss": loss},
             "metrics": {"prometheus_port": port},
         }

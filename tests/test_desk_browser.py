@@ -42,7 +42,7 @@ max_tokens = 8
 steps = 6
 groups_per_step = 1
 [asynchrony]
-eta = 0
+max_staleness = 0
 [eval]
 every_steps = 0
 questions = 2

@@ -39,7 +39,7 @@ class Page(HTMLParser):
 def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", eta: int = 2) -> None:
     """A run directory as a run of `steps` steps leaves it, the reward rising from 0 to 1."""
     run_dir.mkdir(exist_ok=True)
-    config = parse({"run_dir": "runs/x", "tasks": [{"name": task}], "asynchrony": {"eta": eta}})
+    config = parse({"run_dir": "runs/x", "tasks": [{"name": task}], "asynchrony": {"max_staleness": eta}})
     (run_dir / "resolved.toml").write_text(to_toml(config))
     tracker = JsonlTracker(run_dir / "metrics.jsonl", clock=iter(range(10**6)).__next__)
     tracker.write("eval", {"step": 0, "sampled": 0.25, "greedy": 0.5})
@@ -101,7 +101,7 @@ def test_the_report_is_a_picture_and_a_page_with_the_same_picture(tmp_path: Path
     assert b64decode(data) == png.read_bytes()
     assert Image.open(io.BytesIO(png.read_bytes())).size == (2080, 1760)
     assert "demo on chain_sum" in page.text
-    assert "eta = 2" in page.text
+    assert "max_staleness = 2" in page.text
     assert 'name = "chain_sum"' in page.text  # the configuration
 
 

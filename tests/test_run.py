@@ -69,7 +69,9 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: Path, eta: int) -> None:
-    done = shoal("train", str(config), "--run_dir=run", f"--asynchrony.eta={eta}", "--json", cwd=config.parent)
+    done = shoal(
+        "train", str(config), "--run_dir=run", f"--asynchrony.max_staleness={eta}", "--json", cwd=config.parent
+    )
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert outcome.keys() == OUTCOME

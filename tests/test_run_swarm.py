@@ -44,7 +44,7 @@ steps = 10
 groups_per_step = 1
 lr = 1e-3
 [asynchrony]
-eta = 0
+max_staleness = 0
 [eval]
 every_steps = 0
 questions = 2

@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> None:
 
     def measure(key: str) -> Record:
         eta, seed = map(int, key.split("/"))
-        timed = measured_run(plan["run"], [*(QUICK if options.quick else ()), f"seed={seed}", f"asynchrony.eta={eta}"])
+        timed = measured_run(
+            plan["run"], [*(QUICK if options.quick else ()), f"seed={seed}", f"asynchrony.max_staleness={eta}"]
+        )
         return {
             "eta": eta,
             "seed": seed,

@@ -35,7 +35,7 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
             ],
             "rollout": {"group_size": 8, "max_tokens": 12},
             "engine": {"max_running": 128},
-            "asynchrony": {"eta": 2},
+            "asynchrony": {"max_staleness": 2},
             "train": {"steps": 400, "groups_per_step": 8, "lr": 3e-4, "warmup_steps": 5},
             "eval": {"every_steps": 50, "questions": 256},
             "checkpoint": {"every_steps": 50},
@@ -51,7 +51,7 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
     """
     model = demo_model()
     began_s = time.monotonic()
-    with LiveProgress(config.train.steps, config.asynchrony.eta) as progress:
+    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as progress:
         outcome = run_training(config, listeners=[progress.update])
     png, html = write_report(Path(outcome.run_dir))
     words = (

@@ -60,7 +60,7 @@ STEP_NAMES: Mapping[str, str] = {
     "waiting": "Finished groups that no step has consumed yet.",
     "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
     "late_tokens/<task>": "The same for one task.",
-    "dropped_late": "Groups dropped since the step before because they were older than eta.",
+    "dropped_late": "Groups dropped since the step before because they were older than max_staleness.",
     "dropped_late/<task>": "The same for one task.",
     "wasted_tokens": "Tokens drawn for groups that were dropped since the step before, for whatever reason.",
     "wasted_tokens/<task>": "The same for one task.",

@@ -288,7 +288,7 @@ class _Bench:
                 "tasks": [{"name": "lengths", "service": "jsonl", "path": "none"}],
                 "rollout": {"group_size": GROUP_SIZE, "max_tokens": MOST_TOKENS},
                 "engine": {"max_running": max_running, "on_update": on_update},
-                "asynchrony": {"eta": eta, "late": "train"},
+                "asynchrony": {"max_staleness": eta, "late": "train"},
                 "train": {"steps": self._work.steps, "groups_per_step": self._work.groups_per_step, "lr": 1e-5},
                 "eval": {"every_steps": 0, "questions": 1},
                 "checkpoint": {"every_steps": 1_000_000},

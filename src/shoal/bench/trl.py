@@ -245,7 +245,7 @@ class _Comparison:
                 "tasks": [{"name": "digits", "service": "jsonl", "path": "none"}],
                 "rollout": {"group_size": GROUP_SIZE, "max_tokens": self.case.max_tokens},
                 "engine": {"max_running": COMPLETIONS_PER_STEP},
-                "asynchrony": {"eta": ETA},
+                "asynchrony": {"max_staleness": ETA},
                 "train": {
                     "steps": self.effort.shoal_steps,
                     "groups_per_step": COMPLETIONS_PER_STEP // GROUP_SIZE,

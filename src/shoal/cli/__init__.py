@@ -78,7 +78,7 @@ def train(
     from shoal.progress import LiveProgress
     from shoal.run.training import run_training
 
-    with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.eta) as progress:
+    with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.max_staleness) as progress:
         outcome = run_training(settings, resume=resume, listeners=[progress.update])
     show(asdict(outcome), json_)
 

@@ -14,6 +14,11 @@ from shoal.config.section import Section
 from shoal.config.settings import Config, TaskConfig
 from shoal.errors import ConfigError
 
+RENAMED = {
+    "asynchrony.eta": "asynchrony.max_staleness",
+}
+"""Settings that have another name now. Each is refused with a sentence that says which."""
+
 
 def known_keys(model: type[BaseModel]) -> list[str]:
     """The names of a section's fields."""
@@ -38,10 +43,22 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     tree = deepcopy(data)
     for override in overrides:
         _apply(tree, override)
+    _refuse_renamed(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
+
+
+def _refuse_renamed(tree: dict[str, JsonValue]) -> None:
+    """Raises `ConfigError` for the first setting of `RENAMED` that the tree has."""
+    for old, new in RENAMED.items():
+        *path, last = old.split(".")
+        node: JsonValue = tree
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node:
+            raise ConfigError(f"{old}: this setting is now {new}; rename it")
 
 
 def to_toml(config: Config) -> str:

@@ -93,9 +93,11 @@ class EngineConfig(Section):
 class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
-    eta: int = Field(2, ge=0, description="Staleness bound in versions; 0 is exactly synchronous.")
+    max_staleness: int = Field(
+        2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is exactly synchronous."
+    )
     late: Literal["drop", "mask_tokens", "train"] = Field(
-        "drop", description="What happens to groups older than eta at consumption."
+        "drop", description="What happens to groups older than max_staleness at consumption."
     )
 
 

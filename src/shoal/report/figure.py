@@ -101,7 +101,8 @@ def subtitle(run: RunRecords) -> str:
     tasks = ", ".join(task.name for task in config.tasks[:4]) + (", ..." if len(config.tasks) > 4 else "")
     return (
         f"{config.model.path} on {tasks}  |  {done} of {config.train.groups_per_step} groups x "
-        f"{config.rollout.group_size} answers  |  {config.train.loss.name} loss  |  eta = {config.asynchrony.eta}"
+        f"{config.rollout.group_size} answers  |  {config.train.loss.name} loss  |  "
+        f"max_staleness = {config.asynchrony.max_staleness}"
     )
 
 
@@ -151,9 +152,9 @@ def draw_staleness(axes: Axes, run: RunRecords) -> str:
         )
     _curve(axes, run, "staleness_mean", "mean", BLUE)
     if axes.lines and run.config is not None:
-        eta = run.config.asynchrony.eta
-        axes.axhline(eta, color=RED, linewidth=1.2, linestyle=(0, (5, 3)), label=f"bound, eta = {eta}")
-        top = max(top, eta)
+        bound = run.config.asynchrony.max_staleness
+        axes.axhline(bound, color=RED, linewidth=1.2, linestyle=(0, (5, 3)), label=f"max_staleness = {bound}")
+        top = max(top, bound)
     axes.set_ylim(0, max(1.0, top * 1.15))
     return "Staleness of consumed groups, versions"
 

@@ -252,7 +252,7 @@ class TrainLoop:
         late_tokens: Counter[str] = Counter()
         if self._config.asynchrony.late != "mask_tokens":
             return rows, late_tokens
-        masked = [mask_tokens(group_rows, version - self._config.asynchrony.eta) for group_rows in rows]
+        masked = [mask_tokens(group_rows, version - self._config.asynchrony.max_staleness) for group_rows in rows]
         for group, (_, late) in zip(groups, masked, strict=True):
             late_tokens[group.task.service] += late
         return [kept for kept, _ in masked], late_tokens

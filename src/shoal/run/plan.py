@@ -116,7 +116,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "tokens_per_step_at_most": rows * row_tokens,
         "engine_memory_mb": round((parameters * BYTES[config.model.dtype] + kv_bytes) / 1e6, 1),
         "trainer_memory_mb": round(_trainer_bytes(config, prepared.model_dir) / 1e6, 1),
-        "staleness_bound": config.asynchrony.eta,
+        "staleness_bound": config.asynchrony.max_staleness,
         "staleness_expected": _expected_staleness(config),
         "run_dir": config.run_dir,
     }
@@ -142,7 +142,7 @@ def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
 
 def _expected_staleness(config: Config) -> str:
     """What the admission gate lets one expect."""
-    eta = config.asynchrony.eta
+    eta = config.asynchrony.max_staleness
     if eta == 0:
         return "0: generation and training take turns"
     return f"about {eta} when training is the slower side, below 1 when generation is"

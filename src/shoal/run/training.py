@@ -350,7 +350,7 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
 def run_meta(config: Config) -> RunMeta:
     """What the log keeps of a configuration."""
     return RunMeta(
-        eta=config.asynchrony.eta,
+        eta=config.asynchrony.max_staleness,
         late=config.asynchrony.late,
         groups_per_step=config.train.groups_per_step,
         push_every=config.train.push_every,

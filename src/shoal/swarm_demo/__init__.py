@@ -146,7 +146,7 @@ def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str
                 }
             ],
             "rollout": {"group_size": 8, "max_tokens": 12},
-            "asynchrony": {"eta": 2},
+            "asynchrony": {"max_staleness": 2},
             "train": {
                 "steps": plan.steps,
                 "groups_per_step": GROUPS if arm is Arm.SOLO else GROUPS // 2,
