@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz services adapters tito check lint docs constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz services adapters tito architectures check lint docs constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -42,6 +42,10 @@ adapters: $(VENV)/dev-installed
 		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer; } || exit 1; \
 	done
 	$(BIN)/python tests/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
+
+# Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
+architectures: $(VENV)/dev-installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tools/architectures.py
 
 tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito

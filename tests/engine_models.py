@@ -23,7 +23,7 @@ def saved(kind: str, path: Path, seed: int = 0, vocabulary: int = 97, **settings
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 

@@ -7,7 +7,8 @@ import torch
 
 from engine_models import plain, saved
 from shoal.engine.forward import DirectForward, ModuleForward, forward_of
-from shoal.model import PackedRows, load_model, prefix_tree
+from shoal.model import PackedRows, load_model
+from shoal.prefix_tree import prefix_tree
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -52,7 +53,7 @@ def test_the_direct_forward_gives_the_logits_of_transformers(
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("Gemma", {"head_dim": 16}),
+        ("Gemma", {"head_dim": 16, "num_key_value_heads": 2}),
         ("Llama", {"hidden_act": "gelu"}),
         ("Llama", {"mlp_bias": True}),
         ("Llama", {"rope_parameters": DYNAMIC}),

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_graphs import CpuCapture
 from engine_models import saved
 from shoal.engine.cache import KVCache
-from shoal.engine.graphs import Capture
 from shoal.engine.limits import Limits
 from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
@@ -128,8 +126,8 @@ def test_storage_never_exceeds_its_budget_by_more_than_one_layer(
         assert memory.most_bytes <= budget * TOKEN_BYTES * (1 + 1 / LAYERS)
 
 
-def answered(path: Path, limits: Limits, capture: Capture | None) -> tuple[LocalEngine, list[list[int]]]:
-    engine = LocalEngine(load_model(path), limits, capture=capture)
+def answered(path: Path, limits: Limits) -> tuple[LocalEngine, list[list[int]]]:
+    engine = LocalEngine(load_model(path), limits)
     requests = [Request([5 + i] * (1 + 5 * i), Sampling(20 + 9 * i, seed=i)) for i in range(16)]
     for request in requests:
         engine.submit(request)
@@ -138,22 +136,18 @@ def answered(path: Path, limits: Limits, capture: Capture | None) -> tuple[Local
     return engine, [request.drafts[0].drawn for request in requests]
 
 
-@pytest.mark.parametrize("capture", [None, CpuCapture()])
-def test_an_exhausted_budget_preempts_instead_of_growing(
-    capture: Capture | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exhausted_budget_preempts_instead_of_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, budget, layers = saved("Qwen2", tmp_path, num_key_value_heads=2), 2 * LONGEST, 2
     token_bytes = layers * 2 * 2 * 8 * 4  # K and V, heads, width, float32
-    roomy, expected = answered(path, Limits(LONGEST, max_running=16), capture)
+    roomy, expected = answered(path, Limits(LONGEST, max_running=16))
     assert roomy.preemptions == 0
     memory = Memory()
     monkeypatch.setattr("shoal.engine.cache.zeros_on_demand", memory.zeros)
     limits = Limits(LONGEST, max_running=16, kv_tokens=budget, prefix_cache_bytes=0)
-    scarce, found = answered(path, limits, capture)
+    scarce, found = answered(path, limits)
     assert found == expected
     assert scarce.preemptions > 0
-    if capture is None:  # the stand-in for graphs keeps all storage that it ever saw
-        assert 0.5 < memory.most_bytes / (budget * token_bytes) <= 1 + 1 / layers
+    assert 0.5 < memory.most_bytes / (budget * token_bytes) <= 1 + 1 / layers
 
 
 def test_a_long_sequence_alone_has_storage_for_no_more_than_itself() -> None:

@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from cpu_graphs import CpuCapture
 from engine_models import plain, saved
 from shoal.engine.limits import Limits, OnUpdate, PauseMode
 from shoal.engine.local import LocalEngine
@@ -121,7 +120,6 @@ events = st.lists(
     kv_tokens=None,
     prefix_cache_bytes=0,
     on_update=OnUpdate.DRAIN,
-    capture=None,
 )
 @given(
     happening=events,
@@ -130,7 +128,6 @@ events = st.lists(
     kv_tokens=st.sampled_from([None, LONGEST, LONGEST + 64]),
     prefix_cache_bytes=st.sampled_from([0, 30_000, 10**7]),
     on_update=st.sampled_from([OnUpdate.RECOMPUTE, OnUpdate.DRAIN]),
-    capture=st.sampled_from([None, CpuCapture()]),
 )
 def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     happening: list[Request | tuple[str, int]],
@@ -139,7 +136,6 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     kv_tokens: int | None,
     prefix_cache_bytes: int,
     on_update: OnUpdate,
-    capture: CpuCapture | None,
     weights: list[Weights],
 ) -> None:
     limits = Limits(
@@ -149,7 +145,7 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
         kv_tokens=kv_tokens,
         prefix_cache_bytes=prefix_cache_bytes,
     )
-    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update, capture=capture)
+    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update)
     served = {0: weights[0].model}
     asked: list[Request] = []
     ended: list[Request] = []

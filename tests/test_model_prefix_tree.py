@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from shoal.model import load_model, packed_logprobs, prefix_tree
+from shoal.model import load_model, packed_logprobs
+from shoal.prefix_tree import prefix_tree
 
 # Few token ids, so that rows share beginnings, begin one another and are equal. Not the pad token: its embedding is
 # zero, and the normalisation of a zero vector multiplies rounding errors of the gradient by a thousand.

@@ -7,12 +7,12 @@ by transformers, because none is registered for that name.
 Tokens are always laid end to end in one row of the batch: `input_ids` is [1, T].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,19 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ModelError
+from shoal.prefix_tree import PrefixTree, prefix_tree
 
 ATTENTION = "shoal"
-END_LAST = 1 << 62
-"""Sorts after every token id."""
+IGNORED: Final = frozenset({"position_ids", "use_cache", "output_hidden_states", "output_router_logits"})
+"""Arguments of attention that change nothing, whatever their value."""
+HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
+    "dropout": (0.0,),
+    "is_causal": (True,),
+    "output_attentions": (False,),
+}
+"""Values of other arguments that change nothing; None never does."""
+PROBE = ((5, 6, 7, 8, 9, 10), (5, 6, 4, 3))
+PROBE_BOUND_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,11 +59,12 @@ def _attend(
     scaling: float | None = None,
     layout: Layout | None = None,
     sliding_window: int | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out."""
     if layout is None:
         raise ModelError("this model attends through a Layout: call it through shoal.model, not directly")
+    _refuse_unknown({**others, "attention_mask": attention_mask})
     out_THD = layout.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
@@ -67,6 +77,47 @@ def _attend(
 
 
 AttentionInterface.register(ATTENTION, _attend)
+
+
+def _refuse_unknown(arguments: Mapping[str, object]) -> None:
+    """Raises `ModelError` for an argument of attention that would change the result and is not computed here.
+
+    Attention sinks (`s_aux`), capped logits and masks of a model's own come as such arguments; leaving one out would
+    compute another model, in the trainer and in the engine alike.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in IGNORED and value not in HARMLESS.get(name, ()):
+            raise ModelError(f"the model's attention is given {name!r}, which is not supported")
+
+
+def _refuse_different(model: PreTrainedModel) -> None:
+    """Raises `ModelError` unless packed rows get the logprobs that transformers' own attention gives each alone.
+
+    Whatever else of an architecture a `Layout` cannot express shows here: states that are carried from token to token
+    over the end of a row, attention that never asks the layout.
+    """
+    rows = [[i % model.get_input_embeddings().num_embeddings for i in row] for row in PROBE]
+    tokens_T = torch.tensor([token for row in rows for token in row], device=model.device)
+    with torch.no_grad():
+        try:
+            logp_T, _ = packed_logprobs(model, tokens_T, [len(row) for row in rows])
+            model.set_attn_implementation("eager")
+            own = [model(row_L[None], use_cache=False).logits[0].float() for row_L in tokens_T.split([*map(len, rows)])]
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"models of kind {model.config.model_type!r} are not supported: {reason}") from error
+        finally:
+            model.set_attn_implementation(ATTENTION)
+    expected = [
+        logits_LV.log_softmax(-1)[range(len(row) - 1), row[1:]] for logits_LV, row in zip(own, rows, strict=True)
+    ]
+    found = [logp_L[1:] for logp_L in logp_T.split([*map(len, rows)])]
+    distance = (torch.cat(expected) - torch.cat(found)).abs().mean().item()
+    if not distance <= PROBE_BOUND_NATS[model.dtype]:
+        raise ModelError(
+            f"models of kind {model.config.model_type!r} are not supported: logprobs of packed rows are {distance:.3g} "
+            "nats from transformers' own"
+        )
 
 
 def load_model(
@@ -82,6 +133,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     model.to(device).eval()
+    _refuse_different(model)
     if gradient_checkpointing:
         _checkpoint_layers(model)
     return model
@@ -113,63 +165,6 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
-
-    nodes: tuple[int, ...]
-    shared: int
-    """How many nodes at the beginning belong to a path before it; those after are numbered consecutively."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
-    """Token rows with every common beginning kept once.
-
-    What a causal model computes at a token depends on the tokens before it only, so a prompt that many rows share, or
-    two equal answers, need be computed once. A row's last token is no node: nothing is predicted from it.
-    """
-
-    tokens: tuple[int, ...]  # [M]
-    positions: tuple[int, ...]  # [M] depth
-    paths: tuple[Branch, ...]
-    """Of the rows that have nodes of their own, so that every node is the own node of exactly one path."""
-    node_of: tuple[int, ...]  # [T] of each token of the rows laid end to end; -1 for the last of each row
-
-
-def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """The tree of the given token rows, whatever their order.
-
-    >>> tree = prefix_tree([[5, 6, 7, 9], [5, 6, 8], [5, 6, 7, 9]])
-    >>> tree.tokens, tree.positions, tree.node_of
-    ((5, 6, 7), (0, 1, 2), (0, 1, 2, -1, 0, 1, -1, 0, 1, 2, -1))
-    """
-    tokens: list[int] = []
-    positions: list[int] = []
-    paths: list[Branch] = []
-    nodes_of: list[tuple[int, ...]] = [()] * len(rows)
-    before: Sequence[int] = ()
-    nodes: tuple[int, ...] = ()
-    # A row comes after those that begin with it, so that it adds nothing to them.
-    for row in sorted(range(len(rows)), key=lambda i: [*rows[i][:-1], END_LAST]):
-        inner = rows[row][:-1]
-        shared = next((i for i, (a, b) in enumerate(zip(inner, before, strict=False)) if a != b), None)
-        shared = min(len(inner), len(before)) if shared is None else shared
-        first = len(tokens)
-        nodes = (*nodes[:shared], *range(first, first + len(inner) - shared))
-        if len(inner) > shared:
-            tokens.extend(inner[shared:])
-            positions.extend(range(shared, len(inner)))
-            paths.append(Branch(nodes, shared))
-        nodes_of[row], before = nodes, inner
-    return PrefixTree(
-        tokens=tuple(tokens),
-        positions=tuple(positions),
-        paths=tuple(paths),
-        node_of=tuple(node for nodes in nodes_of for node in (*nodes, -1)),
-    )
 
 
 class PackedRows:

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.bench.model import write_bench_model
 from shoal.bench.rows import groups
-from shoal.model import PackedRows, load_model, packed_logprobs, prefix_tree
+from shoal.model import PackedRows, load_model, packed_logprobs
+from shoal.prefix_tree import prefix_tree
 from shoal.train.packing import micro_batches
 from shoal.train.trainer import default_tokens_per_microbatch
 from shoal.types import Sample

@@ -17,7 +17,8 @@ from shoal import wire
 from shoal.bench.model import write_bench_model
 from shoal.bench.rows import groups
 from shoal.config import ModelConfig, TrainConfig
-from shoal.model import PackedRows, prefix_tree
+from shoal.model import PackedRows
+from shoal.prefix_tree import prefix_tree
 from shoal.train.messages import Step, request_from
 from shoal.train.packing import micro_batches
 from shoal.train.trainer import Trainer

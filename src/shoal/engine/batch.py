@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shoal.engine.cache import KVCache, Pool
 from shoal.engine.forward import Forward
-from shoal.engine.graphs import DecodeGraphs
 from shoal.engine.layout import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows, alternatives
@@ -52,13 +51,8 @@ class StepBatch:
     all), and `expand` [B] which of the kept rows each draft draws from (None: its own).
     """
 
-    def __init__(
-        self, plan: Plan[Draft], cache: KVCache, device: torch.device, graphs: DecodeGraphs | None = None
-    ) -> None:
-        """All sequences of the plan are placed in the cache, and copies that it orders have been made.
-
-        With `graphs`, a step in which all decode may be a captured one.
-        """
+    def __init__(self, plan: Plan[Draft], cache: KVCache, device: torch.device) -> None:
+        """All sequences of the plan are placed in the cache, and copies that it orders have been made."""
         self.plan = plan
         placed = sorted(((*cache.place(draft), draft) for draft in plan.decode), key=lambda p: (p[0].capacity, p[1]))
         decoding = [draft for _, _, draft in placed]
@@ -84,12 +78,8 @@ class StepBatch:
                 expand += [len(keep) - 1] * (1 + len(chunk.followers))
         self.token_T = torch.tensor(token_T, device=device)
         self.position_T = torch.tensor(position_T, device=device)
-        self._graph = None
-        if graphs is not None and not chunks:
-            slots = [(pool, slot) for pool, slot, _ in placed]
-            self._graph = graphs.begun(slots, self.token_T, self.position_T)
         self._room = min((pool.capacity - draft.total for pool, _, draft in placed), default=0)
-        self._decode = [] if self._graph is not None else _decode_rows(placed, device)
+        self._decode = _decode_rows(placed, device)
         self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
         own_rows = len(expand) == len(keep) and not self.scored
@@ -100,21 +90,16 @@ class StepBatch:
 
     def logits(self, forward: Forward) -> Tensor:
         """[K, V] of the kept rows."""
-        if self._graph is not None:
-            return self._graph.logits()
         return forward(self.token_T, self.position_T, self.layout, self.keep_K)
 
     def advanced(self, token_B: Tensor) -> bool:
         """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
         assert not self.scored, "only prefilling scores"
         self._room -= 1
-        if self._graph is not None:
-            self._graph.advance(token_B)
-        else:
-            for rows in self._decode:
-                rows.advance()
-            self.token_T = token_B
-            self.position_T += 1
+        for rows in self._decode:
+            rows.advance()
+        self.token_T = token_B
+        self.position_T += 1
         return self._room >= 0
 
 

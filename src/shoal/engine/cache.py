@@ -40,10 +40,7 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 class Pool:
-    """Slots for sequences of up to `capacity` tokens; per layer one K and one V of [S, K, capacity, D].
-
-    What holds its addresses holds them for one `storage` only: see `relaid`.
-    """
+    """Slots for sequences of up to `capacity` tokens; per layer one K and one V of [S, K, capacity, D]."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -51,8 +48,6 @@ class Pool:
         self._free: list[int] = []
         self.allocated = 0
         """Slots that there is storage for."""
-        self.storage = 0
-        """Which storage it is: another number once it lies somewhere else."""
         self._layers: dict[int, LayerKV] = {}
 
     @property
@@ -88,7 +83,6 @@ class Pool:
         assert len(sequences) <= allocated
         self.allocated = allocated
         self.slots, self._free = list(sequences), []
-        self.storage += 1
 
     def given_up(self, layer: int) -> None:
         """Lets the storage of a layer go."""
@@ -136,12 +130,6 @@ class Pool:
             k, v = self.layer(layer, k_KLD.transpose(0, 1), v_KLD.transpose(0, 1))
             k[slot, :, :length] = k_KLD[:, :length]
             v[slot, :, :length] = v_KLD[:, :length]
-
-    def zero(self) -> None:
-        """Overwrites everything that is stored."""
-        for k, v in self._layers.values():
-            k.zero_()
-            v.zero_()
 
     def close_hole(self) -> tuple[SequenceState, int] | None:
         """Moves the last sequence into a hole when holes are many; returns it with its new slot."""
@@ -308,12 +296,6 @@ class KVCache:
         """Gives a placed sequence the first `length` tokens of what was exported."""
         pool, slot = self.place(sequence)
         pool.restore(stored, slot, length)
-
-    @torch.inference_mode()
-    def zero(self) -> None:
-        """Overwrites all KV: weights that overflow leave infinities, which hiding does not keep out of a sum."""
-        for pool in self.pools:
-            pool.zero()
 
     def close_holes(self) -> None:
         """Keeps the slots in use together at the front of each pool."""

@@ -16,7 +16,6 @@ COUNTERS = {
     "stale_sequences": "Sequences that went on with the KV of older weights.",
     "stale_tokens": "Tokens drawn on KV of which some is of older weights.",
     "prefix_tokens_reused": "Prompt tokens whose KV an ended sequence had left.",
-    "graph_steps": "Decode steps that were replayed from a graph.",
     "busy_s": "Seconds spent computing, and loading weights.",
     "load_s": "Seconds in which weights were loaded and nothing could be computed.",
 }

@@ -89,42 +89,6 @@ class DecodeRows:
         return hiding(position_S, self.longest, window, dtype)
 
 
-class SlotRows:
-    """A token of each of a pool's first slots, of one step. Holes are rows too: they write to and read their position.
-
-    Shapes and addresses depend on the number of slots alone, so that a step with such rows can be captured.
-    """
-
-    def __init__(self, pool: Pool, position_S: Tensor) -> None:
-        self.count = len(position_S)
-        self._pool = pool
-        self._position_S = position_S
-        self._row_by_heads: dict[int, Tensor] = {}
-        self._mask_by_window: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Stores the new keys and values, then attends over each slot: [S, H, D]."""
-        kv_heads, width = key_SKD.shape[1:]
-        k_SKCD, v_SKCD = (x[: self.count] for x in self._pool.layer(layer, key_SKD, value_SKD))
-        if kv_heads not in self._row_by_heads:
-            slot_S = torch.arange(self.count, device=key_SKD.device)
-            self._row_by_heads[kv_heads] = flat_rows(slot_S, self._position_S, kv_heads, self._pool.capacity)
-        if window not in self._mask_by_window:
-            self._mask_by_window[window] = hiding(self._position_S, self._pool.capacity, window, query_SHD.dtype)
-        for stored, new in ((k_SKCD, key_SKD), (v_SKCD, value_SKD)):
-            stored.view(-1, width).index_copy_(0, self._row_by_heads[kv_heads], new.reshape(-1, width))
-        out_SKGD = F.scaled_dot_product_attention(
-            query_SHD.view(self.count, kv_heads, -1, width),
-            k_SKCD,
-            v_SKCD,
-            attn_mask=self._mask_by_window[window],
-            scale=scaling,
-        )
-        return out_SKGD.flatten(1, 2)
-
-
 class ChunkRows:
     """Rows of one forward: chunks of known tokens of sequences in one pool, that start at 0 all or none.
 
@@ -207,7 +171,7 @@ class ChunkRows:
 class CachedRows:
     """The `Layout` of one step: decoding rows first, pool by pool, then chunks."""
 
-    def __init__(self, parts: Sequence[DecodeRows | ChunkRows | SlotRows]) -> None:
+    def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
         self._parts = parts
 
     def attend(

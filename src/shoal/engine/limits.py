@@ -68,7 +68,6 @@ class Counts:
     stale_tokens: int
     prefix_tokens_reused: int
     prefix_cache_bytes: int
-    graph_steps: int
     busy_s: float
     load_s: float
     running: int

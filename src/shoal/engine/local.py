@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from shoal.engine.batch import StepBatch
 from shoal.engine.cache import KVCache, StoredKV
-from shoal.engine.forward import DirectForward, forward_of
-from shoal.engine.graphs import Capture, DecodeGraphs
+from shoal.engine.forward import forward_of
 from shoal.engine.limits import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.load import StagedWeights, WeightSlots
 from shoal.engine.prefixes import PrefixCache
@@ -34,7 +33,6 @@ from shoal.types import FinishReason
 
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 MOST_ALTERNATIVES = 20
-SPARE_ROWS = 32  # of captured steps: holes, and few sequences in many pools
 
 
 class LocalEngine:
@@ -49,12 +47,8 @@ class LocalEngine:
         version: int = 0,
         checksum: str = "",
         seed: int = 0,
-        capture: Capture | None = None,
     ) -> None:
-        """`seed` decides the draws of requests that bring no seed of their own.
-
-        With `capture`, decode steps of models that it can be done with are captured and replayed.
-        """
+        """`seed` decides the draws of requests that bring no seed of their own."""
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
@@ -63,9 +57,6 @@ class LocalEngine:
         self._forward = forward_of(self.model, limits.max_model_len)
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
-        self._graphs = None
-        if capture is not None and isinstance(self._forward, DirectForward):
-            self._graphs = DecodeGraphs(self._forward, capture, 2 * limits.max_running + SPARE_ROWS, self._device)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
         self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
@@ -235,7 +226,6 @@ class LocalEngine:
             stale_tokens=self.stale_tokens,
             prefix_tokens_reused=self.prefix_tokens_reused,
             prefix_cache_bytes=self._prefixes.size_bytes,
-            graph_steps=self._graphs.steps if self._graphs is not None else 0,
             busy_s=self._busy_s,
             load_s=self._load_s,
             running=len(self._scheduler.running),
@@ -284,7 +274,7 @@ class LocalEngine:
         self._found.clear()
         self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
         self._cache.close_holes()
-        self._batch = StepBatch(plan, self._cache, self._device, self._graphs)
+        self._batch = StepBatch(plan, self._cache, self._device)
         return self._batch
 
     def _uniforms(self, batch: StepBatch) -> Tensor:
@@ -371,8 +361,6 @@ class LocalEngine:
             self.stale_sequences += sum(draft.stale for draft in running)
         else:
             self._scheduler.forget()
-            if self._graphs is not None:
-                self._cache.zero()
         self.version, self.checksum = self._update.version, self._update.checksum
         self._update = None
         for future in self._update_waiters:

@@ -19,7 +19,6 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from shoal.engine.detokenizer import Tokenizer
-from shoal.engine.graphs import CudaCapture
 from shoal.engine.limits import Limits, OnUpdate
 from shoal.engine.load import checksum_of, weight_file
 from shoal.engine.local import LocalEngine
@@ -114,7 +113,6 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
         version=options.version,
         checksum=checksum_of(weight_file(path)) if weight_file(path).is_file() else "",
         seed=options.seed if options.seed is not None else secrets.randbits(63),
-        capture=CudaCapture(device) if options.cuda_graphs and device.startswith("cuda") else None,
     )
 
 
@@ -144,12 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; room for all that may run when unset")
     parser.add_argument(
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
-    )
-    parser.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=os.environ.get("SHOAL_CUDA_GRAPHS") != "0",
-        help="on a GPU, capture decode steps and replay them (SHOAL_CUDA_GRAPHS=0 turns it off)",
     )
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))

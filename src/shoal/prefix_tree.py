@@ -1,0 +1,64 @@
+"""Token rows as a tree that keeps every common beginning once. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+END_LAST = 1 << 62
+"""Sorts after every token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
+
+    nodes: tuple[int, ...]
+    shared: int
+    """How many nodes at the beginning belong to a path before it; those after are numbered consecutively."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Token rows with every common beginning kept once.
+
+    What a causal model computes at a token depends on the tokens before it only, so a prompt that many rows share, or
+    two equal answers, need be computed once. A row's last token is no node: nothing is predicted from it.
+    """
+
+    tokens: tuple[int, ...]  # [M]
+    positions: tuple[int, ...]  # [M] depth
+    paths: tuple[Branch, ...]
+    """Of the rows that have nodes of their own, so that every node is the own node of exactly one path."""
+    node_of: tuple[int, ...]  # [T] of each token of the rows laid end to end; -1 for the last of each row
+
+
+def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
+    """The tree of the given token rows, whatever their order.
+
+    >>> tree = prefix_tree([[5, 6, 7, 9], [5, 6, 8], [5, 6, 7, 9]])
+    >>> tree.tokens, tree.positions, tree.node_of
+    ((5, 6, 7), (0, 1, 2), (0, 1, 2, -1, 0, 1, -1, 0, 1, 2, -1))
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    paths: list[Branch] = []
+    nodes_of: list[tuple[int, ...]] = [()] * len(rows)
+    before: Sequence[int] = ()
+    nodes: tuple[int, ...] = ()
+    # A row comes after those that begin with it, so that it adds nothing to them.
+    for row in sorted(range(len(rows)), key=lambda i: [*rows[i][:-1], END_LAST]):
+        inner = rows[row][:-1]
+        shared = next((i for i, (a, b) in enumerate(zip(inner, before, strict=False)) if a != b), None)
+        shared = min(len(inner), len(before)) if shared is None else shared
+        first = len(tokens)
+        nodes = (*nodes[:shared], *range(first, first + len(inner) - shared))
+        if len(inner) > shared:
+            tokens.extend(inner[shared:])
+            positions.extend(range(shared, len(inner)))
+            paths.append(Branch(nodes, shared))
+        nodes_of[row], before = nodes, inner
+    return PrefixTree(
+        tokens=tuple(tokens),
+        positions=tuple(positions),
+        paths=tuple(paths),
+        node_of=tuple(node for nodes in nodes_of for node in (*nodes, -1)),
+    )

@@ -1,0 +1,143 @@
+"""Writes docs/models.md: which causal language models of the installed transformers are computed as published.
+
+`python tools/architectures.py` makes a tiny random model of every architecture, and compares its packed logprobs with
+those of transformers' eager attention, row by row. `python tools/architectures.py llama gemma3_text` says it of some.
+"""
+
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shoal.errors import ModelError
+from shoal.model import load_model, packed_logprobs
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BOUND_NATS = 1e-4
+PATIENCE_S = 60
+HEAD = """# Models
+
+<!-- Written by `make architectures`. -->
+
+`model.path` takes a causal language model of any architecture below whose word is "computed": on a tiny random model
+of it, logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. Every other one is
+refused at the start with the reason that stands beside it; the check is made again on each model that is loaded. "Not
+made" means that no tiny model could be made to compare: such a model is checked when it is loaded, and nothing is said
+of it here.
+
+Measured with transformers {version}: {computed} computed, {refused} refused, {unmade} not made.
+
+| architecture | word | reason |
+|---|---|---|
+"""
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embed_dim": 32,
+    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "d_ff": 48, "ffn_hidden_size": 48,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24, "shared_intermediate_size": 24,
+    "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "decoder_layers": 4,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "attention_head_dim": 8,
+    "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64, "max_seq_len": 64, "sliding_window": 4,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "qk_head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+    "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
+
+def tiny(model_type: str) -> object:
+    """A configuration of few numbers, with a pattern of layers as long as the model is deep."""
+    default = AutoConfig.for_model(model_type)
+    wanted = {name: value for name, value in TINY.items() if getattr(default, name, None) is not None}
+    kinds = getattr(default, "layer_types", None)
+    if kinds and not isinstance(
+        getattr(type(default), "layer_types", None), property
+    ):  # four layers with every kind there is
+        several = list(dict.fromkeys(kinds))
+        wanted["layer_types"] = (several * 4)[:4]
+    return AutoConfig.for_model(model_type, **wanted)
+
+
+def verdict(model_type: str) -> tuple[str, str]:
+    """The word and the reason."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            theirs = AutoModelForCausalLM.from_config(tiny(model_type), attn_implementation="eager").eval()
+            with torch.no_grad():  # as large as those of trained models: small ones would hide what is left out
+                for name, parameter in theirs.named_parameters():
+                    if "sink" in name or parameter.ndim > 1:
+                        parameter.normal_(0, 0.2)
+            theirs.save_pretrained(folder)
+            rows = [torch.randint(3, 97, (length,)) for length in (12, 9, 1)]
+            rows.append(torch.cat([rows[0][:5], rows[1][:4]]))
+            with torch.no_grad():
+                wanted = [theirs(row[None], use_cache=False).logits[0].log_softmax(-1) for row in rows]
+        except Exception as error:  # whatever a library says of a configuration that is no real one
+            return "not made", f"{type(error).__name__}: {error}"
+        try:
+            ours = load_model(folder)
+        except ModelError as error:
+            return "refused", str(error)
+        with torch.no_grad():
+            logp_T, _ = packed_logprobs(ours, torch.cat(rows), [len(row) for row in rows])
+        worst = max(
+            (found[1:] - logp_LV[range(len(row) - 1), row[1:]]).abs().max().item() if len(row) > 1 else 0.0
+            for found, logp_LV, row in zip(logp_T.split([len(row) for row in rows]), wanted, rows, strict=True)
+        )
+    return ("computed", "") if worst <= BOUND_NATS else ("different", f"{worst:.2g} nats")
+
+
+def apart(model_type: str) -> tuple[str, str]:
+    """The verdict of a process of its own: what one architecture needs or breaks is nothing to the next."""
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=lambda: there.send(verdict(model_type)))
+    child.start()
+    there.close()
+    try:
+        if here.poll(PATIENCE_S):
+            word, reason = here.recv()
+            return word, reason
+        return "not made", "it takes too long"
+    except EOFError:
+        return "not made", "its process ended"
+    finally:
+        child.kill()
+        child.join()
+
+
+def main() -> None:
+    """Writes the page; ends with 1 when an accepted architecture is computed differently."""
+    found = {}
+    for model_type in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        found[model_type] = apart(model_type)
+        print(model_type, *found[model_type], flush=True)
+    if sys.argv[1:]:
+        return
+    counted = [word for word, _ in found.values()]
+    rows = [
+        f"| {name} | {word} | {' '.join(why.split())[:150].replace('|', '/')} |" for name, (word, why) in found.items()
+    ]
+    DOC.write_text(
+        HEAD.format(
+            version=transformers.__version__,
+            computed=counted.count("computed"),
+            refused=counted.count("refused"),
+            unmade=counted.count("not made"),
+        )
+        + "\n".join(rows)
+        + "\n"
+    )
+    sys.exit("different" in counted)
+
+
+if __name__ == "__main__":
+    main()
