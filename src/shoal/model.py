@@ -96,23 +96,24 @@ def _refuse_different(model: PreTrainedModel) -> None:
     Whatever else of an architecture a `Layout` cannot express shows here: states that are carried from token to token
     over the end of a row, attention that never asks the layout.
     """
-    rows = [[i % model.get_input_embeddings().num_embeddings for i in row] for row in PROBE]
-    tokens_T = torch.tensor([token for row in rows for token in row], device=model.device)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    rows = [torch.tensor(row, device=model.device) % vocabulary for row in PROBE]
     with torch.no_grad():
         try:
-            logp_T, _ = packed_logprobs(model, tokens_T, [len(row) for row in rows])
+            logp_T, _ = packed_logprobs(model, torch.cat(rows), [len(row_L) for row_L in rows])
             model.set_attn_implementation("eager")
-            own = [model(row_L[None], use_cache=False).logits[0].float() for row_L in tokens_T.split([*map(len, rows)])]
+            own = [model(row_L[None], use_cache=False).logits[0].float().log_softmax(-1) for row_L in rows]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"models of kind {model.config.model_type!r} are not supported: {reason}") from error
         finally:
             model.set_attn_implementation(ATTENTION)
+    zero = torch.zeros(1, device=model.device)
     expected = [
-        logits_LV.log_softmax(-1)[range(len(row) - 1), row[1:]] for logits_LV, row in zip(own, rows, strict=True)
+        torch.cat([zero, logp_LV[:-1].gather(-1, row_L[1:, None])[:, 0]])
+        for logp_LV, row_L in zip(own, rows, strict=True)
     ]
-    found = [logp_L[1:] for logp_L in logp_T.split([*map(len, rows)])]
-    distance = (torch.cat(expected) - torch.cat(found)).abs().mean().item()
+    distance = (torch.cat(expected) - logp_T).abs().mean().item()
     if not distance <= PROBE_BOUND_NATS[model.dtype]:
         raise ModelError(
             f"models of kind {model.config.model_type!r} are not supported: logprobs of packed rows are {distance:.3g} "
