@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from shoal.engine.remote import HttpEngine
-from shoal.process import torch_environment
+from shoal.net.process import torch_environment
 from shoal.weights import WeightStore
 
 PROMPT = [5, 6, 7, 8]

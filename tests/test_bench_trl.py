@@ -121,7 +121,7 @@ def test_cores_that_other_processes_use_are_seen():
 
 
 def test_trl_may_have_every_environment_that_shoal_has():
-    from shoal.process import torch_environment
+    from shoal.net.process import torch_environment
 
     offered = environments(2)
     assert offered["quiet"] == torch_environment(2)

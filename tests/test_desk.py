@@ -29,7 +29,7 @@ from shoal.desk.questions import (
 from shoal.desk.server import DeskServer, Rates
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Claim
-from shoal.listening import listening_socket
+from shoal.net.listening import listening_socket
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.exchange import MemoryExchange, MemoryHub

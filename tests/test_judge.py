@@ -37,7 +37,7 @@ from shoal.judge.messages import (
 from shoal.judge.page import leaderboard_html
 from shoal.judge.server import JudgeServer
 from shoal.judge.taking import audited, fitting, statements, take
-from shoal.listening import listening_socket
+from shoal.net.listening import listening_socket
 from shoal.run.judging import NINE
 from shoal.swarm.chat import ModelAt
 from shoal.swarm.identity import Identity

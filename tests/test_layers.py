@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 
 LAYERS = (
     {"types", "errors", "clock"},
-    {"interfaces", "config", "metrics", "prefix_tree", "wire", "chat_client", "process", "listening", "own_code"},
+    {"interfaces", "config", "metrics", "prefix_tree", "wire", "net", "own_code"},
     {"checker", "model", "render", "procedural", "sandbox"},
     {
         "engine",

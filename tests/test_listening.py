@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket, url_of
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

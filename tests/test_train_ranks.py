@@ -15,7 +15,7 @@ from torch import distributed, multiprocessing
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError
-from shoal.process import Child, torch_environment
+from shoal.net.process import Child, torch_environment
 from shoal.train.messages import (
     Answer,
     Done,
@@ -163,7 +163,7 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
         async with Child("trainer", "shoal.train.worker", [], tmp_path / "log", torch_environment(1)) as child:
 
             async def ask(request: Request) -> Answer:
-                return answer_from(await child.ask(wire.encode(request)))
+                return answer_from(await child.ask(wire.encode(request), 120))
 
             assert isinstance(await ask(request), Started)
             assert isinstance(await ask(Save(str(tmp_path))), Done)

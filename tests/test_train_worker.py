@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
-from shoal.process import Child, torch_environment
+from shoal.net.process import Child, torch_environment
 from shoal.train.messages import (
     Answer,
     Done,
@@ -33,7 +33,7 @@ ROW = Sample((1, 2, 3), (0, 1, 1), (0.0, -4.0, -5.0), (-1, 0, 0), (0.0, 1.0, 1.0
 
 
 async def ask(child: Child, request: Request) -> Answer:
-    return answer_from(await child.ask(wire.encode(request)))
+    return answer_from(await child.ask(wire.encode(request), 120))
 
 
 def start(model: Path) -> Start:
@@ -67,7 +67,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             refused = await ask(child, Step(((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),),)))
             assert isinstance(refused, Failed)
             assert "expected ids in" in refused.reason
-            nonsense = answer_from(await child.ask(b"\x01nonsense"))
+            nonsense = answer_from(await child.ask(b"\x01nonsense", 120))
             assert isinstance(nonsense, Failed)
             lost = await ask(child, Save(str(tmp_path / "nowhere")))
             assert isinstance(lost, Failed)

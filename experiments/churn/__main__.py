@@ -18,7 +18,7 @@ from string import ascii_lowercase
 from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
-from shoal.process import PARENT
+from shoal.net.process import PARENT
 from shoal.small_model import Shape, save, untrained
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
@@ -27,7 +27,7 @@ from shoal.swarm.server import NatsServer, ServerOptions
 HERE = Path(__file__).parent
 SERVERS = 3
 TOKEN = "coral"
-MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 STOP_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 

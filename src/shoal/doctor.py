@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from shoal import process
 from shoal.errors import SandboxUnavailable
+from shoal.net import process
 from shoal.sandbox.rungs import rung
 from shoal.warm_start import cache_directory
 

@@ -28,7 +28,7 @@ import msgspec
 from shoal import small_programs
 from shoal.config import TaskConfig
 from shoal.errors import ModelError
-from shoal.process import die_with_parent, torch_environment
+from shoal.net.process import die_with_parent, torch_environment
 from shoal.render import ChatRenderer, load_renderer
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library

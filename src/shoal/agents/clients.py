@@ -23,8 +23,8 @@ import msgspec
 from shoal.agents.host import Seat
 from shoal.agents.runner import AgentFailed, Play
 from shoal.errors import TaskError
+from shoal.net.process import PARENT, cores
 from shoal.own_code import own_code
-from shoal.process import PARENT, cores
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
 

@@ -11,7 +11,7 @@ import uvicorn
 from shoal.gateway import Bounds, Gateway, Limits, Session
 from shoal.gateway.sessions import Renderer
 from shoal.interfaces import Engine, Purpose
-from shoal.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket, url_of
 from shoal.tasks.rollout import priority_of, sampled_for
 from shoal.types import Sampling, Task, seed_for
 

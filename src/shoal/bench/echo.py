@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shoal.gateway import Gateway
 from shoal.interfaces import EngineInfo
-from shoal.process import collect_rarely
+from shoal.net.process import collect_rarely
 from shoal.render import ChatRenderer
 from shoal.types import Completion, FinishReason, Sampling
 

@@ -19,7 +19,7 @@ import zstandard
 
 from shoal import wire
 from shoal.interfaces import Claim
-from shoal.process import die_with_parent
+from shoal.net.process import die_with_parent
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Seal, signed
 from shoal.swarm.identity import Identity

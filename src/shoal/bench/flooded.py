@@ -34,7 +34,7 @@ from shoal.buffer.audit import audit
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.interfaces import Claim
-from shoal.process import PARENT
+from shoal.net.process import PARENT
 from shoal.run.generating import generate
 from shoal.run.membership import FOLDER
 from shoal.sandbox.usage import usage_of
@@ -59,7 +59,7 @@ COUNTED_S = 10.0
 """Of each window."""
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
 """At the beginning of a window, not counted: after the flood the node reads what is left of it for a while."""
-MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True)

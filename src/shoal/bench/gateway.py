@@ -33,7 +33,7 @@ import uvloop
 
 from shoal.bench.echo import answer_ids, answer_s
 from shoal.gateway.control import Export
-from shoal.process import collect_rarely
+from shoal.net.process import collect_rarely
 from shoal.types import seed_for
 
 Report = dict[str, object]

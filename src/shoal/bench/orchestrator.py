@@ -21,7 +21,7 @@ import psutil
 
 from shoal.bench.crew import Crew, Load, Process, orchestrated, until
 from shoal.buffer.audit import audit
-from shoal.process import collect_rarely
+from shoal.net.process import collect_rarely
 
 Report = dict[str, object]
 NAMES = ("north", "east", "west")

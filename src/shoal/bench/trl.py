@@ -41,7 +41,7 @@ from shoal.bench.work import GROUP_SIZE, CoinScorer, DigitService
 from shoal.config import Config, parse
 from shoal.errors import ConfigError, ShoalError
 from shoal.metrics import Record
-from shoal.process import torch_environment
+from shoal.net.process import torch_environment
 from shoal.render import load_renderer
 from shoal.run.plan import Prepared
 from shoal.run.training import train

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.bench.work import GROUP_SIZE, coin, digits
-from shoal.process import die_with_parent
+from shoal.net.process import die_with_parent
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

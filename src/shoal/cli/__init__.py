@@ -111,7 +111,7 @@ def serve(
     import uvloop
 
     from shoal.config import parse
-    from shoal.process import cores
+    from shoal.net.process import cores
     from shoal.run.serving import serve as serve_model
 
     settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model

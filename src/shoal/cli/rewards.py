@@ -28,8 +28,8 @@ def serve(
 
     from shoal.config import RewardConfig
     from shoal.errors import ConfigError
-    from shoal.listening import is_loopback
-    from shoal.process import cores
+    from shoal.net.listening import is_loopback
+    from shoal.net.process import cores
     from shoal.rewards.service import TOKEN_VARIABLE
     from shoal.run.scoring import serve_rewards
 

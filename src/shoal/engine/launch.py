@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.process import Child, torch_environment
+from shoal.net.process import Child, torch_environment
 
 
 def engine_child(

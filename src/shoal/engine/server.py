@@ -24,9 +24,9 @@ from shoal.engine.load import checksum_of, weight_file
 from shoal.engine.local import LocalEngine
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
 from shoal.errors import ConfigError, ShoalError
-from shoal.listening import listening_socket, url_of
 from shoal.model import DTYPES, load_model, resolve_device
-from shoal.process import die_with_parent
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.process import die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:

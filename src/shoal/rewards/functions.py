@@ -6,9 +6,7 @@ each, or None for an answer that they have nothing to say about.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import msgspec
 from shoal import checker, wire
 from shoal.checker import Spec
 from shoal.errors import ChildDied, WireError
-from shoal.process import Child
+from shoal.net.process import Child
 from shoal.types import Reward, RewardStatus, Task
 
 START_TIMEOUT_S = 120.0
@@ -84,13 +82,11 @@ class FunctionScorer:
         if child is None:
             child = Child("reward function", "shoal.rewards.functions_worker", [], self._log, os.environ)
             self._children[spec.path] = await child.__aenter__()
-            await child.line(START_TIMEOUT_S)
+            await child.receive(START_TIMEOUT_S)
         try:
-            async with asyncio.timeout(spec.timeout_s):
-                return wire.decode(await child.ask(call), Called)
-        except BaseException as error:  # it is in the middle of something, and its next words are nobody's
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            return wire.decode(await child.ask(call, spec.timeout_s), Called)
+        except BaseException as error:  # it is in the middle of something
+            child.kill()
             if not isinstance(error, ChildDied):
                 await self._end(spec.path)
             raise

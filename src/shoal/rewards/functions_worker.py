@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from shoal import wire
+from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.own_code import own_code
-from shoal.process import die_with_parent, receive_frame, send_frame
 from shoal.rewards.functions import Call, Called
 
 
@@ -62,9 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
-    connection.sendall(b"ready\n")
-    while (frame := receive_frame(connection)) is not None:
-        send_frame(connection, wire.encode(called(wire.decode(frame, Call))))
+    send_frame(connection, b"")
+    serve(connection, lambda frame: [wire.encode(called(wire.decode(frame, Call)))])
 
 
 if __name__ == "__main__":

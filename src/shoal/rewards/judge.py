@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import aiohttp
 
 from shoal import checker
-from shoal.chat_client import completion
 from shoal.checker import Spec
 from shoal.errors import EngineError
+from shoal.net.chat import completion
 from shoal.types import Reward, RewardStatus, Task
 
 TRIES = 4

@@ -7,19 +7,17 @@ group a fresh worker and nothing else: workers report answer by answer, so the b
 import asyncio
 import contextlib
 import os
-import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from shoal import wire
 from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied, SandboxUnavailable, TaskError
-from shoal.process import FRAME_HEADER, Child
+from shoal.net.process import Child
 from shoal.rewards.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
 from shoal.sandbox import rungs
 from shoal.sandbox.command import WORK_FOLDER, installed_packages, own_package
@@ -32,14 +30,10 @@ START_TIMEOUT_S = 120.0
 PREPARE_TIMEOUT_S = 30.0
 RETRIES = 1
 """How often an answer whose worker died is given to another one."""
-BUFFERED_GRACE_S = 0.2
-"""A verdict that came while this process was busy elsewhere is not late: after the deadline, what has come is read."""
 RECYCLE_AFTER = 20_000
 """Answers that a worker scores before it is replaced."""
 WINDOW = 4096
 """Answers and groups that the percentiles are taken over."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +222,7 @@ class WorkerScorer:
         pending, task = work.pending, work.task
         batch = Batch(work.spec, task.receipt, task.answer, task.info, [work.answers[index] for index in pending])
         worker.send(wire.encode(batch))
-        ready = await worker.receive(Ready, PREPARE_TIMEOUT_S)
+        ready = wire.decode(await worker.receive(PREPARE_TIMEOUT_S), Ready)
         if ready.error:
             work.fail(ready.error)
             return
@@ -236,7 +230,7 @@ class WorkerScorer:
         now = asyncio.get_running_loop().time
         for index in pending:
             began = now()
-            verdict = await worker.receive(Verdict, self._timeout_s)
+            verdict = wire.decode(await worker.receive(self._timeout_s), Verdict)
             self._run_s.append(now() - began)
             status = RewardStatus.FAILED if verdict.error else RewardStatus.SCORED
             work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
@@ -248,7 +242,7 @@ class WorkerScorer:
             worker = _Worker(self._log, self._rung)
             await worker.__aenter__()
             try:
-                await worker.receive(Ready, START_TIMEOUT_S)
+                await worker.receive(START_TIMEOUT_S)
             except BaseException as error:
                 worker.kill()
                 self._ended.append(worker)
@@ -291,7 +285,6 @@ class _Worker(Child):
         env |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         super().__init__("reward worker", WORKER, [], log, env)
         self._rung = rung
-        self._size: int | None = None  # of the frame whose header has come
 
     def command(self, fd: int) -> list[str]:
         """In namespaces where there are any; elsewhere the worker confines itself."""
@@ -306,34 +299,6 @@ class _Worker(Child):
             packages=[*installed_packages(), own_package().parent],
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
         )
-
-    def send(self, frame: bytes) -> None:
-        """Sends one frame; the worker reads nothing else before it has answered, so no more than one waits."""
-        self._writer.write(FRAME_HEADER.pack(len(frame)) + frame)
-
-    async def receive(self, type_: type[T], timeout_s: float) -> T:
-        """The next value. Raises `TimeoutError` when none has come by then, `ChildDied`."""
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    return wire.decode(await self._frame(), type_)
-            async with asyncio.timeout(BUFFERED_GRACE_S):
-                return wire.decode(await self._frame(), type_)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChildDied(str(await self.died())) from None
-
-    async def _frame(self) -> bytes:
-        """The next frame. When cancelled it has lost no byte: the header already read is kept."""
-        if self._size is None:
-            (self._size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-        frame = await self._reader.readexactly(self._size)
-        self._size = None
-        return frame
-
-    def kill(self) -> None:
-        """Kills the process group at once; `end` waits for it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -14,12 +14,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal import checker, wire
 from shoal.errors import TaskError
-from shoal.process import die_with_parent, receive_frame, send_frame
+from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.rewards.judging import judge_of
 from shoal.rewards.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
 from shoal.rewards.reasoning import scorer_of
@@ -54,19 +54,17 @@ def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str) -> Verdic
     return Verdict(value, evidence)
 
 
-def serve(connection: socket.socket) -> None:
-    """Scores batches until the main process closes the socket."""
-    send_frame(connection, wire.encode(Ready()))
-    while (frame := receive_frame(connection)) is not None:
-        batch = wire.decode(frame, Batch)
-        try:
-            judge = prepared(batch)
-        except TaskError as error:
-            send_frame(connection, wire.encode(Ready(str(error))))
-            continue
-        send_frame(connection, wire.encode(Ready()))
-        for answer in batch.answers:
-            send_frame(connection, wire.encode(verdict_of(judge, answer)))
+def answers(frame: bytes) -> Iterator[bytes]:
+    """Whether the task of a batch can be scored, then the verdicts one by one."""
+    batch = wire.decode(frame, Batch)
+    try:
+        judge = prepared(batch)
+    except TaskError as error:
+        yield wire.encode(Ready(str(error)))
+        return
+    yield wire.encode(Ready())
+    for answer in batch.answers:
+        yield wire.encode(verdict_of(judge, answer))
 
 
 def confine(*, boxed: bool) -> None:
@@ -124,7 +122,8 @@ def main() -> None:
     arguments = parser.parse_args()
     connection = socket.socket(fileno=arguments.fd)
     confine(boxed=arguments.boxed)
-    serve(connection)
+    send_frame(connection, wire.encode(Ready()))
+    serve(connection, answers)
 
 
 if __name__ == "__main__":

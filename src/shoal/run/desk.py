@@ -12,7 +12,7 @@ from shoal.desk.desk import Desk, Means
 from shoal.desk.questions import Pace
 from shoal.desk.server import DeskServer
 from shoal.errors import ConfigError
-from shoal.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket, url_of
 from shoal.rewards.service import RewardService
 from shoal.run.membership import FOLDER
 from shoal.swarm.identity import Identity

@@ -22,7 +22,7 @@ from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
 from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
-from shoal.process import GRACE_S, Child
+from shoal.net.process import GRACE_S, Child
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 300.0

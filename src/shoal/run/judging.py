@@ -14,7 +14,7 @@ from shoal.judge.judging import Judge, Rules
 from shoal.judge.messages import Specialty
 from shoal.judge.server import JudgeServer
 from shoal.judge.taking import audited
-from shoal.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket, url_of
 from shoal.rewards.service import RewardService
 from shoal.swarm.identity import Identity
 from shoal.tasks.drawer import Drawer

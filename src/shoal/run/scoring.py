@@ -6,7 +6,7 @@ from pathlib import Path
 import uvicorn
 
 from shoal.config import RewardConfig
-from shoal.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket, url_of
 from shoal.rewards.server import RewardServer
 from shoal.rewards.service import RewardService
 

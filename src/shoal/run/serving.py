@@ -15,8 +15,8 @@ from shoal.engine.launch import engine_child
 from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway import Gateway
-from shoal.listening import is_loopback, listening_socket, url_of
-from shoal.process import Child, collect_rarely
+from shoal.net.listening import is_loopback, listening_socket, url_of
+from shoal.net.process import Child, collect_rarely
 from shoal.render import ChatRenderer, load_renderer, local_directory
 from shoal.run.engines import START_TIMEOUT_S
 

@@ -27,7 +27,7 @@ from shoal.config import Config
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.metrics import Record, Trackers, read_records, trackers_of
-from shoal.process import Child, cores
+from shoal.net.process import Child, cores
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
 from shoal.run.membership import check_membership, joined
@@ -325,8 +325,7 @@ async def logprob_mismatch(parts: Parts, prepared: Prepared) -> float:
 
 async def _watch(child: Child) -> None:
     """Ends the run when a child does."""
-
-    raise ChildDied(f"{await child.died()}; go on with --resume")
+    raise ChildDied(str(await child.died()))
 
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
-from shoal.process import PARENT
+from shoal.net.process import PARENT
 from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
 from shoal.sandbox.mounts import MOST_FILES
 from shoal.sandbox.plan import NONE, Plan, pack_files

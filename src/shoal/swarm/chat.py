@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from shoal.chat_client import FIRST_PAUSE_S, ChatRefused, Choice, completion, wire_of
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.net.chat import FIRST_PAUSE_S, ChatRefused, Choice, completion, wire_of
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
 from shoal.types import Message, Task
 

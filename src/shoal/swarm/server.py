@@ -20,8 +20,8 @@ from urllib.parse import quote
 import msgspec
 
 from shoal.errors import ChildDied, ConfigError
-from shoal.listening import is_loopback
-from shoal.process import Child, die_with_parent
+from shoal.net.listening import is_loopback
+from shoal.net.process import Child, die_with_parent
 
 START_TIMEOUT_S = 20.0
 MAX_PAYLOAD_BYTES = 512 * 1024

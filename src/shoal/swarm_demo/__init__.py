@@ -24,7 +24,7 @@ from pydantic import JsonValue
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.metrics import read_records
-from shoal.process import PARENT
+from shoal.net.process import PARENT
 from shoal.run.membership import FOLDER
 from shoal.swarm.member import STATUS_FILE
 from shoal.swarm.server import NatsServer, ServerOptions
@@ -41,7 +41,7 @@ EXCHANGE: dict[str, JsonValue] = {"share": "informative", "reuse": 2}
 PAUSE_S = 0.25
 """Between two groups of a generator."""
 START_TIMEOUT_S = 120.0
-MAIN = "from shoal.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
 class Arm(StrEnum):

@@ -7,10 +7,7 @@ settings make a generator loop for ever, some generators print or run snippets, 
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +16,7 @@ import msgspec
 
 from shoal import wire
 from shoal.errors import TaskError
-from shoal.process import receive_frame, send_frame
+from shoal.net.process import BlockingChild
 from shoal.types import Receipt, Split, Task
 
 DRAW_TIMEOUT_S = 30.0
@@ -168,44 +165,17 @@ class Drawer:
             self._child = None
 
 
-class _Child:
+class _Child(BlockingChild):
     """A running `python -m shoal.tasks.drawing`."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.tasks.drawing", "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        quiet = subprocess.DEVNULL
+        super().__init__("shoal.tasks.drawing", [], {**os.environ, **ENVIRONMENT}, output=quiet)
         self._ready = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def reply(self, frame: bytes, timeout_s: float) -> Reply:
         """Raises `TimeoutError` or `ConnectionError`."""
         if not self._ready:
-            self._receive(START_TIMEOUT_S)
+            self.receive(START_TIMEOUT_S)
             self._ready = True
-        send_frame(self._socket, frame)
-        return wire.decode(self._receive(timeout_s), Reply)
-
-    def _receive(self, timeout_s: float) -> bytes:
-        self._socket.settimeout(timeout_s)
-        frame = receive_frame(self._socket)
-        if frame is None:
-            raise ConnectionResetError(f"it ended with code {self._process.wait()}")
-        return frame
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()
+        return wire.decode(self.ask(frame, timeout_s), Reply)

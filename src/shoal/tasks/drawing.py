@@ -6,7 +6,7 @@ import socket
 
 from shoal import procedural, wire
 from shoal.errors import TaskError
-from shoal.process import die_with_parent, receive_frame, send_frame
+from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.tasks.drawer import Check, Draw, Redraw, Reply, Spec
 from shoal.tasks.split import prompt, rewritten, split_of
 from shoal.types import Receipt, Split, Task, seed_for
@@ -69,9 +69,12 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     with socket.socket(fileno=parser.parse_args().fd) as connection:
         send_frame(connection, wire.encode(Reply()))
-        while (frame := receive_frame(connection)) is not None:
-            request: Check | Draw | Redraw = wire.decode(frame, Check | Draw | Redraw)  # type: ignore[arg-type]
-            send_frame(connection, wire.encode(reply_to(request)))
+        serve(connection, lambda frame: [wire.encode(reply_to(_request(frame)))])
+
+
+def _request(frame: bytes) -> Check | Draw | Redraw:
+    request: Check | Draw | Redraw = wire.decode(frame, Check | Draw | Redraw)  # type: ignore[arg-type]
+    return request
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ConfigError, TaskError
-from shoal.listening import is_loopback, listening_socket, url_of
+from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.tasks.openapi import document
 from shoal.tasks.service import (
     BEAT_S,

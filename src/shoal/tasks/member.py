@@ -13,8 +13,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from shoal.chat_client import ChatRefused, completion, wire_of
 from shoal.errors import EngineUnavailable, TaskError
+from shoal.net.chat import ChatRefused, completion, wire_of
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.tasks.service import (
     Acknowledged,

@@ -1,6 +1,5 @@
 """The trainer process as the main process sees it; imports no torch."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -8,13 +7,13 @@ from typing import TypeVar
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ChildDied, TrainerError
-from shoal.process import Child, torch_environment
+from shoal.net.process import Child, torch_environment
 from shoal.train import messages as m
+from shoal.train.messages import ANSWER_TIMEOUT_S
 from shoal.types import Sample
 
 A = TypeVar("A", bound=m.Answer)
-ANSWER_TIMEOUT_S = 6 * 3600.0
-"""Longer than any step: a trainer that hangs must not hold up a run for ever."""
+ADVICE = "go on with --resume"
 
 
 class TrainerProcess:
@@ -28,7 +27,7 @@ class TrainerProcess:
     @staticmethod
     def child(log: Path, threads: int) -> Child:
         """The process, not yet started."""
-        return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads))
+        return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads), advice=ADVICE)
 
     async def start(
         self,
@@ -70,12 +69,10 @@ class TrainerProcess:
 
     async def _ask(self, request: m.Request, expected: type[A]) -> A:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                frame = await self._child.ask(wire.encode(request))
+            frame = await self._child.ask(wire.encode(request), self._timeout_s)
         except TimeoutError:
             raise ChildDied(
-                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; "
-                f"go on with --resume"
+                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; {ADVICE}"
             ) from None
         answer = m.answer_from(frame)
         if isinstance(answer, m.Failed):

@@ -2,25 +2,13 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from shoal.errors import ChildDied
-from shoal.process import PARENT, receive_frame, send_frame
-from shoal.train.messages import Answer, Failed, answer_from
-
-GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
+from shoal.net.process import BlockingChild
+from shoal.train.messages import ANSWER_TIMEOUT_S, Answer, Failed, answer_from
 
 
 class Followers:
@@ -34,35 +22,27 @@ class Followers:
         signal.signal(signal.SIGTERM, self._terminated)
         self._all = [self._started(index, count, device) for index in range(1, count)]
 
-    def _started(self, index: int, count: int, device: str) -> _Follower:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            where = [f"--fd={theirs.fileno()}", f"--rank={index}", f"--ranks={count}"]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.train.worker", *where, f"--meeting={self.meeting}", f"--device={device}"],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, PARENT: str(os.getpid())},
-                pass_fds=[theirs.fileno()],
-            )
-        return _Follower(process, ours)
+    def _started(self, index: int, count: int, device: str) -> BlockingChild:
+        where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
+        return BlockingChild("shoal.train.worker", where, os.environ, own_group=False)
 
     def send(self, frame: bytes) -> None:
         """Has all do what this rank is about to do. Raises `ChildDied`."""
         for index, follower in enumerate(self._all, 1):
             try:
-                send_frame(follower.connection, frame)
+                follower.send(frame, ANSWER_TIMEOUT_S)
             except OSError:
                 raise ChildDied(f"rank {index} of the trainer has ended") from None
 
     def agreed(self, own: Answer) -> Answer:
         """This rank's answer; that of a follower if only the follower failed."""
         for index, follower in enumerate(self._all, 1):
+            gone = False
             try:
-                frame = receive_frame(follower.connection)
-            except OSError:
-                frame = None
-            answer = answer_from(frame) if frame is not None else Failed("it has ended")
-            if isinstance(answer, Failed) and (frame is None or not isinstance(own, Failed)):
+                answer = answer_from(follower.receive(ANSWER_TIMEOUT_S))
+            except OSError:  # a timeout is one
+                answer, gone = Failed("it has ended"), True
+            if isinstance(answer, Failed) and (gone or not isinstance(own, Failed)):
                 own = Failed(f"rank {index} of the trainer: {answer.reason}")
         return own
 
@@ -75,11 +55,5 @@ class Followers:
     def end(self) -> None:
         """Ends them."""
         for follower in self._all:
-            follower.connection.close()
-        for follower in self._all:
-            try:
-                follower.process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                follower.process.kill()
-                follower.process.wait()
+            follower.end()
         self._folder.cleanup()

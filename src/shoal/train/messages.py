@@ -1,7 +1,7 @@
 """What the main process and the trainer process say to one another; imports no torch.
 
-Each frame of `shoal.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer; `Failed`
-is an answer to any of them. Requests are served in order, one at a time.
+Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer;
+`Failed` is an answer to any of them. Requests are served in order, one at a time.
 
     Start -> Started    Step -> Stepped    Logprobs -> Scored    Publish, Save, Load, Stop -> Done
 """
@@ -12,9 +12,11 @@ from typing import TypeAlias, cast
 import msgspec
 
 from shoal import wire
-from shoal.process import MAX_FRAME_BYTES
+from shoal.net.process import MAX_FRAME_BYTES
 from shoal.types import Sample
 
+ANSWER_TIMEOUT_S = 6 * 3600.0
+"""Longer than any step: a trainer that hangs must not hold up a run for ever."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Where the distribution of pi_theta / pi_behav is cut; symmetric around 1 in the logarithm, but for the last."""
 

@@ -20,7 +20,7 @@ from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ShoalError, TrainerError
 from shoal.model import resolve_device
-from shoal.process import die_with_parent, receive_frame, send_frame
+from shoal.net.process import die_with_parent, receive_frame, send_frame
 from shoal.train.followers import Followers
 from shoal.train.messages import (
     Answer,
@@ -68,9 +68,10 @@ class Server:
 
     def serve(self, connection: socket.socket) -> None:
         """Answers each request until `Stop` or the end of the stream."""
-        while (frame := receive_frame(connection)) is not None:
+        while (received := receive_frame(connection)) is not None:
+            number, frame = received
             answer, last = self._answer(frame)
-            send_frame(connection, wire.encode(answer))
+            send_frame(connection, wire.encode(answer), number)
             if last:
                 break
         if self._followers is not None:

@@ -1,0 +1,372 @@
+"""Child processes: spawned, in process groups of their own, and dead when their parent is.
+
+A child is `python -m module ...`. It never shares memory that was touched by torch, and one socket joins it to its
+parent: frames with a size and the number of the request that they belong to, or just the lines in which parent and
+server tell each other token and URL. `Child` is for event loops, `BlockingChild` for callers without one.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.errors import ChildDied
+
+PR_SET_PDEATHSIG = 1
+PARENT = "SHOAL_PARENT_PID"
+FRAME_HEADER = struct.Struct(">IQ")
+"""Size of the frame, and the number of the request that it asks or answers; 0 before the first."""
+MAX_FRAME_BYTES = 1 << 30
+GRACE_S = 5.0
+BUFFERED_GRACE_S = 0.2
+"""After a deadline, what has come is still read: an answer that came while the event loop was busy is not late."""
+
+
+def cores() -> int:
+    """How many this process may use; where the system does not tell, how many there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends; called first thing in a child (Linux only)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = int(os.environ.pop(PARENT, os.getppid()))  # taken out, so that this process's own children do not read it
+    if os.getppid() != parent:  # it was gone before the kernel was asked
+        os._exit(1)
+
+
+def collect_rarely() -> None:
+    """For a process whose event loop must not stand still: looks for cyclic garbage only after much has piled up.
+
+    By default Python looks at everything that a request leaves behind, every id of every token, again and again. With
+    a thousand conversations open that stops the loop for 2.5 % of the time, in pieces of 20 to 100 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
+def torch_environment(threads: int) -> dict[str, str]:
+    """The environment of a process that computes with torch on `threads` cores.
+
+    Idle OpenMP threads sleep instead of spinning (spinning collapses when processes share cores), and glibc keeps the
+    memory it frees instead of giving it back to the kernel, which would have to clear it again for the next tensor.
+    """
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        "MALLOC_ARENA_MAX": "2",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a child ended."""
+
+    name: str
+    returncode: int
+    last_words: str
+    advice: str = ""
+    """To the user."""
+
+    def __str__(self) -> str:
+        how = f"signal {-self.returncode}" if self.returncode < 0 else f"code {self.returncode}"
+        said = f": {self.last_words}" if self.last_words else ""
+        return f"the {self.name} process ended with {how}{said}" + (f"; {self.advice}" if self.advice else "")
+
+
+class Child:
+    """One running child and the socket to it. Use as an async context manager; leaving it ends the child.
+
+    Invariant: `receive` returns answers to the newest request only, so that an answer to an `ask` that was cancelled is
+    never taken for the next one's.
+    """
+
+    def __init__(
+        self, name: str, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str], *, advice: str = ""
+    ) -> None:
+        """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket.
+
+        `advice` ends the sentence about a death of the child.
+        """
+        self.name = name
+        self._module = module
+        self._arguments = tuple(arguments)
+        self._log = log
+        self._env = dict(env)
+        self._advice = advice
+        self._turn = asyncio.Lock()
+        self._asked = 0
+        self._header: tuple[int, int] | None = None  # of the frame whose header has come
+
+    def command(self, fd: int) -> list[str]:
+        """What is run; descriptor `fd` is the child's end of the socket."""
+        return [sys.executable, "-m", self._module, *self._arguments, "--fd", str(fd)]
+
+    async def __aenter__(self) -> Self:
+        ours, theirs = socket.socketpair()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self._log.open("ab") as output:
+            self._log_begins_at = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**self._env, PARENT: str(os.getpid())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end()
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    async def line(self, timeout_s: float) -> bytes:
+        """One line from the child. Raises `ChildDied` when it ends or stays silent for `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._reader.readline()
+        except TimeoutError:
+            log = self._last_words() or "nothing"
+            raise ChildDied(
+                f"the {self.name} process was not ready in {timeout_s:.0f} s; its log ends: {log}"
+            ) from None
+        if not line.endswith(b"\n"):
+            raise await self._death()
+        return line
+
+    async def ask(self, frame: bytes, timeout_s: float) -> bytes:
+        """Sends one frame and returns the answer; callers take turns, and the deadline begins with the turn.
+
+        Raises `ChildDied`, and `TimeoutError` for a child that has not answered by then; it is killed.
+        """
+        async with self._turn:
+            self.send(frame)
+            try:
+                return await self.receive(timeout_s)
+            except TimeoutError:
+                self.kill()
+                raise
+
+    def send(self, frame: bytes) -> None:
+        """Sends one request; what the child has still to say to earlier ones is skipped from here on."""
+        self._asked += 1
+        self._writer.write(FRAME_HEADER.pack(len(frame), self._asked) + frame)
+
+    async def receive(self, timeout_s: float) -> bytes:
+        """The next frame in answer to the newest request. Raises `TimeoutError` when none came by then, `ChildDied`."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    return await self._answer()
+            async with asyncio.timeout(BUFFERED_GRACE_S):
+                return await self._answer()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self._death() from None
+
+    async def _answer(self) -> bytes:
+        """The next answer to the newest request. Cancelling loses no byte: a header that was read is kept."""
+        while True:
+            if self._header is None:
+                self._header = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+            size, number = self._header
+            frame = await self._reader.readexactly(size)
+            self._header = None
+            if number == self._asked:
+                return frame
+
+    async def died(self) -> Exit:
+        """Returns when the child has ended, however it ends. Who waits here watches it for as long as it is needed."""
+        code = await self._process.wait()
+        return Exit(self.name, code, self._last_words(), self._advice)
+
+    async def _death(self) -> ChildDied:
+        """The error for a child that closed its socket; it is killed when it lives on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                return ChildDied(str(await self.died()))
+        self.kill()
+        how = f"the {self.name} process closed its connection without ending, and was killed"
+        return ChildDied(how + (f"; {self._advice}" if self._advice else ""))
+
+    def _last_words(self) -> str:
+        """The last line that this process wrote to its log; earlier lives wrote to the same file."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_begins_at)
+            lines = file.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def kill(self) -> None:
+        """Kills the process group at once; `end` waits for it."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def end(self) -> None:
+        """Ends the child: asks its process group to terminate, and kills it when it takes longer than the grace.
+
+        What was not sent yet is thrown away: a child that hangs would never read it.
+        """
+        self._writer.transport.abort()
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                self._signal(number)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GRACE_S):
+                        await self._process.wait()
+                    return
+        finally:
+            self.kill()
+
+
+class BlockingChild:
+    """A child for callers without an event loop, one caller at a time: `Child`'s frames and deadlines."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        output: int | None = None,
+        own_group: bool = True,
+    ) -> None:
+        """Starts `python -m module arguments... --fd N`. It writes to `output`, the caller's own where that is None.
+
+        Without a process group of its own it gets the signals of the caller's.
+        """
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**env, PARENT: str(os.getpid())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=own_group,
+            )
+        self._own_group = own_group
+        self._asked = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def ask(self, frame: bytes, timeout_s: float) -> bytes:
+        """Sends one frame and returns the answer. Raises `TimeoutError` and `ConnectionError`."""
+        self.send(frame, timeout_s)
+        return self.receive(timeout_s)
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        """Sends one request. Raises `TimeoutError` when the child does not read it, and `ConnectionError`."""
+        self._asked += 1
+        self._socket.settimeout(timeout_s)
+        send_frame(self._socket, frame, self._asked)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The next frame in answer to the newest request. Raises `TimeoutError` and `ConnectionError`."""
+        deadline_s = time.monotonic() + timeout_s
+
+        def before() -> None:
+            self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-6))
+
+        while (received := receive_frame(self._socket, before)) is not None:
+            number, frame = received
+            if number == self._asked:
+                return frame
+        raise ConnectionResetError(f"it ended with code {self.end()}")
+
+    def end(self) -> int:
+        """Closes the socket, which ends a child that lives, and kills it after the grace; its exit code."""
+        self._socket.close()
+        try:
+            return self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """Ends the child at once; its exit code."""
+        self._socket.close()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                if self._own_group:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
+        return self._process.wait()
+
+
+def serve(connection: socket.socket, answers: Callable[[bytes], Iterable[bytes]]) -> None:
+    """Sends the answers to each request, until the parent closes the socket; the child's side."""
+    while (received := receive_frame(connection)) is not None:
+        number, frame = received
+        for answer in answers(frame):
+            send_frame(connection, answer, number)
+
+
+def send_frame(connection: socket.socket, frame: bytes, number: int = 0) -> None:
+    """Sends one frame that belongs to the request with that number; the first, 0, says that a child is ready."""
+    connection.sendall(FRAME_HEADER.pack(len(frame), number) + frame)
+
+
+def receive_frame(connection: socket.socket, before: Callable[[], None] = lambda: None) -> tuple[int, bytes] | None:
+    """The number of the next frame's request and the frame; None when the other side closed the socket.
+
+    `before` is called before each wait.
+    """
+    header = _receive_exactly(connection, FRAME_HEADER.size, before)
+    if header is None:
+        return None
+    size, number = FRAME_HEADER.unpack(header)
+    frame = _receive_exactly(connection, size, before)
+    return None if frame is None else (number, frame)
+
+
+def _receive_exactly(connection: socket.socket, size: int, before: Callable[[], None]) -> bytes | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    received = 0
+    while received < size:
+        before()
+        count = connection.recv_into(view[received:])
+        if count == 0:
+            return None
+        received += count
+    return bytes(data)
