@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shoal.config import Config, DecoupledLoss, LossConfig, TaskConfig, load, parse, to_toml
+from shoal.config import Config, DecoupledLoss, DoubleSidedLoss, GSPOLoss, LossConfig, TaskConfig, load, parse, to_toml
+from shoal.config.presets import PRESETS
 from shoal.config.reading import RENAMED
 from shoal.errors import ConfigError
 
@@ -46,7 +47,8 @@ def test_the_defaults_train_with_a_list_of_tasks_alone() -> None:
 
 def test_there_are_fewer_than_100_settings_and_each_has_a_sentence() -> None:
     found = dict(leaves(Config))
-    assert 40 < len(found) < 100
+    # Losses share settings: train.loss.clip_low is one, whichever of them reads it.
+    assert 40 < len({re.sub(r"\.[A-Z]\w+(?=\.)", "", name) for name in found}) < 100
     for name, field in found.items():
         assert field.description, name
         assert field.description.endswith("."), name
@@ -179,7 +181,7 @@ def test_overrides_take_toml_values_and_bare_words() -> None:
 @given(
     eta=st.integers(0, 64),
     lr=st.floats(1e-9, 1.0),
-    prompt=st.text(max_size=20),
+    prompt=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     params=st.dictionaries(st.text("abc_", min_size=1, max_size=5), st.integers(-9, 9) | st.booleans(), max_size=3),
     loss=st.sampled_from([{"name": kind.model_fields["name"].default} for kind in get_args(get_args(LossConfig)[0])]),
     port=st.none() | st.integers(0, 65535),
@@ -213,6 +215,60 @@ def test_a_file_that_cannot_be_used_is_named(content: bytes | None, complaint: s
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"run.toml {complaint}"):
         load(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_its_paper_says_and_one_s_own_settings_win(name: str) -> None:
+    config = parse({**TASKS, "preset": name, "rollout": {"max_tokens": 100}})
+    for key, setting in PRESETS[name].items():
+        value = key_of(config, key)
+        if isinstance(setting.value, dict):
+            assert setting.value.items() <= value.model_dump().items()
+        else:
+            assert value == (20 if setting.share_of_max_tokens else setting.value), key
+    own = parse({**TASKS, "preset": name, "train": {"loss": {"name": "gspo"}}}, ["train.groups_per_step=64"])
+    assert (own.train.loss, own.train.groups_per_step) == (GSPOLoss(), 64)
+    assert parse(tomllib.loads(to_toml(config))) == config
+
+
+def test_a_part_of_a_preset_s_loss_can_be_set_by_itself() -> None:
+    config = parse({**TASKS, "train": {"loss": {"band_high": 3.0}}}, ["preset=glm5"])
+    assert config.train.loss == DoubleSidedLoss(band_low=0.3, band_high=3.0)
+
+
+def test_the_presets_are_those_that_the_setting_takes() -> None:
+    assert set(PRESETS) == {*get_args(get_args(Config.model_fields["preset"].annotation)[0])}
+
+
+def key_of(config: Config, key: str) -> Any:
+    """The value of a dotted setting."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("seed=99999999999999999999", "seed: expected a number of at most 64 bits"),
+        ("tasks.0.weight=inf", "tasks.0.weight: expected a finite number, got inf"),
+        ("tasks.0.params.x=nan", "tasks.0.params.x: expected a finite number, got nan"),
+        ("tasks.0.params=[1]", "tasks.0.params: input should be a valid dictionary or input should be a valid integer"),
+        ("tasks.0.params.day=1979-05-27", "tasks.0.params.day: expected text or a number, got the date 1979-05-27"),
+        ("run_dir=\udcff", r"run_dir: expected text in UTF-8 without NUL, got '\udcff'"),
+        ("train.steps=1000000000000", "train.steps: expected at most 1000000000, got 1000000000000"),
+        ("swarm.fresh_s=1e300", "swarm.fresh_s: expected at most 1000000000, got 1e+300"),
+        ("train.betas=[1, 2]", "train.betas.0: input should be less than 1, got 1"),
+        ("train.lr=inf", "train.lr: expected a finite number, got inf"),
+        (f"train.lr={'[' * 3000}", "override 'train.lr' is nested too deeply"),
+        (f"tasks.0.params.x={'[' * 40}{']' * 40}", "tasks is nested too deeply: expected at most 32 levels"),
+    ],
+)
+def test_values_that_nothing_could_work_with_are_refused_wherever_they_stand(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(TASKS, [override])
+    assert str(caught.value).startswith(complaint)
 
 
 def test_nothing_of_a_configuration_can_be_changed_later() -> None:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shoal.config import Config
+from shoal.config.presets import PRESETS, Setting
 from shoal.metrics import EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,8 @@ A run is described by one TOML file. Every setting below can also be given on th
 file: `shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Unknown keys
 are refused, with the nearest known one. What a run was really started with is in `resolved.toml` of its run directory.
 
-A setting whose default is "unset" is derived, or off, as its sentence says.
+A setting whose default is "unset" is derived, or off, as its sentence says. No number may be above 10⁹.
+`preset` sets what a paper says where the file and the command line say nothing else; `--dry-run` shows what comes out.
 """
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
@@ -43,7 +45,17 @@ def configuration() -> str:
             parts.append(_table(section, f"`{title}`"))
             for inner, inner_field in section.model_fields.items():
                 parts += [_table(part, _inner_title(f"{name}.{inner}", part)) for part in _sections(inner_field)]
+    parts += [_preset(name, settings) for name, settings in PRESETS.items()]
     return "\n".join(parts)
+
+
+def _preset(name: str, settings: Mapping[str, Setting]) -> str:
+    """What one preset sets, with its sources."""
+    lines = [f"## `preset = {json.dumps(name)}`", "", "| setting | value | source |", "|---|---|---|"]
+    for key, setting in settings.items():
+        share = " of `rollout.max_tokens`" if setting.share_of_max_tokens else ""
+        lines.append(f"| `{key}` | `{json.dumps(setting.value)}`{share} | {setting.source} |")
+    return "\n".join([*lines, ""])
 
 
 def _inner_title(path: str, section: type[BaseModel]) -> str:

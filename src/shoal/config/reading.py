@@ -4,16 +4,21 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from math import isfinite
 from pathlib import Path
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
 
 from shoal.config.losses import LOSSES
+from shoal.config.presets import with_preset
 from shoal.config.section import Section
 from shoal.config.settings import Config, TaskConfig
 from shoal.errors import ConfigError
 
+MOST_LEVELS = 32
+"""Of tables and lists within each other."""
 RENAMED = {
     "asynchrony.eta": "asynchrony.max_staleness",
 }
@@ -28,13 +33,15 @@ def known_keys(model: type[BaseModel]) -> list[str]:
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`."""
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"config file {path} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
     return parse(data, overrides)
 
 
@@ -43,11 +50,35 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     tree = deepcopy(data)
     for override in overrides:
         _apply(tree, override)
+    _check_values(tree)
     _refuse_renamed(tree)
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(with_preset(tree))
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(_sentence(error, tree)) from None
+
+
+def _check_values(tree: dict[str, JsonValue]) -> None:
+    """Raises `ConfigError` for values that no setting may have, wherever they stand."""
+    waiting: list[tuple[tuple[str, ...], JsonValue]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        if len(path) > MOST_LEVELS:
+            raise ConfigError(f"{path[0]} is nested too deeply: expected at most {MOST_LEVELS} levels")
+        if isinstance(value, dict):
+            waiting += [((*path, key), one) for key, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*path, str(index)), one) for index, one in enumerate(value)]
+        elif isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(
+                f"{'.'.join(path)}: expected a number of at most 64 bits, got one of {value.bit_length()}"
+            )
+        elif isinstance(value, str) and ("\0" in value or not _is_utf8(value)):
+            raise ConfigError(f"{'.'.join(path)}: expected text in UTF-8 without NUL, got {value!r}")
+        elif not isinstance(value, str | int | float | bool | None):
+            raise ConfigError(f"{'.'.join(path)}: expected text or a number, got the {type(value).__name__} {value}")
 
 
 def _refuse_renamed(tree: dict[str, JsonValue]) -> None:
@@ -75,6 +106,10 @@ def _apply(data: dict[str, JsonValue], override: str) -> None:
         value: JsonValue = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except RecursionError:
+        raise ConfigError(f"override {key!r} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
+    except ValueError as error:  # more digits than Python reads
+        raise ConfigError(f"override {key!r}: {error}") from None
     *path, last = key.split(".")
     node: JsonValue = data
     for part in path:
@@ -88,6 +123,15 @@ def _apply(data: dict[str, JsonValue], override: str) -> None:
         raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
 
 
+def _is_utf8(text: str) -> bool:
+    """False for what came as other bytes and was kept as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _child(node: JsonValue, part: str, key: str) -> JsonValue:
     if isinstance(node, list):
         if not part.isdigit() or int(part) >= len(node):
@@ -98,22 +142,44 @@ def _child(node: JsonValue, part: str, key: str) -> JsonValue:
     raise ConfigError(f"override {key!r}: {part!r} is inside a value, not a section")
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, tree: JsonValue) -> str:
     """The first complaint of pydantic as one sentence that names the field."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    # After a loss pydantic names which one it is; a setting has no such part.
-    shown = [part for before, part in zip(["", *path], path, strict=False) if before != "loss" or part not in LOSSES]
-    where = ".".join(shown)
+    errors = error.errors()
+    first, named = errors[0], _named(errors[0], tree)
+    where = ".".join(named)
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*shown[:-1], close[0]])!r}?" if close else ""
+        close = difflib.get_close_matches(named[-1], _siblings([str(part) for part in first["loc"]]), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*named[:-1], close[0]])!r}?" if close else ""
         return f"unknown setting {where!r}{hint}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]) if not where else f"{where}: {first['ctx']['error']}"
     if first["type"] == "missing":
         return f"{where}: missing"
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+    complaints = dict.fromkeys(
+        f"{one['msg'][0].lower()}{one['msg'][1:]}" for one in errors if _named(one, tree) == named
+    )
+    return f"{where}: {' or '.join(complaints)}, got {_short(first['input'])}"
+
+
+def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
+    """Where the settings have what is complained of: pydantic also says which kind of loss or value it tried."""
+    path: list[str] = []
+    node = tree
+    for part in error["loc"]:
+        if isinstance(node, dict) and part in node:
+            node = node[str(part)]
+        elif isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        path.append(str(part))
+    return path
+
+
+def _short(value: object) -> str:
+    """What came, short enough for a sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _siblings(path: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shoal.config.losses import DecoupledLoss, LossConfig
+from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import Section
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
@@ -34,7 +35,7 @@ class TaskConfig(Section):
     service: Literal["reasoning_gym", "jsonl", "turns", "python", "remote"] = Field(
         "reasoning_gym", description="Who draws the tasks: here, or (remote) processes of `shoal task serve`."
     )
-    weight: float = Field(1.0, gt=0, description="Share of the trained groups, relative to the other tasks.")
+    weight: float = Field(1.0, ge=1e-6, le=1e6, description="Share of the trained groups, relative to the other tasks.")
     params: dict[str, JsonValue] | Annotated[int, Field(ge=0)] = Field(
         default_factory=dict, description="Settings of the dataset or task itself, or the level of its curriculum."
     )
@@ -62,8 +63,8 @@ class TaskConfig(Section):
 class RolloutConfig(Section):
     """How answers are drawn for training."""
 
-    group_size: int = Field(8, ge=1, description="Rollouts per task.")
-    max_tokens: int = Field(256, ge=1, description="Answer budget in tokens.")
+    group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
+    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(
         1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Of the sampling distribution."
     )
@@ -81,8 +82,8 @@ class EngineConfig(Section):
     """Where answers come from."""
 
     urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
-    count: int = Field(1, ge=1, description="Local engine processes, which share the engine's cores.")
-    max_running: int = Field(128, ge=1, description="Sequences decoded at once by the local engine.")
+    count: int = Field(1, ge=1, le=1024, description="Local engine processes, which share the engine's cores.")
+    max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
     on_update: Literal["recompute", "keep", "drain"] = Field(
@@ -112,7 +113,7 @@ class KLConfig(Section):
 class LoRAConfig(Section):
     """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
 
-    rank: int = Field(0, ge=0, description="Of each adapter; 0 trains all weights.")
+    rank: int = Field(0, ge=0, le=65536, description="Of each adapter; 0 trains all weights.")
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
     targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
 
@@ -155,16 +156,21 @@ class TrainConfig(Section):
     dynamic_sampling: bool = Field(
         False, description="Draw other groups for those whose rewards are all equal (DAPO), up to a bound."
     )
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's moving averages.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW; without it that is Adam.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="Adam's moving averages."
+    )
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW; without it that is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
     ranks: int = Field(
-        1, ge=1, description="Processes that train together, weights and moments sharded over them; on GPUs one each."
+        1,
+        ge=1,
+        le=1024,
+        description="Processes that train together, weights and moments sharded over them; on GPUs one each.",
     )
 
     @field_validator("loss", mode="before")
@@ -177,8 +183,8 @@ class TrainConfig(Section):
 class RewardConfig(Section):
     """Where answers are scored."""
 
-    workers: int = Field(1, ge=1, description="Processes that score, and sandboxes at once.")
-    timeout_s: float = Field(5.0, gt=0, description="Deadline of one score, queueing not counted.")
+    workers: int = Field(1, ge=1, le=1024, description="Processes that score, and sandboxes at once.")
+    timeout_s: float = Field(5.0, gt=0, le=86400, description="Deadline of one score, queueing not counted.")
     urls: list[str] = Field(
         [], description="Running `shoal rewards serve`s that score instead; `SHOAL_REWARDS_TOKEN` is their token."
     )
@@ -214,7 +220,7 @@ class SwarmConfig(Section):
 
     servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
     name: str = Field("reef", description="Of the swarm; nodes hear those of the same name only.")
-    external_groups: Annotated[int, Field(ge=0)] | Literal["adaptive"] = Field(
+    external_groups: Annotated[int, Field(ge=0, le=4096)] | Literal["adaptive"] = Field(
         0,
         description="Groups of peers that a step trains besides its own (J), fewer when fewer are there; adaptive: in "
         "place of its own, up to three quarters, as many as peers supply and while rewards are calm.",
@@ -241,6 +247,9 @@ class Config(Section):
 
     run_dir: str = Field("runs/latest", description="Everything the run writes.")
     seed: int = Field(0, description="Name in every seed of the run.")
+    preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
+        None, description="Published settings that hold where nothing else is said; the tables are below."
+    )
     model: ModelConfig = Field(ModelConfig())
     tasks: list[TaskConfig] = Field(min_length=1, description="The mixture.")
     rollout: RolloutConfig = Field(RolloutConfig())
