@@ -34,7 +34,7 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
                 }
             ],
             "rollout": {"group_size": 8, "max_tokens": 12},
-            "engine": {"max_running": 128},
+            "engine": {"max_running": 128, "gpus": "shared"},
             "asynchrony": {"max_staleness": 2},
             "train": {"steps": 400, "groups_per_step": 8, "lr": 3e-4, "warmup_steps": 5},
             "eval": {"every_steps": 50, "questions": 256},

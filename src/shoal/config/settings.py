@@ -83,6 +83,10 @@ class EngineConfig(Section):
 
     urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
     count: int = Field(1, ge=1, le=1024, description="Local engine processes, which share the engine's cores.")
+    gpus: list[Annotated[int, Field(ge=0)]] | Literal["shared"] = Field(
+        [],
+        description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared with it.",
+    )
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
@@ -166,6 +170,9 @@ class TrainConfig(Section):
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
+    gpus: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
+    )
     ranks: int = Field(
         1,
         ge=1,

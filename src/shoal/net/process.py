@@ -26,6 +26,7 @@ from shoal.errors import ChildDied
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SHOAL_PARENT_PID"
+RANK_GPUS = "SHOAL_RANK_GPUS"
 FRAME_HEADER = struct.Struct(">IQ")
 """Size of the frame, and the number of the request that it asks or answers; 0 before the first."""
 MAX_FRAME_BYTES = 1 << 30
@@ -60,8 +61,10 @@ def collect_rarely() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
-def torch_environment(threads: int) -> dict[str, str]:
-    """The environment of a process that computes with torch on `threads` cores.
+def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of a process that computes with torch on `threads` cores, and on the first of `gpus` if any.
+
+    The other GPUs are for the processes that it starts itself, each of which has one: `rank_environment`.
 
     Idle OpenMP threads sleep instead of spinning (spinning collapses when processes share cores), and glibc keeps the
     memory it frees instead of giving it back to the kernel, which would have to clear it again for the next tensor.
@@ -78,7 +81,14 @@ def torch_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **({"CUDA_VISIBLE_DEVICES": gpus[0], RANK_GPUS: ",".join(gpus)} if gpus else {}),
     }
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    """The environment of another rank of this process: the same, with a GPU of its own if ranks have such."""
+    gpus = os.environ.get(RANK_GPUS, "")
+    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus.split(",")[rank]} if gpus else {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ The run goes on while they come and go; it ends when none answers for long, or w
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class EngineSettings:
     threads: int
     """Cores that all engines of this machine have together."""
     logs: Path
+    gpus: Sequence[str] = ()
+    """Of the processes of this run, one each; none on the CPU."""
     recovered: int = 0
     """The newest Version of the run so far."""
     ask_again_s: float = ASK_AGAIN_S
@@ -140,6 +142,7 @@ class _Own:
             threads=max(1, settings.threads // settings.engine.count),
             log=settings.logs / f"{name}.log",
             name=name,
+            gpu=settings.gpus[_own_names(settings.engine.count).index(name)] if settings.gpus else None,
         )
 
 

@@ -15,6 +15,7 @@ from shoal.config import Config, load, to_toml
 from shoal.errors import ConfigError, ModelError, RunDirError
 from shoal.interfaces import TaskService
 from shoal.render import ChatRenderer, load_renderer, local_directory
+from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
 from shoal.sandbox import rungs
 from shoal.tasks.library import Library, library_of
 from shoal.tasks.post import hooks_of
@@ -43,11 +44,13 @@ class Prepared:
     """Tokens, among the tasks that were drawn to check."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
     """Of tasks that name one."""
+    devices: Devices = field(default_factory=Devices)
 
 
 @contextmanager
-def prepare(config: Config) -> Iterator[Prepared]:
+def prepare(config: Config, *, trains: bool = True) -> Iterator[Prepared]:
     """Checks everything that can be checked without an engine. Raises a `ShoalError` and leaves nothing behind."""
+    devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
     model_dir = _model_directory(config.model.path)
     renderer = load_renderer(model_dir)
     for task in config.tasks:
@@ -58,7 +61,7 @@ def prepare(config: Config) -> Iterator[Prepared]:
         if not config.reward.urls:
             _check_sandbox(service)
         longest = _longest_prompt(service, renderer, max_model_len)
-        yield Prepared(model_dir, renderer, service, max_model_len, longest, agents)
+        yield Prepared(model_dir, renderer, service, max_model_len, longest, agents, devices)
 
 
 def _check_sandbox(service: Library) -> None:
@@ -118,6 +121,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "trainer_memory_mb": round(_trainer_bytes(config, prepared.model_dir) / 1e6, 1),
         "staleness_bound": config.asynchrony.max_staleness,
         "staleness_expected": _expected_staleness(config),
+        "devices": str(prepared.devices),
         "run_dir": config.run_dir,
     }
 

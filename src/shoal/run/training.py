@@ -76,7 +76,7 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
 
 def run_evaluation(config: Config) -> dict[str, object]:
     """Held-out accuracy of the configured model, without training."""
-    with prepare(config) as prepared, tempfile.TemporaryDirectory() as logs:
+    with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as logs:
         return uvloop.run(_evaluate(config, prepared, Path(logs)))
 
 
@@ -128,7 +128,9 @@ async def train(
     async with AsyncExitStack() as stack:
         buffer, trackers = _opened(config, run_dir, stack, listeners, resume=resume)
         log, version = run_dir / "logs" / "trainer.log", buffer.recovered.version
-        trainer_child = await stack.enter_async_context(TrainerProcess.child(log, threads.trainer))
+        trainer_child = await stack.enter_async_context(
+            TrainerProcess.child(log, threads.trainer, prepared.devices.ranks)
+        )
 
         def told(how: str) -> None:
             trackers.log_event("engine_lost", reason=how)
@@ -212,6 +214,7 @@ async def serving(
         sampling,
         (threads or compute_threads()).engine,
         run_dir / "logs",
+        prepared.devices.engines,
         recovered,
     )
     async with AsyncExitStack() as stack:

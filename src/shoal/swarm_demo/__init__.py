@@ -146,6 +146,7 @@ def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str
                 }
             ],
             "rollout": {"group_size": 8, "max_tokens": 12},
+            "engine": {"gpus": "shared"},
             "asynchrony": {"max_staleness": 2},
             "train": {
                 "steps": plan.steps,

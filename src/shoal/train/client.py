@@ -25,9 +25,9 @@ class TrainerProcess:
         self._timeout_s = timeout_s
 
     @staticmethod
-    def child(log: Path, threads: int) -> Child:
-        """The process, not yet started."""
-        return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads), advice=ADVICE)
+    def child(log: Path, threads: int, gpus: Sequence[str] = ()) -> Child:
+        """The process, not yet started; `gpus` has one for each rank."""
+        return Child("trainer", "shoal.train.worker", [], log, torch_environment(threads, gpus), advice=ADVICE)
 
     async def start(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import ChildDied
-from shoal.net.process import BlockingChild
+from shoal.net.process import BlockingChild, rank_environment
 from shoal.train.messages import ANSWER_TIMEOUT_S, Answer, Failed, answer_from
 
 
@@ -24,7 +24,7 @@ class Followers:
 
     def _started(self, index: int, count: int, device: str) -> BlockingChild:
         where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
-        return BlockingChild("shoal.train.worker", where, os.environ, own_group=False)
+        return BlockingChild("shoal.train.worker", where, rank_environment(index), own_group=False)
 
     def send(self, frame: bytes) -> None:
         """Has all do what this rank is about to do. Raises `ChildDied`."""

@@ -21,8 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shoal.errors import ConfigError
-
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for another in one collective."""
@@ -39,17 +37,6 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the rank that writes."""
         return self.index == 0
-
-    def device(self, kind: str) -> str:
-        """The device of this rank: a GPU of its own. Raises `ConfigError` when there are not enough."""
-        if self.count == 1 or kind != "cuda":
-            return kind
-        if torch.cuda.device_count() < self.count:
-            raise ConfigError(
-                f"train.ranks: expected at most {torch.cuda.device_count()}, one for each GPU, got {self.count}"
-            )
-        torch.cuda.set_device(self.index)
-        return f"cuda:{self.index}"
 
     def shard(self, model: nn.Module, device: str) -> None:
         """Keeps a part of every tensor of the model, which is whole while a layer computes."""

@@ -61,7 +61,7 @@ class Trainer:
         Rows that give no gradient are not computed if `skip_uninformative`. The model as it is at `path` is the
         reference of `train.kl`. Raises `ModelError` and `ConfigError`.
         """
-        self.device = ranks.device(resolve_device(model.device))
+        self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
         if train.lora.rank:
             lora.add_adapters(self.model, train.lora)

@@ -1,0 +1,113 @@
+"""Where each process of a run computes: on a GPU of its own, unless the configuration asks for sharing, or on the CPU.
+
+A GPU is named as CUDA_VISIBLE_DEVICES names it. Each child process sees the one that it computes on, and no other.
+"""
+
+import ctypes
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """A GPU for each engine and rank, in order; none on the CPU."""
+
+    engines: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """
+        >>> print(Devices(("1", "2"), ("0",)), Devices(), sep="; or: ")
+        engines on GPU 1, 2; trainer on GPU 0; or: CPU
+        """
+        parts = (("engines", self.engines), ("trainer", self.ranks))
+        return "; ".join(f"{name} on GPU {', '.join(gpus)}" for name, gpus in parts if gpus) or "CPU"
+
+
+def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...]:
+    """The GPUs that this process may use, of those `present` on the machine.
+
+    >>> visible_gpus({}, 2), visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1,-1,2"}, 4), visible_gpus({}, 0)
+    (('0', '1'), ('3', '1'), ())
+    """
+    listed = environment.get(VISIBLE)
+    if listed is None or not present:
+        return tuple(map(str, range(present)))
+    names = [name.strip() for name in listed.split(",")]
+    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))  # CUDA reads no further either
+    return tuple(names[:end])
+
+
+def gpus_present() -> int:
+    """How many GPUs this machine has that the installed torch can use; loads no torch."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return 0
+    if runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is None:
+        return 0
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -> Devices:
+    """Where the parts of a run compute, with the given GPUs to choose from; `trains` is false without a trainer.
+
+    Ranks take the first GPUs and engines those after them. Raises `ConfigError` when there are too few, or when two
+    ranks would have the same one.
+    """
+    engines = 0 if config.engine.urls else config.engine.count
+    ranks = config.train.ranks if trains else 0
+    chosen, own = config.engine.gpus, config.train.gpus if trains else []
+    named = chosen if isinstance(chosen, list) else []
+    device = config.model.device
+    if device == "cuda" and not visible and engines + ranks:
+        raise ConfigError(
+            "model.device: expected a GPU that torch can use for 'cuda', got none; 'auto' takes the CPU then"
+        )
+    if device == "cpu" or not visible:
+        if named or own:
+            where = "model.device = 'cpu'" if device == "cpu" else "no GPU that torch can use"
+            raise ConfigError(f"{'engine' if named else 'train'}.gpus: expected none with {where}, got {named or own}")
+        return Devices()
+    _check_numbers("engine.gpus", named, engines, "engine", visible)
+    _check_numbers("train.gpus", own, ranks, "rank", visible)
+    if len(set(own)) < len(own):
+        raise ConfigError(f"train.gpus: expected a GPU of its own for each rank, got {own}")
+    taken = own or _free(ranks, named, visible, config)
+    if chosen == "shared":
+        on = taken or range(len(visible))
+        named = [on[i % len(on)] for i in range(engines)]
+    placed = named or _free(engines, taken, visible, config)
+    return Devices(tuple(visible[i] for i in placed), tuple(visible[i] for i in taken))
+
+
+def _check_numbers(setting: str, numbers: Sequence[int], count: int, part: str, visible: Sequence[str]) -> None:
+    if numbers and len(numbers) != count:
+        raise ConfigError(f"{setting}: expected a GPU for each {part}, {count} in all, got {list(numbers)}")
+    if any(number >= len(visible) for number in numbers):
+        raise ConfigError(f"{setting}: expected numbers below {len(visible)}, the GPUs there are, got {list(numbers)}")
+
+
+def _free(count: int, taken: Sequence[int], visible: Sequence[str], config: Config) -> list[int]:
+    """The first GPUs that nothing else has. Raises `ConfigError` when there are too few."""
+    free = [number for number in range(len(visible)) if number not in taken]
+    if len(free) < count:
+        raise ConfigError(
+            f"engine.gpus, train.gpus: expected a GPU for each of {config.engine.count} engines and "
+            f"{config.train.ranks} ranks, got {len(visible)}; engine.gpus = 'shared' puts engines on the trainer's GPUs"
+        )
+    return free[:count]
