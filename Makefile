@@ -28,20 +28,20 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 	else SHOAL_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -v tests/vllm; fi
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
-	$(BIN)/python -m pytest tests/test_sandbox.py tests/test_sandbox_hostile.py
+	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
 
 fuzz: $(VENV)/dev-installed
-	$(BIN)/python tests/gateway_fuzz.py 10000
+	$(BIN)/python tests/support/gateway_fuzz.py 10000
 
 services: $(VENV)/dev-installed
-	$(BIN)/python tests/services_kill.py 300
+	$(BIN)/python tests/support/services_kill.py 300
 
 # Real verifiers and OpenEnv, which want versions of packages that Shoal's own environment has not.
 adapters: $(VENV)/dev-installed
 	for name in verifiers openenv-core; do \
 		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer; } || exit 1; \
 	done
-	$(BIN)/python tests/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
+	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
 architectures: $(VENV)/dev-installed
@@ -51,7 +51,7 @@ tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito
 
 check: lint
-	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m pytest tests/house/test_layers.py
 	$(PYTEST)
 
 lint: $(VENV)/dev-installed
@@ -75,7 +75,7 @@ venv: $(VENV)/dev-installed
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .hypothesis
-	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
 $(VENV)/bubblewrap-tried: $(VENV)/python-made

@@ -11,7 +11,7 @@ from statistics import fmean
 from pydantic import JsonValue
 
 from shoal.config import parse
-from shoal.metrics import Record, read_records
+from shoal.observe.metrics import Record, read_records
 from shoal.run.training import run_training
 
 SETTLED_SHARE = 0.2
@@ -67,7 +67,7 @@ def engine_cpu_s() -> float:
     """Computing time of this process's engine process."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
-            if b"shoal.engine.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"shoal.engine.http_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
-from shoal.metrics import EVAL_NAMES, STEP_NAMES
+from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -158,7 +158,7 @@ def _default(field: FieldInfo) -> str:
 
 def layers() -> str:
     """The layers of the layer test, highest first, with the rooms that exist."""
-    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "house" / "test_layers.py").read_text())
     (table,) = (
         ast.literal_eval(node.value)
         for node in tree.body

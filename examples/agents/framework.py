@@ -19,7 +19,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from shoal.tasks.turns.calculator import value_of
+from shoal.tasks.games.calculator import value_of
 from shoal.types import Task
 
 set_tracing_disabled(True)

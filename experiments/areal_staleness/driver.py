@@ -13,16 +13,16 @@ from statistics import fmean
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.engine.load import StagedWeights
-from shoal.engine.local import Limits, LocalEngine
 from shoal.engine.request import Request
+from shoal.engine.step_engine import Limits, LocalEngine
+from shoal.engine.weight_loading import StagedWeights
 from shoal.interfaces import TaskService
-from shoal.model import load_model
-from shoal.render import ChatRenderer
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.loading import load_model
 from shoal.run.plan import Prepared
-from shoal.train.advantage import step_samples
-from shoal.train.messages import StepStats
-from shoal.train.trainer import Trainer
+from shoal.trainer.advantage import step_samples
+from shoal.trainer.messages import StepStats
+from shoal.trainer.trainer import Trainer
 from shoal.types import Completion, Group, Reward, Rollout, Sampling, Split, Task, Turn, seed_for
 
 NEVER = math.inf

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from shoal.buffer.counts import step_counts
-from shoal.report.records import read_run
+from shoal.experience.counts import step_counts
+from shoal.observe.report.records import read_run
 
 HERE = Path(__file__).parent
 WINDOW = 20

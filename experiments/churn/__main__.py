@@ -19,7 +19,7 @@ from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
 from shoal.net.process import PARENT
-from shoal.small_model import Shape, save, untrained
+from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions

@@ -3,8 +3,8 @@
 from itertools import pairwise
 from pathlib import Path
 
-from shoal.buffer.audit import audit
-from shoal.metrics import read_records
+from shoal.experience.audit import audit
+from shoal.observe.metrics import read_records
 
 
 def findings_of(folder: Path) -> dict[str, dict[str, object]]:

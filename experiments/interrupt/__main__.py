@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.model import write_ending_model
 from experiments.grid import Record, complete, finished, markdown
 from experiments.timed import measured_run
-from shoal.bench.model import write_ending_model
 
 HERE = Path(__file__).parent
 QUICK = ("train.steps=2", "train.groups_per_step=2", "rollout.max_tokens=16")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.packing import compared
+from benchmarks.rows import groups
 from experiments.grid import Record, complete, finished, markdown
-from shoal.bench.packing import compared
-from shoal.bench.rows import groups
 
 HERE = Path(__file__).parent
 

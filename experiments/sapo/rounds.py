@@ -17,9 +17,9 @@ from torch import Tensor
 from experiments.grid import Record
 from experiments.sapo.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo.questions import Question, lesson
-from shoal.swarm.split import AdaptiveSplit, most_external
+from shoal.swarm.external_share import AdaptiveSplit, most_external
 from shoal.swarm.strategy import Candidate, differ, informative
-from shoal.train.advantage import advantages
+from shoal.trainer.advantage import advantages
 from shoal.types import seed_for
 
 MOST_DRAWN = 2

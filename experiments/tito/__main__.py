@@ -17,11 +17,11 @@ from experiments.tito.tables import write_results
 from experiments.tito.talks import Talk, changed, hold, ledger_row, misaligned, spelling, text_row
 from experiments.tito.words import Style, questions, tokenizer, warm_model
 from shoal.config import GRPOLoss, ModelConfig, TrainConfig
-from shoal.engine.load import StagedWeights
-from shoal.engine.local import Limits, LocalEngine
-from shoal.model import load_model
-from shoal.train.advantage import advantages
-from shoal.train.trainer import Trainer
+from shoal.engine.step_engine import Limits, LocalEngine
+from shoal.engine.weight_loading import StagedWeights
+from shoal.model.loading import load_model
+from shoal.trainer.advantage import advantages
+from shoal.trainer.trainer import Trainer
 from shoal.types import Sample, seed_for
 
 HERE = Path(__file__).parent

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from experiments.tito.words import Style, asked, renderer, right, tokenizer, whole
-from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
-from shoal.render import ChatRenderer
-from shoal.session import Conversation, Ledger
-from shoal.train.advantage import rows
+from shoal.engine.step_engine import LocalEngine
+from shoal.gateway.token_tree import Conversation, Ledger
+from shoal.model.chat_template import ChatRenderer
+from shoal.trainer.advantage import rows
 from shoal.types import Completion, Message, Reward, Role, Rollout, Sample, Sampling, seed_for
 
 MAX_TOKENS = 12

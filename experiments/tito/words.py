@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from shoal.render import ChatRenderer
+from shoal.model.chat_template import ChatRenderer
 from shoal.types import Message, Role, seed_for
 
 _SAID = (

@@ -1,7 +1,7 @@
 """How a task says what a right answer is: a checker by name, with parameters of its own.
 
 In a configuration (`tasks.scorer`) or a row's `info.scorer` it is a name, `"math"`, or a table with the name and the
-parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.rewards`.
+parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.reward`.
 """
 
 import json

@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from shoal.buffer import Buffer, RunMeta
+from shoal.experience import Buffer, RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, RolloutStatus, Task, Turn
 
 META = RunMeta(eta=2, late="drop", groups_per_step=3, push_every=2)

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.buffer.audit import audit
-from shoal.buffer.log import FILE
+from shoal.experience.audit import audit
+from shoal.experience.log import FILE
 
 WRITER = Path(__file__).with_name("log_writer.py")
 KILLS = 24

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.buffer.audit import audit
+from shoal.experience.audit import audit
 
 STEPS = 40
 
@@ -84,7 +84,7 @@ def test_a_killed_engine_is_started_again_and_the_run_loses_nothing(
 ) -> None:
     run = start(tmp_path, tiny_model_dir, f"--engine.count={count}", "--train.steps=12", "--json")
     wait_for_steps(tmp_path / "run", 5, run)
-    engines = children(run, "shoal.engine.server")
+    engines = children(run, "shoal.engine.http_server")
     assert len(engines) == count
     engines[0].kill()
     out, err = run.communicate(timeout=200)
@@ -102,7 +102,7 @@ def test_a_killed_trainer_ends_the_run_with_a_sentence_and_the_run_can_go_on(
 ) -> None:
     first = start(tmp_path, tiny_model_dir)
     wait_for_steps(tmp_path / "run", 3, first)
-    (victim,) = children(first, "shoal.train.worker")
+    (victim,) = children(first, "shoal.trainer.worker")
     victim.kill()
     _, err = first.communicate(timeout=60)
     assert first.returncode == 2

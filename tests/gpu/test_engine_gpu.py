@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.limits import Limits
-from shoal.engine.local import LocalEngine
+from shoal.engine.options import Limits
 from shoal.engine.request import Request
-from shoal.model import load_model
+from shoal.engine.step_engine import LocalEngine
+from shoal.model.loading import load_model
 from shoal.types import Sampling
 
 pytestmark = [

@@ -16,17 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from shoal import wire
-from shoal.buffer.audit import audit
-from shoal.buffer.log import BODY_BYTES, snapshot
-from shoal.buffer.raw import RawRollout, read_groups
 from shoal.engine import canary
-from shoal.engine.connect import connected
-from shoal.engine.foreign import Abilities, ForeignEngine, Stop
+from shoal.engine.detect_server import connected
+from shoal.engine.external_server import Abilities, ForeignEngine, Stop
 from shoal.engine.pool import EnginePool
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.experience.audit import audit
+from shoal.experience.log import BODY_BYTES, snapshot
+from shoal.experience.raw import RawRollout, read_groups
+from shoal.run.demo_model.warm_start import demo_model
 from shoal.types import FinishReason, Sampling
-from shoal.warm_start import demo_model
 from vllm_server import PYTHON, vllm_serving
 
 pytestmark = [

@@ -44,7 +44,7 @@ def demo(
     json_: JsonFlag = False,
 ) -> None:
     """Train the embedded small model on this machine and see it get better."""
-    from shoal.demo import demo_config, run_demo
+    from shoal.run.demo import demo_config, run_demo
 
     config = demo_config(run_dir, seed, context.args)
     with stoppable(config.run_dir):
@@ -75,7 +75,7 @@ def train(
         return
     from dataclasses import asdict
 
-    from shoal.progress import LiveProgress
+    from shoal.observe.progress import LiveProgress
     from shoal.run.training import run_training
 
     with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.max_staleness) as progress:
@@ -112,7 +112,7 @@ def serve(
 
     from shoal.config import parse
     from shoal.net.process import cores
-    from shoal.run.serving import serve as serve_model
+    from shoal.run.serve import serve as serve_model
 
     settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model
 
@@ -130,7 +130,7 @@ def serve(
 @app.command()
 def report(run: RunArgument) -> None:
     """Draw report.png and write report.html from what a run has logged."""
-    from shoal.report import write_report
+    from shoal.observe.report import write_report
 
     png, html = write_report(run)
     print(f"{png}\n{html}")
@@ -143,7 +143,7 @@ def export(
     parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
 ) -> None:
     """Write the rollouts of a run's log to a file."""
-    from shoal.buffer.export import export_jsonl, export_parquet
+    from shoal.experience.export import export_jsonl, export_parquet
 
     if jsonl is None and parquet is None:
         raise ShoalError("export: expected --jsonl FILE or --parquet FILE, got neither")
@@ -156,7 +156,7 @@ def export(
 @app.command()
 def audit(run: RunArgument, json_: JsonFlag = False) -> None:
     """Check from the log alone that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
-    from shoal.buffer.audit import audit as audit_run
+    from shoal.experience.audit import audit as audit_run
 
     result = audit_run(run)
     if json_:
@@ -173,7 +173,7 @@ app.command()(status_command.status)
 @app.command()
 def doctor(json_: JsonFlag = False) -> None:
     """Say what this machine has, and what is missing for which part of Shoal."""
-    from shoal.doctor import diagnosis
+    from shoal.run.doctor import diagnosis
 
     show(diagnosis(), json_)
 
@@ -185,7 +185,14 @@ def bench(
     json_: JsonFlag = False,
 ) -> None:
     """Measure ratios side by side on this machine."""
-    from shoal.bench import run_bench
+    root = Path(__file__).parents[3]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        fail(
+            "bench: needs a source checkout of Shoal (git clone, then pip install -e .); benchmarks are not installed",
+            2,
+        )
+    sys.path.insert(0, str(root))
+    from benchmarks import run_bench
 
     show(run_bench(name, quick=quick), json_)
 

@@ -12,7 +12,7 @@ import typer
 
 from shoal.cli.output import JsonFlag, printable, show
 from shoal.errors import RunDirError
-from shoal.judge.arm import Arm
+from shoal.swarm.judge.condition import Arm
 
 app = typer.Typer(name="judge", help="Challenge models and mark their answers.", no_args_is_help=True)
 
@@ -37,8 +37,8 @@ def serve(
     """Issue challenges and mark answers, until Ctrl-C. Prints the address of the leaderboard."""
     import uvloop
 
-    from shoal.judge.judging import Rules
-    from shoal.run.judging import serve_judge
+    from shoal.run.serve_judge import serve_judge
+    from shoal.swarm.judge.judging import Rules
 
     def announce(url: str, peer_id: str) -> None:
         print(url, f"peer id {peer_id}", sep="\n")
@@ -65,9 +65,9 @@ def take(
     json_: JsonFlag = False,
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
-    from shoal.judge.taking import take as take_challenge
     from shoal.swarm.chat import ModelAt
     from shoal.swarm.identity import Identity
+    from shoal.swarm.judge.client import take as take_challenge
 
     at = ModelAt(engine, model, os.environ.get(key_env, ""), max_tokens, temperature)
     key = Identity.load(identity)
@@ -91,7 +91,7 @@ def take(
 @app.command()
 def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = False) -> None:
     """Check a judge: its seeds, its questions and its marks are made again. Exit code 1 when something is wrong."""
-    from shoal.run.judging import audit_judge
+    from shoal.run.serve_judge import audit_judge
 
     checked, wrong = asyncio.run(audit_judge(judge_url.rstrip("/"), judge))
     if json_:
@@ -114,9 +114,9 @@ def report(
     """Draw swarm against solo by normalised round, with a test at every point; raw, and of a fixed cohort."""
     import time
 
-    from shoal.judge.book import FILE, Book
-    from shoal.judge.comparison import TEST, compared
-    from shoal.judge.figure import comparison_png
+    from shoal.swarm.judge.comparison import TEST, compared
+    from shoal.swarm.judge.figure import comparison_png
+    from shoal.swarm.judge.store import FILE, Book
 
     if not (folder / FILE).is_file():
         raise RunDirError(f"{folder} is no judge's folder: {folder / FILE} is missing")

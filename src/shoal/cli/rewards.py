@@ -30,8 +30,8 @@ def serve(
     from shoal.errors import ConfigError
     from shoal.net.listening import is_loopback
     from shoal.net.process import cores
-    from shoal.rewards.service import TOKEN_VARIABLE
-    from shoal.run.scoring import serve_rewards
+    from shoal.reward.service import TOKEN_VARIABLE
+    from shoal.run.serve_rewards import serve_rewards
 
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not is_loopback(host) and not token:

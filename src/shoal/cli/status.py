@@ -14,8 +14,8 @@ def status(
     json_: JsonFlag = False,
 ) -> None:
     """Say where a run stands, task by task: what runs, waits, was trained, failed or was dropped, and why."""
-    from shoal.report.status import status as status_of
-    from shoal.report.status import status_lines
+    from shoal.observe.status import status as status_of
+    from shoal.observe.status import status_lines
 
     values = status_of(run)
     print(json.dumps(values) if json_ else "\n".join(status_lines(values)))

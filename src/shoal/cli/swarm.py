@@ -75,8 +75,8 @@ def desk(
     import uvloop
 
     from shoal.config import load
-    from shoal.desk.questions import Pace
-    from shoal.run.desk import serve_desk
+    from shoal.run.serve_human import serve_desk
+    from shoal.swarm.human.questions import Pace
 
     def announce(url: str, peer_id: str) -> None:
         print(url, f"peer id {peer_id}", sep="\n")
@@ -104,7 +104,7 @@ def join(
     A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
     """
     from shoal.config import load
-    from shoal.run.generating import answered_by, generate
+    from shoal.run.join_generator import answered_by, generate
     from shoal.swarm.generator import Pace
 
     options = [f"--swarm.servers={json.dumps(server)}"] if server else []
@@ -122,8 +122,8 @@ def join(
 @app.command()
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
     """Say how a node of a swarm is doing: connection, what it shared, took and refused, and its peers."""
-    from shoal.run.membership import FOLDER
-    from shoal.swarm.member import STATUS_FILE
+    from shoal.run.join_swarm import FOLDER
+    from shoal.swarm.node_files import STATUS_FILE
 
     path = run / FOLDER / STATUS_FILE
     try:
@@ -160,8 +160,8 @@ def offers(
 @app.command()
 def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal swarm status` shows it.")]) -> None:
     """Hear a peer no more; a running node follows within seconds."""
-    from shoal.run.membership import FOLDER
-    from shoal.swarm.member import ban_in
+    from shoal.run.join_swarm import FOLDER
+    from shoal.swarm.node_files import ban_in
 
     if len(peer_id) != 32 or not all(digit in "0123456789abcdef" for digit in peer_id):
         raise ConfigError(f"peer id: expected 32 hexadecimal digits, got {peer_id!r}")
@@ -179,7 +179,7 @@ def demo(
     json_: JsonFlag = False,
 ) -> None:
     """See nodes on this machine learn from each other's text, beside the same nodes alone."""
-    from shoal.swarm_demo import Plan, run_swarm_demo
+    from shoal.run.swarm_demo import Plan, run_swarm_demo
 
     folder = folder or Path("runs") / time.strftime("swarm-demo-%Y%m%d-%H%M%S")
     show(run_swarm_demo(Plan(folder.absolute(), nodes, steps, seed)), json_)

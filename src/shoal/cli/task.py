@@ -26,9 +26,9 @@ def serve(
     """Draw, roll out and score a task for a run, until told to stop. SHOAL_TASKS_TOKEN is the run's token, if any."""
     import asyncio
 
-    from shoal.tasks.member import Member
+    from shoal.tasks.remote_protocol import TOKEN_VARIABLE
+    from shoal.tasks.remote_worker import Member
     from shoal.tasks.sdk import definition_at
-    from shoal.tasks.service import TOKEN_VARIABLE
 
     served = definition_at(task)
     if name is not None or max_running is not None:

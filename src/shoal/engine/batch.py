@@ -7,9 +7,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import KVCache, Pool
+from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.forward import Forward
-from shoal.engine.layout import CachedRows, ChunkRows, DecodeRows
+from shoal.engine.kv_cache import KVCache, Pool
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows, alternatives
 from shoal.engine.scheduler import Chunk, Plan

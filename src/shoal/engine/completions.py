@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.engine import protocol
-from shoal.engine.answers import drawn_spans, usage
 from shoal.engine.detokenizer import Detokenizer, Tokenizer
 from shoal.engine.request import Draft, Request
-from shoal.engine.watch import Part
+from shoal.engine.response_bodies import drawn_spans, usage
+from shoal.engine.token_stream import Part
 from shoal.errors import RequestRefused
 from shoal.types import FinishReason, Sampling
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from shoal.model import Layout
+from shoal.model.loading import Layout
 
 if TYPE_CHECKING:  # the richest of the family stands for all of it
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3Model

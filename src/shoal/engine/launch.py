@@ -18,7 +18,7 @@ def engine_child(
     name: str = "engine",
     gpu: str | None = None,
 ) -> Child:
-    """`python -m shoal.engine.server` for these settings; its first line is the URL, once it serves `model_dir`.
+    """`python -m shoal.engine.http_server` for these settings; it prints its URL once it serves `model_dir`.
 
     `gpu` is the one that it sees, by its name in CUDA_VISIBLE_DEVICES; without it, those that this process sees.
     """
@@ -34,4 +34,4 @@ def engine_child(
         *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
         "--die-with-parent",
     ]
-    return Child(name, "shoal.engine.server", arguments, log, torch_environment(threads, [gpu] if gpu else []))
+    return Child(name, "shoal.engine.http_server", arguments, log, torch_environment(threads, [gpu] if gpu else []))

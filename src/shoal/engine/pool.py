@@ -19,9 +19,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.engine import partial
-from shoal.engine.members import Member, PoolEngine, Target, loaded
-from shoal.engine.placement import Seat, State, chosen, summed, waves
+from shoal.engine import continuation
+from shoal.engine.pool_routing import Seat, State, chosen, summed, waves
+from shoal.engine.replica import Member, PoolEngine, Target, loaded
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -190,9 +190,9 @@ class EnginePool:
         """The completion `drawn`, gone on with for as long as it is cut off."""
         fruitless = 0
         while drawn.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
-            left = partial.rest(request.prompt_ids, request.sampling, drawn, index)
+            left = continuation.rest(request.prompt_ids, request.sampling, drawn, index)
             if left is None:
-                return partial.full(drawn)
+                return continuation.full(drawn)
             prompt_ids, sampling = left
             at_least = drawn.versions[-1] if drawn.versions else 0
             ask = _generation(prompt_ids, sampling, request.priority)
@@ -203,7 +203,7 @@ class EnginePool:
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
-            drawn = partial.joined(drawn, more)
+            drawn = continuation.joined(drawn, more)
         return drawn
 
     async def _asked(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:

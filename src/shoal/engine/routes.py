@@ -23,14 +23,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shoal.engine import completions, protocol
-from shoal.engine.answers import choice_part, prompt_logprobs, response, usage
 from shoal.engine.detokenizer import Tokenizer
-from shoal.engine.exposition import exposition
-from shoal.engine.limits import PauseMode
-from shoal.engine.local import LocalEngine
+from shoal.engine.options import PauseMode
+from shoal.engine.prometheus import exposition
 from shoal.engine.request import Draft, Request, scoring
+from shoal.engine.response_bodies import choice_part, prompt_logprobs, response, usage
+from shoal.engine.step_engine import LocalEngine
 from shoal.engine.thread import EngineThread, result
-from shoal.engine.watch import Part, parts
+from shoal.engine.token_stream import Part, parts
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.types import FinishReason, Sampling
 

@@ -1,7 +1,7 @@
 """How SGLang's HTTP server is spoken to; SGLang itself is never imported. Written for 0.5.6 to 0.5.23.
 
-Not run against a real SGLang here, which needs a GPU: tests/sglang_contract.py follows its documented routes. Seeds are
-not sent (SGLang draws from them in its deterministic mode only), and a model's own end tokens end an answer as well.
+Not run against a real SGLang here, which needs a GPU: tests/support/sglang_contract.py follows its documented routes.
+Seeds are not sent (SGLang uses them in its deterministic mode only); a model's own end tokens end an answer as well.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from shoal.engine.asking import Asking, counted, words
-from shoal.engine.foreign import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.types import Sampling
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from shoal.engine.local import LocalEngine
 from shoal.engine.request import Request
+from shoal.engine.step_engine import LocalEngine
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.engine.asking import Asking, counted, words
-from shoal.engine.foreign import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.types import Sampling
 

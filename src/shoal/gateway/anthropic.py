@@ -7,7 +7,7 @@ import msgspec
 
 from shoal.gateway.chat import Body, Refusal, checked, tools_text
 from shoal.gateway.sessions import Ask
-from shoal.session import Conversation, Generation
+from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.errors import SessionError
 from shoal.gateway.sessions import Ask
-from shoal.session import Conversation, Generation
+from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
 Body: TypeAlias = dict[str, Json]

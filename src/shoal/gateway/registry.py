@@ -8,9 +8,9 @@ import msgspec
 
 from shoal.errors import EngineUnavailable
 from shoal.gateway.closed import ClosedSessions
-from shoal.gateway.control import export
+from shoal.gateway.session_routes import export
 from shoal.gateway.sessions import ENDED, Desk, Limits, Session
-from shoal.session import HistoryPolicy
+from shoal.gateway.token_tree import HistoryPolicy
 from shoal.types import Sampling
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from shoal.gateway.chat import Body, Refusal, StreamOptions, TextPart, Typed, checked, text_of, token_fields, tools_text
 from shoal.gateway.sessions import Ask
-from shoal.session import Conversation, Generation
+from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
 SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}

@@ -17,14 +17,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import SessionError, ShoalError
-from shoal.gateway import anthropic, chat, responses, tokens
-from shoal.gateway.control import OpenRequest, OpenResponse, Unauthorized
+from shoal.gateway import anthropic, chat, generate_route, responses
+from shoal.gateway.http_responses import Reply, TooLarge, error_body, has_left, status_of, streamed
 from shoal.gateway.registry import Bounds, Sessions
-from shoal.gateway.reply import Reply, TooLarge, error_body, has_left, status_of, streamed
 from shoal.gateway.routes import Routes, Table
+from shoal.gateway.session_routes import OpenRequest, OpenResponse, Unauthorized
 from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
+from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine
-from shoal.session import Generation
 from shoal.types import Message
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -151,11 +151,11 @@ class Gateway:
 
     async def _tokens(self, http: Request) -> Response:
         session = self._session(http)
-        request, digest = await self._body(http, tokens.TokensRequest)
-        ask = tokens.tokens_ask(request, digest, is_retry=_is_retry(http))
+        request, digest = await self._body(http, generate_route.TokensRequest)
+        ask = generate_route.tokens_ask(request, digest, is_retry=_is_retry(http))
 
         def body(generation: Generation) -> chat.Body:
-            return tokens.tokens_body(generation, session.ledger.prompt_ids(generation), request)
+            return generate_route.tokens_body(generation, session.ledger.prompt_ids(generation), request)
 
         return await self._answered(http, session, ask, Reply(body, None))
 

@@ -8,18 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.errors import EngineUnavailable, SessionError
+from shoal.gateway.token_tree import Attachment, Call, Cause, Conversation, Generation, HistoryPolicy, Ledger, minted_id
 from shoal.interfaces import Engine
-from shoal.render import Answer
-from shoal.session import (
-    Attachment,
-    Call,
-    Cause,
-    Conversation,
-    Generation,
-    HistoryPolicy,
-    Ledger,
-    minted_id,
-)
+from shoal.model.chat_template import Answer
 from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
 
 ATTEMPTS = 5

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.connect import connected
+from shoal.engine.detect_server import connected
+from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
-from shoal.engine.remote import HttpEngine
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
 from shoal.net.process import GRACE_S, Child
 from shoal.types import Sampling

@@ -19,28 +19,28 @@ from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 
-from shoal import checkpoint
-from shoal.buffer import Buffer
-from shoal.buffer.buffer import STALE
 from shoal.config import Config
 from shoal.engine import canary
+from shoal.experience import Buffer
+from shoal.experience.buffer import STALE
 from shoal.interfaces import Engine, EngineInfo, Runner
-from shoal.metrics import Record, Trackers
-from shoal.rewards.marks import FULL
-from shoal.run.playing import scorer_values
-from shoal.run.redraw import UNINFORMATIVE, informative_groups
+from shoal.observe.metrics import Record, Trackers
+from shoal.reward.binary_scorer import FULL
+from shoal.rollout.concurrency import Concurrency
+from shoal.rollout.evaluation import accuracies
+from shoal.rollout.single_turn import SingleTurn
+from shoal.run.assemble_rollouts import scorer_values
+from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
 from shoal.swarm.external import external_rows
-from shoal.swarm.member import Ready
+from shoal.swarm.external_share import AdaptiveSplit, most_external
 from shoal.swarm.node import Node
-from shoal.swarm.split import AdaptiveSplit, most_external
-from shoal.tasks.concurrency import Concurrency
-from shoal.tasks.evaluation import accuracies
-from shoal.tasks.rollout import SingleTurn
-from shoal.train.advantage import is_informative, mask_tokens, returns_of, step_samples
-from shoal.train.client import TrainerProcess
-from shoal.train.messages import RATIO_BOUNDS, StepStats
+from shoal.swarm.node_files import Ready
+from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
+from shoal.trainer.client import TrainerProcess
+from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.types import Group, Sample, Task
-from shoal.weights import FILE, PublishedVersion, WeightStore
+from shoal.weights import checkpoint
+from shoal.weights.store import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
 MOST_GROUPS = 16

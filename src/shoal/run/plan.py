@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from shoal.agents.clients import Agent, agent_of
 from shoal.checker import needs_tests, task_spec
 from shoal.config import Config, load, to_toml
 from shoal.errors import ConfigError, ModelError, RunDirError
 from shoal.interfaces import TaskService
-from shoal.render import ChatRenderer, load_renderer, local_directory
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.renderer_loading import load_renderer, local_directory
+from shoal.rollout.agents.clients import Agent, agent_of
+from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
-from shoal.sandbox import rungs
+from shoal.sandbox import backends
+from shoal.tasks.games.repair import Repair
+from shoal.tasks.games.seeded_game import DrawnGame
 from shoal.tasks.library import Library, library_of
-from shoal.tasks.post import hooks_of
-from shoal.tasks.remote import RemoteService
+from shoal.tasks.remote_protocol import Capability
+from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import Definition
-from shoal.tasks.service import Capability
-from shoal.tasks.turns.drawn import DrawnGame
-from shoal.tasks.turns.repair import Repair
 from shoal.types import Split
 
 PROBED_TASKS = 64
@@ -70,7 +71,7 @@ def _check_sandbox(service: Library) -> None:
     own = {one.name for one in service.services if _judges(one)}
     repairs = any(isinstance(one, Repair) for one in service.services)
     if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
-        rungs.rung()
+        backends.rung()
 
 
 def _judges(service: TaskService) -> bool:
@@ -182,7 +183,7 @@ def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
 
 def _model_directory(path: str) -> Path:
     if path in ("demo", "demo-code", "demo-turns"):
-        from shoal.warm_start import RECIPES, demo_model
+        from shoal.run.demo_model.warm_start import RECIPES, demo_model
 
         return demo_model(RECIPES[path]).directory
     return local_directory(path)

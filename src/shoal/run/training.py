@@ -21,25 +21,25 @@ from typing import TypeAlias
 
 import uvloop
 
-from shoal import checkpoint
-from shoal.buffer import Buffer, RunMeta
 from shoal.config import Config
 from shoal.errors import ChildDied, ConfigError, RunDirError
+from shoal.experience import Buffer, RunMeta
 from shoal.interfaces import Engine, Exchange, Scorer
-from shoal.metrics import Record, Trackers, read_records, trackers_of
 from shoal.net.process import Child, cores
+from shoal.observe.metrics import Record, Trackers, read_records, trackers_of
+from shoal.rollout.evaluation import accuracies
+from shoal.rollout.single_turn import SingleTurn
+from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.engines import EngineSettings, Told, engines
+from shoal.run.join_swarm import check_membership, joined
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
-from shoal.run.membership import check_membership, joined
 from shoal.run.plan import Prepared, changed_settings, check_run_dir, prepare, write_resolved
-from shoal.run.playing import orchestrator, own_scorer, playing
 from shoal.run.waits import telling_waits
-from shoal.sandbox import rungs
-from shoal.tasks.evaluation import accuracies
-from shoal.tasks.rollout import SingleTurn
-from shoal.train.client import TrainerProcess
+from shoal.sandbox import backends
+from shoal.trainer.client import TrainerProcess
 from shoal.types import Sampling, Split
-from shoal.weights import FILE, WeightStore
+from shoal.weights import checkpoint
+from shoal.weights.store import FILE, WeightStore
 
 PARITY_TOKENS = 24
 QUEUED_GROUPS = 1.25  # of those that fill the engine: it must never wait for main to send the next one
@@ -235,7 +235,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     await _recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
-    parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(rungs.in_use))
+    parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(backends.in_use))
     await loop.evaluate(first_step)
     with telling_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer)

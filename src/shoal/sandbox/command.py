@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from shoal.sandbox import launch
+from shoal.sandbox import launcher
+from shoal.sandbox.launch_spec import NONE, Plan, pack
 from shoal.sandbox.mounts import DEVICES
-from shoal.sandbox.plan import NONE, Plan, pack
 from shoal.sandbox.program import Rung
 
 WORK_FOLDER = "/shoal-work"  # no path that anything readable lies below
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-_BOOT = f"import sys; sys.path.append(sys.argv[1]); from {launch.__name__} import main; main(*sys.argv[2:])"
+_BOOT = f"import sys; sys.path.append(sys.argv[1]); from {launcher.__name__} import main; main(*sys.argv[2:])"
 _NOBODY = "65534"
 _UIDS = 1 << 20
 

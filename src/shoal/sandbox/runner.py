@@ -5,11 +5,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.sandbox import rungs
+from shoal.sandbox import backends
 from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
-from shoal.sandbox.plan import NONE, Plan
+from shoal.sandbox.launch_spec import NONE, Plan
 from shoal.sandbox.program import Finished, Limits, Program, Rung
-from shoal.sandbox.watch import run_on
+from shoal.sandbox.supervisor import run_on
 
 _DEFAULT = Limits()
 _FOLDER_BYTES = 16 << 20
@@ -23,14 +23,14 @@ def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -
     >>> run(Program("print(6 * 7)")).stdout
     b'42\\n'
     """
-    return run_on(rungs.rung() if rung is None else rung, program, limits)
+    return run_on(backends.rung() if rung is None else rung, program, limits)
 
 
 async def run_async(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
     """`run` in a thread; when cancelled, the program is gone before this returns."""
     stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
-        chosen = await asyncio.to_thread(rungs.rung) if rung is None else rung
+        chosen = await asyncio.to_thread(backends.rung) if rung is None else rung
         running = asyncio.ensure_future(asyncio.to_thread(run_on, chosen, program, limits, stop))
         try:
             return await asyncio.shield(running)

@@ -13,18 +13,7 @@ from shoal.errors import SessionError
 from shoal.interfaces import Renderer
 from shoal.swarm.offer import Offer
 from shoal.swarm.trust import Reason
-from shoal.types import (
-    EXTERNAL,
-    Completion,
-    FinishReason,
-    Group,
-    Message,
-    Reward,
-    Role,
-    Rollout,
-    Task,
-    Turn,
-)
+from shoal.types import EXTERNAL, Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 GENERATOR_LOGPROB = "generator_logprob"
 """The part of a reward that remembers what the generator itself said of a text, in nats."""

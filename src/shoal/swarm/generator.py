@@ -18,7 +18,7 @@ from shoal.interfaces import Exchange, Recogniser, TaskService
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import BANNED_FILE, Intake, Tally, read_lines, write_status
+from shoal.swarm.node_files import BANNED_FILE, Intake, Tally, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.trust import Door, Letter
 from shoal.types import Split, Task, seed_for

@@ -30,11 +30,11 @@ from shoal.swarm import offer as offers
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.member import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
+from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
+from shoal.swarm.pending import Needs, Waiting
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Door, Letter, Reason
-from shoal.swarm.waiting import Needs, Waiting
 from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
 
 INTAKE_BATCH = 32

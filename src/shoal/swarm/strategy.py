@@ -23,7 +23,7 @@ from statistics import fmean, pstdev
 from typing import Any, TypeAlias
 
 from shoal.errors import ConfigError
-from shoal.own_code import own_code
+from shoal.plugins import own_code
 from shoal.swarm.trust import Bucket
 
 NEWCOMER_SHARE = 0.15

@@ -11,8 +11,8 @@ from pathlib import Path
 from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
-from shoal.tasks.shapes import canonical
-from shoal.tasks.split import check_rewrite, order_of, prompt, rewritten, split_of
+from shoal.tasks.dataset_formats import canonical
+from shoal.tasks.holdout import check_rewrite, order_of, prompt, rewritten, split_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 

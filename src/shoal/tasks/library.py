@@ -9,15 +9,15 @@ from types import TracebackType
 from shoal import checker
 from shoal.config import Config, TaskConfig
 from shoal.interfaces import TaskService
-from shoal.tasks.drawer import Drawer, Spec
-from shoal.tasks.hub import ServingHub
+from shoal.tasks.games import turns_service
+from shoal.tasks.holdout import check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
-from shoal.tasks.remote import RemoteService
+from shoal.tasks.procedural_client import Drawer, Spec
+from shoal.tasks.remote_protocol import TOKEN_VARIABLE
+from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import definition_at
-from shoal.tasks.service import TOKEN_VARIABLE
-from shoal.tasks.split import check_rewrite
-from shoal.tasks.turns import turns_service
 from shoal.types import Split, Task
 
 PRESENT_TIMEOUT_S = 120.0

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.tasks.service import PROTOCOL, Acknowledged, Ask, Hello, Results, Welcome, Work
+from shoal.tasks.remote_protocol import PROTOCOL, Acknowledged, Ask, Hello, Results, Welcome, Work
 from shoal.types import Json
 
 REFERENCES = "#/components/schemas/{name}"

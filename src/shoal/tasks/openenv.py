@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import aiohttp
 
+from shoal.tasks.holdout import prompt, split_of
 from shoal.tasks.sdk import Definition, EnvironmentFailed, Model, PolicyFailed, Question
-from shoal.tasks.split import prompt, split_of
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 
 TIMEOUT_S = 60.0

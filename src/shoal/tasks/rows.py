@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from shoal.errors import TaskError
-from shoal.tasks.split import order_of, split_of
+from shoal.tasks.holdout import order_of, split_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 

@@ -33,9 +33,9 @@ from typing import Protocol, cast
 from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Chat, TaskService
-from shoal.own_code import own_code
-from shoal.tasks.service import Capability
-from shoal.tasks.split import prompt, split_of
+from shoal.plugins import own_code
+from shoal.tasks.holdout import prompt, split_of
+from shoal.tasks.remote_protocol import Capability
 from shoal.types import Json, Outcome, Receipt, Reward, RewardStatus, Split, Task, seed_for
 
 MOST_ATTEMPTS = 256

@@ -15,8 +15,8 @@ import os
 from typing import Any
 
 from shoal.errors import TaskError
+from shoal.tasks.holdout import split_of
 from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
-from shoal.tasks.split import split_of
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 
 KEY_VARIABLE = "SHOAL_SESSION_KEY"

@@ -1,0 +1,317 @@
+"""What asynchrony gains: the same work with eta 0 and eta 4, against the ideal of two cores that never wait.
+
+The work is a number of training steps over rollouts whose lengths are given beforehand (lognormal with mean 32 tokens,
+at most 256), so that both sides draw and train exactly the same number of tokens. A question fixes the length of its
+answers, as hard questions have long answers, and a group is one request, as in every run; `apart` gives each answer a
+length of its own, for which the engine has to be asked eight times with the same prompt. Answers are drawn by the real
+engine, travel through the real orchestrator, log and trainer, and are rewarded by a checksum of their text.
+
+    ideal        the slower of generating all tokens at full batch and training on them, each alone on one core
+    synchronous  eta = 0; each phase has both cores when that is faster
+    asynchronous eta = 4; one core each; the faster of the settings below
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+import zlib
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from statistics import fmean
+
+import uvloop
+
+from benchmarks.model import write_bench_model
+from shoal.config import Config, parse
+from shoal.model.renderer_loading import load_renderer
+from shoal.observe.metrics import Record
+from shoal.rollout.single_turn import SingleTurn
+from shoal.run.plan import Prepared
+from shoal.run.training import Threads, serving, train
+from shoal.trainer.advantage import samples
+from shoal.trainer.client import TrainerProcess
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Sample,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+    seed_for,
+)
+
+Report = dict[str, object]
+MEAN_TOKENS = 32
+MOST_TOKENS = 256
+PROMPT = "abcdefg"
+GROUP_SIZE = 8
+SETTINGS = (("recompute", 80), ("keep", 128))
+"""What running answers do at a new Version, and how many there may be at once: recomputing is exact and costs the
+more the more of them there are, so it likes fewer."""
+SIGMAS = (1.0, 0.0, 0.5, 1.5)
+STEPS, FEWER_STEPS = 24, 16
+"""Of the first sigma and of the others; filling and emptying the pipeline costs a step of each."""
+GROUPS_PER_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much is drawn and trained."""
+
+    sigma: float
+    """Of the lognormal lengths; 0 gives every answer the mean."""
+    steps: int
+    groups_per_step: int
+    apart: bool = False
+    """Whether each answer has a length of its own, instead of that of its question."""
+    eta: int = 4
+
+    def lengths(self, index: int) -> list[int]:
+        """Tokens of each rollout of the group at `index`."""
+        generator = random.Random(seed_for("bench", str(self.sigma), index))
+        mean = MEAN_TOKENS / exp(self.sigma**2 / 2)
+        drawn = [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, self.sigma))))) for _ in range(GROUP_SIZE)]
+        return drawn if self.apart else drawn[:1] * GROUP_SIZE
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """What one step consumes."""
+        return self.groups_per_step * GROUP_SIZE
+
+    @property
+    def groups(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class LengthService:
+    """Tasks that all ask the same; `info` says how long each rollout's answer is."""
+
+    work: Work
+    name: str = "lengths"
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at `index`."""
+        lengths = self.work.lengths(index)
+        return Task(f"{split.value}-{index}", self.name, (Message(Role.USER, PROMPT),), info=json.dumps(lengths))
+
+
+class FixedLengths(SingleTurn):
+    """Draws answers of the lengths that the task names; no token ends one early."""
+
+    async def completions(
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
+    ) -> list[Completion]:
+        """One request for all, or one each where the lengths differ."""
+        lengths = json.loads(task.info)[:n]
+
+        def drawn(length: int, n: int, seed: int | None) -> Awaitable[list[Completion]]:
+            fixed = replace(sampling, max_tokens=length, stop_token_ids=(), seed=seed)
+            return self.engine.generate(prompt_ids, fixed, n=n, priority=priority)
+
+        if len(set(lengths)) == 1:
+            return await drawn(lengths[0], n, sampling.seed)
+        each = await asyncio.gather(*(drawn(length, 1, i) for i, length in enumerate(lengths)))
+        return [completion for (completion,) in each]
+
+
+class CoinScorer:
+    """Rewards half of all answers, so that every group has something to learn from."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """1 or 0 by the parity of a checksum of the answer."""
+        return [Reward(float(zlib.crc32(answer.encode()) & 1)) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Seconds that each half of the work takes when nothing else runs."""
+
+    generation_s: float
+    training_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run of the whole."""
+
+    seconds: float
+    engine_busy: float
+    trainer_busy: float
+    staleness_max: int
+
+
+def measure(quick: bool) -> Report:
+    """`speedup` of asynchronous over synchronous, and the share of the ideal, for lengths of several spreads."""
+    if quick:
+        return uvloop.run(_compare(Work(SIGMAS[0], steps=4, groups_per_step=8)))
+    works = {sigma: Work(sigma, STEPS if sigma == SIGMAS[0] else FEWER_STEPS, GROUPS_PER_STEP) for sigma in SIGMAS}
+    by_sigma = {f"{sigma:g}": uvloop.run(_compare(work)) for sigma, work in works.items()}
+    apart = uvloop.run(_compare(Work(SIGMAS[0], FEWER_STEPS, GROUPS_PER_STEP, apart=True)))
+    return {**by_sigma[f"{SIGMAS[0]:g}"], "by_sigma": by_sigma, "apart": apart}
+
+
+async def _compare(work: Work) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(Path(folder), work)
+        one = await bench.alone(Threads(1, 1))
+        both = await bench.alone(Threads(2, 2))
+        best = Threads(
+            engine=2 if both.generation_s < one.generation_s else 1,
+            trainer=2 if both.training_s < one.training_s else 1,
+        )
+        synchronous = await bench.run(0, best, "recompute", work.rollouts_per_step)
+        tried = {
+            f"{mode}, {running} at once": await bench.run(work.eta, Threads(1, 1), mode, running)
+            for mode, running in SETTINGS
+        }
+    setting, asynchronous = min(tried.items(), key=lambda pair: pair[1].seconds)
+    ideal_s = max(one.generation_s, one.training_s)
+    return {
+        "speedup": synchronous.seconds / asynchronous.seconds,
+        "ideal_speedup": synchronous.seconds / ideal_s,
+        "share_of_ideal": ideal_s / asynchronous.seconds,
+        "engine_busy": asynchronous.engine_busy,
+        "trainer_busy": asynchronous.trainer_busy,
+        "staleness_max": asynchronous.staleness_max,
+        "synchronous_s": synchronous.seconds,
+        "asynchronous_s": asynchronous.seconds,
+        "asynchronous_setting": setting,
+        "asynchronous_s_by_setting": {name: side.seconds for name, side in tried.items()},
+        "generation_alone_s": one.generation_s,
+        "training_alone_s": one.training_s,
+        "synchronous_threads": f"engine {best.engine}, trainer {best.trainer}",
+    }
+
+
+class _Bench:
+    """One amount of work, and a folder for what running it leaves."""
+
+    def __init__(self, folder: Path, work: Work) -> None:
+        model_dir = folder / "model"
+        write_bench_model(model_dir)
+        self._folder = folder
+        self._work = work
+        self._prepared = Prepared(model_dir, load_renderer(model_dir), LengthService(work), 512, len(PROMPT))
+        self._runs = 0
+
+    async def run(self, eta: int, threads: Threads, on_update: str, max_running: int) -> Side:
+        """The whole work through orchestrator, log, engine and trainer."""
+        steps: list[Record] = []
+
+        def keep(record: Record) -> None:
+            if record["kind"] == "step":
+                steps.append(record)
+
+        outcome = await train(
+            self._config(eta, on_update, max_running),
+            self._prepared,
+            listeners=[keep],
+            scorer=CoinScorer(),
+            desk=FixedLengths,
+            threads=threads,
+        )
+        assert len(steps) == self._work.steps
+        return Side(
+            seconds=self._work.groups * GROUP_SIZE / outcome.samples_per_s,
+            engine_busy=_over_time(steps, "engine_busy"),
+            trainer_busy=_over_time(steps, "trainer_busy"),
+            staleness_max=outcome.staleness_max,
+        )
+
+    async def alone(self, threads: Threads) -> Alone:
+        """Each half by itself, scaled to the whole work."""
+        return Alone(await self._generation_s(threads), await self._training_s(threads))
+
+    async def _generation_s(self, threads: Threads) -> float:
+        """At the rate that the engine has while requests wait for a place."""
+        work, service = self._work, self._prepared.service
+        tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
+        config, folder = self._config(work.eta, "keep", work.rollouts_per_step), self._new_folder()
+        async with (
+            serving(config, self._prepared, folder, scorer=CoinScorer(), desk=FixedLengths, threads=threads) as (
+                engine,
+                desk,
+            ),
+            asyncio.TaskGroup() as tasks,
+        ):
+            began_s, before = time.monotonic(), await engine.info()
+            for index in range(work.groups):
+                tasks.create_task(desk.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
+            rate = 0.0
+            while True:
+                await asyncio.sleep(0.1)
+                info = await engine.info()
+                if info.waiting == 0:
+                    break
+                rate = (info.tokens_drawn - before.tokens_drawn) / (time.monotonic() - began_s)
+        return tokens / rate
+
+    async def _training_s(self, threads: Threads) -> float:
+        """A quarter of the steps, on rows of the right lengths, times four."""
+        config = self._config(self._work.eta, "keep", self._work.rollouts_per_step)
+        child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
+        async with child:
+            trainer = TrainerProcess(child)
+            await trainer.start(
+                self._prepared.model_dir, config.model, config.train, temperature=1.0, threads=threads.trainer
+            )
+            await trainer.step(self._rows(0))
+            count = max(1, self._work.steps // 4)
+            seconds = [(await trainer.step(self._rows(step))).seconds for step in range(count)]
+        return sum(seconds) / count * self._work.steps
+
+    def _rows(self, step: int) -> list[tuple[Sample, ...]]:
+        """What a step trains on: prompt and answer tokens of the given lengths, half of them rewarded."""
+        prompt = tuple(self._prepared.renderer.prompt_ids((Message(Role.USER, PROMPT),)))
+        first = step * self._work.groups_per_step
+        return [
+            samples(_drawn_group(index, prompt, self._work.lengths(index)), "grpo")
+            for index in range(first, first + self._work.groups_per_step)
+        ]
+
+    def _config(self, eta: int, on_update: str, max_running: int) -> Config:
+        return parse(
+            {
+                "run_dir": str(self._new_folder()),
+                "tasks": [{"name": "lengths", "service": "jsonl", "path": "none"}],
+                "rollout": {"group_size": GROUP_SIZE, "max_tokens": MOST_TOKENS},
+                "engine": {"max_running": max_running, "on_update": on_update},
+                "asynchrony": {"max_staleness": eta, "late": "train"},
+                "train": {"steps": self._work.steps, "groups_per_step": self._work.groups_per_step, "lr": 1e-5},
+                "eval": {"every_steps": 0, "questions": 1},
+                "checkpoint": {"every_steps": 1_000_000},
+            }
+        )
+
+    def _new_folder(self) -> Path:
+        self._runs += 1
+        return self._folder / f"run{self._runs}"
+
+
+def _over_time(steps: Sequence[Record], share: str) -> float:
+    """The mean of a share over the run: each step counts by how long it took."""
+    seconds = [1 / float(step["samples_per_s"] or 1.0) for step in steps]
+    return fmean((float(step[share] or 0.0) for step in steps), weights=seconds)
+
+
+def _drawn_group(index: int, prompt: tuple[int, ...], lengths: Sequence[int]) -> Group:
+    """A group as if it had been drawn, with random tokens."""
+    generator = random.Random(index)
+    rollouts = []
+    for i, length in enumerate(lengths):
+        tokens = tuple(generator.randrange(10, 100) for _ in range(length))
+        completion = Completion(tokens, (-4.6,) * length, (0,) * length, FinishReason.LENGTH)
+        rollouts.append(Rollout(f"{i}", (), (Turn(prompt, completion),), Reward(float(i % 2))))
+    return Group(f"g{index}", Task(f"t{index}", "lengths", ()), tuple(rollouts), 0)

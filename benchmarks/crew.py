@@ -1,0 +1,172 @@
+"""Task services in processes of their own, orchestrated for real, with an engine that echoes and nothing to train.
+
+What is real: the services and their protocol, sessions at the gateway over HTTP, the ledgers, ratios, the log on the
+disk. What is not: the engine says what the seed says, and a step of training is the time it takes to note it.
+"""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks import child_environment
+from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
+from benchmarks.work import CoinScorer
+from shoal.experience import Buffer, RunMeta
+from shoal.model.chat_template import ChatRenderer
+from shoal.rollout.agents.host import Host
+from shoal.rollout.agents.runner import AgentRunner
+from shoal.rollout.agents.services import RemoteSource, attend, remote_play
+from shoal.rollout.orchestrator import Orchestrator, Terms
+from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
+from shoal.types import Sampling
+
+START_TIMEOUT_S = 60.0
+
+
+async def until(condition: Callable[[], bool], every_s: float = 0.02) -> None:
+    """Looks now and then whether something is the case; returns when it is."""
+    while not condition():  # noqa: ASYNC110 - what is looked at are counters of another thread
+        await asyncio.sleep(every_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is orchestrated."""
+
+    weights: Mapping[str, float]
+    groups_per_step: int
+    eta: int
+    max_running: int
+    """Groups at once."""
+    group_size: int = 4
+    engine_s: tuple[float, float] = (0.01, 0.02)
+    timeout_s: float = 120.0
+
+
+@dataclass(slots=True)
+class Crew:
+    """A run under way."""
+
+    load: Load
+    hub: ServingHub
+    buffer: Buffer
+    host: Host
+    engine: EchoEngine
+    version: int = 0
+    trained: Counter[str] = field(default_factory=Counter)
+    ids: list[str] = field(default_factory=list)
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """Of the trained groups, by status."""
+
+    async def train(self, groups: int) -> None:
+        """Consumes so many more groups, step by step."""
+        for _ in range(groups // self.load.groups_per_step):
+            step = self.version
+            taken = await self.buffer.take(self.load.groups_per_step, step)
+            await self.buffer.consumed(step, step, [group.id for group in taken], version_after=step + 1)
+            self.version = self.engine.version = step + 1
+            self.buffer.publish(self.version)
+            for group in taken:
+                self.trained[group.task.service] += 1
+                self.ids.append(group.id)
+                self.rollouts.update(rollout.status.value for rollout in group.rollouts)
+
+    @property
+    def running(self) -> int:
+        """Rollouts that services work on now."""
+        registry = self.hub.hub.registry
+        return sum(registry.load_of(name)[1] for name in registry)
+
+    def finished(self, name: str) -> int:
+        """Rollouts that a service has handed in."""
+        return self.hub.hub.counts[name]["rollout done"]
+
+
+class Process:
+    """`shoal task serve` of one echo task."""
+
+    def __init__(self, path: str, url: str, *, name: str, token: str = "", folder: Path | None = None) -> None:
+        """Of the task at `path`, as seen from `folder`."""
+        self._command = [sys.executable, "-m", "shoal.cli", "task", "serve", path, "--orchestrator", url]
+        self._command += ["--name", name]
+        self._folder = folder
+        self._env = {**child_environment(), "SHOAL_TASKS_TOKEN": token}
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        self._child = subprocess.Popen(self._command, env=self._env, cwd=self._folder, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        self._child.kill()
+        self._child.wait()
+
+    def wait(self) -> None:
+        """Until it has ended by itself."""
+        self._child.wait()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._child.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._child.pid
+
+
+@contextlib.asynccontextmanager
+async def orchestrated(
+    load: Load, paths: Sequence[tuple[str, str]], run_dir: Path
+) -> AsyncIterator[tuple[Crew, list[Process]]]:
+    """A run whose tasks, (name, module:task) each, are served by processes; everything ends with the context."""
+    token = "a token of the benchmark"
+    with ServingHub(load.weights, token=token) as hub, contextlib.ExitStack() as stack:
+        processes = [Process(path, hub.url, name=name, token=token) for name, path in paths]
+        for process in processes:
+            stack.callback(process.kill)
+        services = {name: RemoteService(name, hub) for name in load.weights}
+        for service in services.values():
+            await asyncio.to_thread(service.present, START_TIMEOUT_S)
+        made, engine = tokenizer(), EchoEngine(*load.engine_s)
+        renderer = ChatRenderer(made, (made.eos_token_id,))
+        meta = RunMeta(load.eta, "drop", load.groups_per_step, 1)
+        buffer = Buffer.open(run_dir, meta, max_running=load.max_running)
+        try:
+            async with Host.open(engine, renderer, max_model_len=CONTEXT, sampling=Sampling(64, seed=0)) as host:
+                crew = Crew(load, hub, buffer, host, engine)
+                running = asyncio.create_task(_orchestrator(crew, services).run(), name="orchestrator")
+                try:
+                    yield crew, processes
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+        finally:
+            await buffer.close()
+
+
+def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestrator:
+    load = crew.load
+    scorer = ServiceScorer(dict(services), CoinScorer())
+
+    def present(name: str, is_there: bool) -> None:
+        (orchestrator.come if is_there else orchestrator.leave)(name)
+
+    sources = []
+    for service in services.values():
+        runner = AgentRunner(crew.host, remote_play(service), scorer, timeout_s=load.timeout_s)
+        answer = partial(runner.rollouts, n=load.group_size)
+        sources.append(RemoteSource(service, answer, load.group_size, present))
+    terms = {name: Terms(weight) for name, weight in load.weights.items()}
+    orchestrator = Orchestrator(sources, terms, crew.buffer)
+    attend(crew.hub, sources, orchestrator.wake)
+    return orchestrator

@@ -1,0 +1,58 @@
+"""Echo tasks, served by processes of their own: one question to the model, some waiting, a coin for a reward."""
+
+import asyncio
+import random
+
+from benchmarks.work import coin
+from shoal.interfaces import Chat
+from shoal.tasks.sdk import EnvironmentFailed, Question, task
+from shoal.types import Task
+
+
+class Echo:
+    """A task that takes some seconds and fails now and then."""
+
+    seconds = (0.05, 0.15)
+    failing = 0.0
+
+    def draw(self, rng: random.Random) -> Question:
+        """A sum."""
+        return Question(f"what is {rng.randrange(10**9)} + {rng.randrange(10**9)}?")
+
+    async def rollout(self, asked: Task, model: Chat) -> str:
+        """Asks the model, then waits as for a tool."""
+        said = await model.answer(asked.messages)
+        await asyncio.sleep(random.uniform(*self.seconds))
+        if random.random() < self.failing:
+            raise EnvironmentFailed("the tool broke down")
+        return said.content
+
+    def score(self, asked: Task, answer: str) -> float:
+        """A coin."""
+        return coin(answer)
+
+
+@task("fast", max_running=64)
+class Fast(Echo):
+    """A tenth of a second."""
+
+
+@task("slow", max_running=512)
+class Slow(Echo):
+    """Twenty times as long."""
+
+    seconds = (1.0, 3.0)
+
+
+@task("flaky", max_running=64)
+class Flaky(Echo):
+    """As fast, and three rollouts of ten fail."""
+
+    failing = 0.3
+
+
+@task("patient", max_running=4096)
+class Patient(Echo):
+    """Takes so long that thousands run at once."""
+
+    seconds = (18.0, 28.0)

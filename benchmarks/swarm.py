@@ -1,0 +1,198 @@
+"""What it costs to be in a swarm: letting offers in, and a thousand nodes at once.
+
+offers_per_s      frames of about 8 KB per second of one core's time through the door: size, schema, signature,
+                  sequence, rate, decompression, decoding
+intake_core_share the share of a core that a node spends at the door at most, whoever sends how much
+with_receipt_per_s  the same, and the question drawn again from its receipt by the process that does that
+simulated_nodes   nodes that share and take for a while in one process, on a clock that jumps
+simulated_cpu_s   processor time that took; `simulated_groups` is what they took of one another
+"""
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from string import ascii_letters
+
+from benchmarks.work import coin
+from shoal.clock import run_virtual
+from shoal.config import SwarmConfig, TaskConfig
+from shoal.interfaces import Claim, NotOurs
+from shoal.swarm import offer as offers
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.exchange import MemoryExchange, MemoryHub
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import INTAKE_PER_S, Intake, Means
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.trust import Door, Letter, Limits
+from shoal.tasks.library import Library
+from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
+
+Report = dict[str, object]
+ROLLOUTS = 8
+FRAME_BYTES = 8192
+UNLIMITED = Limits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9)
+AUTHORS = 16
+NODES = 1000
+SIMULATED_S = 40.0
+STEP_S = 10.0
+"""Between two groups of a simulated node."""
+
+
+def measure(quick: bool) -> Report:
+    """All figures of the list above."""
+    count = 500 if quick else 10_000
+    offers_per_s, frame_bytes = _admission(count)
+    cpu_s, groups = _simulation(50 if quick else NODES)
+    return {
+        "offers_per_s": offers_per_s,
+        "frame_bytes": frame_bytes,
+        "intake_core_share": INTAKE_PER_S / offers_per_s,
+        "with_receipt_per_s": _with_receipts(200 if quick else 2000),
+        "simulated_nodes": 50 if quick else NODES,
+        "simulated_cpu_s": cpu_s,
+        "simulated_groups": groups,
+    }
+
+
+def _texts(rng: random.Random, size: int) -> tuple[OfferedRollout, ...]:
+    """Answers that hardly compress, so that a frame is as large as its payload."""
+    alphabet = ascii_letters + "0123456789+/" + "".join(map(chr, range(0xC0, 0x100)))
+    return tuple(OfferedRollout("".join(rng.choices(alphabet, k=size))) for _ in range(ROLLOUTS))
+
+
+def _admission(count: int) -> tuple[float, float]:
+    """Frames per second, and their mean size."""
+    rng, now_s = random.Random(0), 1.8e9
+    seals = [Seal(Identity.fresh(), "reef", session=1) for _ in range(AUTHORS)]
+    frames = []
+    for i in range(count):
+        claim = Claim("bench", f"question {i}", "truth")
+        made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
+        frames.append(seals[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
+    door = Door("reef", "", UNLIMITED)
+    began_s = time.process_time()
+    admitted = sum(isinstance(door.admit(frame, now_s), Letter) for frame in frames)
+    took_s = time.process_time() - began_s
+    assert admitted == count, door.refused
+    return count / took_s, sum(map(len, frames)) / count
+
+
+def _with_receipts(count: int) -> float:
+    """Offers of procedural tasks per second: through the door, and drawn again from their receipts."""
+    with Library([TaskConfig(name="gcd")], 0) as library:
+        own = OwnTasks(library.services)
+        try:
+            return asyncio.run(_recognised(own, [library.draw(Split.TRAIN, i) for i in range(count)]))
+        finally:
+            own.close()
+
+
+async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
+    rng, now_s = random.Random(0), 1.8e9
+    seal, door = Seal(Identity.fresh(), "reef", session=1), Door("reef", "", UNLIMITED)
+    frames = []
+    for task in tasks:
+        made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
+        frames.append(seal.frame(Kind.OFFER, offers.encode(made), now_s))
+    began_s = time.perf_counter()
+    for frame in frames:
+        letter = door.admit(frame, now_s)
+        assert isinstance(letter, Letter)
+        assert isinstance(letter.content, Offer)
+        assert isinstance(await own.task(letter.content.claim), Task)
+    return len(frames) / (time.perf_counter() - began_s)
+
+
+class _Letters:
+    """A tokenizer of one token per character."""
+
+    stop_token_ids = (0,)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return [1, *self.token_ids(messages[-1].content)]
+
+    def token_ids(self, text: str) -> list[int]:
+        return [ord(character) + 2 for character in text]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token - 2) for token in token_ids if token >= 2)
+
+
+class _Coins:
+    """Knows every question, and rewards half of all answers."""
+
+    async def claim(self, task: Task) -> Claim:
+        return Claim(task.service, task.messages[-1].content, task.answer)
+
+    async def task(self, claim: Claim) -> Task | NotOurs:
+        return Task(claim.question, claim.service, (Message(Role.USER, claim.question),), claim.truth)
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        return [Reward(coin(answer)) for answer in answers]
+
+
+def _simulation(count: int) -> tuple[float, int]:
+    """Processor time (s) that `count` nodes took, and the groups that they took of one another."""
+    with tempfile.TemporaryDirectory() as folder:
+        began_s = time.process_time()
+        groups = run_virtual(_swarm(count, Path(folder)))
+        return time.process_time() - began_s, groups
+
+
+async def _swarm(count: int, folder: Path) -> int:
+    hub = MemoryHub()
+    nodes = [_member(hub.join(), folder / str(i), i) for i in range(count)]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(node.run()) for node in nodes]
+        steps = [tasks.create_task(_steps(node, i)) for i, node in enumerate(nodes)]
+        await asyncio.sleep(SIMULATED_S)
+        for task in (*running, *steps):
+            task.cancel()
+    return sum(node.tally.taken for node in nodes)
+
+
+def _member(exchange: MemoryExchange, folder: Path, i: int) -> Node:
+    """Reads two frames a second: a small node in a large swarm."""
+    coins = _Coins()
+    loop = asyncio.get_running_loop()
+    return Node(
+        Means(exchange, coins, _Letters(), coins, 4096, "simulated"),
+        SwarmConfig(external_groups=2),
+        Identity.fresh(),
+        folder,
+        seed=i,
+        clock=lambda: 1.8e9 + loop.time(),
+        intake=Intake(2.0),
+        threads=False,
+    )
+
+
+async def _steps(node: Node, i: int) -> None:
+    """A group of one's own and a step, again and again."""
+    await asyncio.sleep(STEP_S * random.Random(i).random())
+    step = 0
+    while True:
+        node.own_group(_own_group(i, step))
+        await node.external_groups(step, _uniform)
+        step += 1
+        await asyncio.sleep(STEP_S)
+
+
+async def _uniform(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+def _own_group(node: int, step: int) -> Group:
+    question = Message(Role.USER, f"question {node} {step}")
+    task = Task(f"{node}-{step}", "coins", (question,), "truth")
+    rollouts = []
+    for k in range(ROLLOUTS):
+        text = f"{seed_for('simulated', node, step, k):x}"
+        turn = Turn((1,), Completion((2,), (-1.0,), (0,), FinishReason.STOP))
+        rollouts.append(Rollout(f"{k}", (question, Message(Role.ASSISTANT, text)), (turn,), Reward(coin(text))))
+    return Group(task.id, task, tuple(rollouts), 0)

@@ -1,0 +1,205 @@
+"""How the tokens of one step attend to the KV cache: the engine's `shoal.model.loading.Layout`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.engine.kv_cache import Pool
+
+
+class DecodeRows:
+    """Rows of one forward, one token each, of sequences in one pool. `advance` makes them the next step's.
+
+    No sequence enters or leaves the pool as long as they are used, so that views of its storage stay valid.
+    """
+
+    def __init__(self, pool: Pool, slots: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
+        self.count = len(slots)
+        self.longest = max(positions) + 1
+        self._pool = pool
+        self._uniform = min(positions) == max(positions)
+        self._span = max(slots) + 1
+        self._dense = list(slots) == list(range(len(slots)))
+        self._slot_N = torch.tensor(slots, device=device)
+        self._position_N = torch.tensor(positions, device=device)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of [span, K, capacity, D] by layer
+        self._row_by_heads: dict[int, Tensor] = {}  # flat row of each (token, head) in [S * K * capacity, D]
+        self._mask_by_window: dict[int | None, Tensor | None] = {}
+
+    def advance(self) -> None:
+        """The same sequences, one token later."""
+        self.longest += 1
+        self._position_N += 1
+        self._mask_by_window.clear()
+        for row_NK in self._row_by_heads.values():
+            row_NK.add_(1)
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Stores the new keys and values, then attends over each sequence: [N, H, D]."""
+        views = self._views.get(layer)
+        if views is None:
+            k, v = self._pool.layer(layer, key_NKD, value_NKD)
+            views = self._views[layer] = k[: self._span], v[: self._span]
+        k_SKCD, v_SKCD = views
+        self._store(k_SKCD, key_NKD)
+        self._store(v_SKCD, value_NKD)
+        q_NKGD = query_NHD.view(self.count, key_NKD.shape[1], -1, query_NHD.shape[2])
+        if not self._dense:
+            q_NKGD = q_NKGD.new_zeros((self._span, *q_NKGD.shape[1:])).index_copy_(0, self._slot_N, q_NKGD)
+        out_NKGD = F.scaled_dot_product_attention(
+            q_NKGD,
+            k_SKCD.narrow(2, 0, self.longest),
+            v_SKCD.narrow(2, 0, self.longest),
+            attn_mask=self._mask(window, query_NHD.dtype),
+            scale=scaling,
+        )
+        if not self._dense:
+            out_NKGD = out_NKGD.index_select(0, self._slot_N)
+        return out_NKGD.flatten(1, 2)
+
+    def _store(self, stored_SKCD: Tensor, new_NKD: Tensor) -> None:
+        if self._uniform and self._dense:
+            stored_SKCD.select(2, self.longest - 1).copy_(new_NKD)
+            return
+        _, heads, capacity, width = stored_SKCD.shape
+        row_NK = self._row_by_heads.get(heads)
+        if row_NK is None:
+            row_NK = flat_rows(self._slot_N, self._position_N, heads, capacity)
+            self._row_by_heads[heads] = row_NK
+        stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[S, 1, 1, longest] 0 where a sequence may look, -inf elsewhere; None when all may look everywhere."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self._mask_by_window:
+            self._mask_by_window[window] = self._new_mask(window, dtype)
+        return self._mask_by_window[window]
+
+    def _new_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if self._uniform and self._dense and window is None:
+            return None
+        position_S = self._position_N
+        if not self._dense:  # holes look at their first token: a row without any would be NaN
+            position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
+        return hiding(position_S, self.longest, window, dtype)
+
+
+class ChunkRows:
+    """Rows of one forward: chunks of known tokens of sequences in one pool, that start at 0 all or none.
+
+    They attend together, padded to the longest. Pads come after every token of their chunk, so that causal attention
+    among themselves needs no mask for chunks that start at 0; others attend to what is stored.
+    """
+
+    def __init__(
+        self, pool: Pool, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        self.count = sum(lengths)
+        self._pool = pool
+        self._chunks, self._padded = len(slots), max(lengths)
+        self._from_zero = not any(starts)
+        self._end = max(start + length for start, length in zip(starts, lengths, strict=True))
+        self._slot_R = torch.tensor(slots, device=device)
+        self._start_R = torch.tensor(starts, device=device)
+        length_R = torch.tensor(lengths, device=device)
+        self._slot_N = self._slot_R.repeat_interleave(length_R)
+        at_RL = torch.arange(self._padded, device=device).expand(self._chunks, -1)
+        real_RL = at_RL < length_R[:, None]
+        self._position_N = (at_RL + self._start_R[:, None])[real_RL]
+        self._real = self._source = None  # where the N rows are among the padded ones, and the other way round
+        if self.count < self._chunks * self._padded:
+            self._real = real_RL.flatten().nonzero()[:, 0]
+            self._source = (real_RL.flatten().cumsum(0) - 1).clamp_(min=0)
+        self._row_by_heads: dict[int, Tensor] = {}
+        self._mask_by_window: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Stores the new keys and values, then attends to what came before: [N, H, D]."""
+        k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
+        self._store(k_SKCD, key_NKD)
+        self._store(v_SKCD, value_NKD)
+        q_RHLD = self._by_chunk(query_NHD)
+        if self._from_zero:
+            k_RKLD, v_RKLD = self._by_chunk(key_NKD), self._by_chunk(value_NKD)
+        else:
+            k_RKLD, v_RKLD = (x.narrow(2, 0, self._end).index_select(0, self._slot_R) for x in (k_SKCD, v_SKCD))
+        causal = self._from_zero and (window is None or window >= self._end)
+        out_RHLD = F.scaled_dot_product_attention(
+            q_RHLD,
+            k_RKLD,
+            v_RKLD,
+            attn_mask=None if causal else self._mask(window),
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+        )
+        out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
+        return out_NHD if self._real is None else out_NHD.index_select(0, self._real)
+
+    def _by_chunk(self, x_NHD: Tensor) -> Tensor:
+        """[chunks, H, padded, D]"""
+        x = x_NHD if self._source is None else x_NHD.index_select(0, self._source)
+        return x.view(self._chunks, self._padded, *x.shape[1:]).transpose(1, 2)
+
+    def _store(self, stored_SKCD: Tensor, new_NKD: Tensor) -> None:
+        _, heads, capacity, width = stored_SKCD.shape
+        row_NK = self._row_by_heads.get(heads)
+        if row_NK is None:
+            row_NK = self._row_by_heads[heads] = flat_rows(self._slot_N, self._position_N, heads, capacity)
+        stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[chunks, 1, padded, end] true where a token may look."""
+        mask = self._mask_by_window.get(window)
+        if mask is None:
+            device = self._slot_R.device
+            at_RL1 = (self._start_R[:, None] + torch.arange(self._padded, device=device))[:, :, None]
+            distance = at_RL1 - torch.arange(self._end, device=device)
+            # A pad far behind may see nothing; what comes of it is dropped.
+            visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            mask = self._mask_by_window[window] = visible[:, None]
+        return mask
+
+
+class CachedRows:
+    """The `Layout` of one step: decoding rows first, pool by pool, then chunks."""
+
+    def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
+        self._parts = parts
+
+    def attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Attention of every part over its own rows: [T, H, D]."""
+        if len(self._parts) == 1:
+            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window)
+        outs, start = [], 0
+        for part in self._parts:
+            end = start + part.count
+            q, k, v = query_THD[start:end], key_TKD[start:end], value_TKD[start:end]
+            outs.append(part.attend(layer, q, k, v, scaling, window))
+            start = end
+        return torch.cat(outs)
+
+
+def flat_rows(slot_N: Tensor, position_N: Tensor, heads: int, capacity: int) -> Tensor:
+    """Where the vectors of (token, head) lie in storage seen as [S * K * capacity, D]: [N * K]."""
+    head_K = torch.arange(heads, device=slot_N.device)
+    return ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
+
+
+def hiding(position_S: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[S, 1, 1, longest] 0 where the token at a sequence's position may look, -inf elsewhere."""
+    at_L = torch.arange(longest, device=position_S.device)
+    hidden_SL = at_L > position_S[:, None]
+    if window is not None:
+        hidden_SL |= at_L <= position_S[:, None] - window
+    seen_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]

@@ -1,0 +1,69 @@
+"""The engine at a URL, whichever project it is from: found out by asking."""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from shoal.engine.asking import UNREADABLE, Asking, words
+from shoal.engine.external_server import Dialect, ForeignEngine
+from shoal.engine.http_client import HttpEngine
+from shoal.engine.replica import PoolEngine
+from shoal.engine.sglang import SGLang
+from shoal.engine.vllm import VLLM
+from shoal.errors import ConfigError, EngineUnavailable
+from shoal.interfaces import EngineInfo
+from shoal.types import Sampling
+
+PROBE_TIMEOUT_S = 30.0
+
+
+class _Model(msgspec.Struct):
+    owned_by: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def connected(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
+    """A client of the engine at `url`, which then serves a run's weights.
+
+    One of another project is given the model in `model_dir` when it served another run, and is checked to be able to
+    draw as `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when nothing answers.
+    """
+    asking = Asking(url, timeout_s=PROBE_TIMEOUT_S)
+    try:
+        if _is_ours(*await asking.status("GET", "/info")):
+            return HttpEngine(url)
+        status, data = await asking.status("GET", "/v1/models")
+    finally:
+        await asking.aclose()
+    dialect = _dialect(url, status, data)
+    return await ForeignEngine.started(dialect, on_update=on_update, model_dir=model_dir, sampling=sampling)
+
+
+def _is_ours(status: int, data: bytes) -> bool:
+    if status != 200:
+        return False
+    try:
+        msgspec.json.decode(data, type=EngineInfo)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def _dialect(url: str, status: int, data: bytes) -> Dialect:
+    if status >= 500:
+        raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
+    owner = ""
+    if status == 200:
+        with contextlib.suppress(*UNREADABLE, IndexError):
+            owner = msgspec.json.decode(data, type=_Models).data[0].owned_by
+    if owner == "vllm":
+        return VLLM(url)
+    if owner == "sglang":
+        return SGLang(url)
+    raise ConfigError(
+        f"engine.urls: expected a Shoal engine, vLLM or SGLang at {url}, got a server that is none of them"
+    )

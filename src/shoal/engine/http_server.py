@@ -1,0 +1,154 @@
+"""The engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--fd N]`.
+
+Serves `shoal.engine.routes` on loopback unless told otherwise: whoever reaches the port can load weights from any path
+that this process can read. When it is ready it writes its URL as one line to the file descriptor `--fd`.
+"""
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import uvicorn
+from transformers import AutoTokenizer
+
+from shoal.engine.detokenizer import Tokenizer
+from shoal.engine.options import Limits, OnUpdate
+from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
+from shoal.engine.step_engine import LocalEngine
+from shoal.engine.weight_loading import checksum_of, weight_file
+from shoal.errors import ConfigError, ShoalError
+from shoal.model.loading import DTYPES, load_model, resolve_device
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.process import die_with_parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until told to stop (SIGTERM, SIGINT); returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.die_with_parent:
+        die_with_parent()
+    try:
+        engine = _engine(options)
+        listening = listening_socket(options.host, options.port)
+    except ShoalError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return asyncio.run(_serve(engine, listening, options))
+
+
+class _Uvicorn(uvicorn.Server):
+    """Calls `told_to_stop` on the event loop at the first signal: while its answers can still go out."""
+
+    told_to_stop: Callable[[], None]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In a signal's handler, which may interrupt whatever holds a lock that ending requests takes."""
+        if self.started:
+            asyncio.get_running_loop().call_soon_threadsafe(self.told_to_stop)
+        super().handle_exit(sig, frame)
+
+
+async def _serve(engine: LocalEngine, listening: socket.socket, options: argparse.Namespace) -> int:
+    failures: list[BaseException] = []
+
+    def crashed(error: BaseException) -> None:
+        failures.append(error)
+        uvicorn_server.should_exit = True
+
+    def ready() -> None:
+        if options.fd is not None:  # the socket listens already, so that early connections only wait
+            os.write(options.fd, f"{url_of(listening)}\n".encode())
+
+    server = EngineServer(
+        engine,
+        ready=ready,
+        crashed=crashed,
+        max_body_bytes=options.max_body_bytes,
+        tokenizer=lambda: _tokenizer(options.model),
+    )
+    uvicorn_server = _Uvicorn(
+        uvicorn.Config(
+            server.app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=1,
+            lifespan="on",
+        )
+    )
+    uvicorn_server.told_to_stop = server.stop
+    await uvicorn_server.serve(sockets=[listening])
+    return 1 if failures else 0
+
+
+def _engine(options: argparse.Namespace) -> LocalEngine:
+    torch.set_num_threads(options.threads)
+    path = Path(options.model)
+    device = resolve_device(options.device)
+    model = load_model(options.model, dtype=options.dtype, device=device)
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = options.max_model_len or own
+    if longest is None or (own is not None and longest > own):
+        raise ConfigError(f"max_model_len: expected at most the {own} tokens of the model, got {longest}")
+    if options.kv_tokens is not None and options.kv_tokens < longest:
+        raise ConfigError(f"kv_tokens: expected room for max_model_len = {longest} tokens, got {options.kv_tokens}")
+    return LocalEngine(
+        model,
+        Limits(
+            max_model_len=longest,
+            max_running=options.max_running,
+            max_waiting=options.max_waiting,
+            chunk_tokens=options.chunk_tokens,
+            kv_tokens=options.kv_tokens,
+            prefix_cache_bytes=options.prefix_cache_megabytes * 2**20,
+        ),
+        on_update=OnUpdate(options.on_update),
+        version=options.version,
+        checksum=checksum_of(weight_file(path)) if weight_file(path).is_file() else "",
+        seed=options.seed if options.seed is not None else secrets.randbits(63),
+    )
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shoal.engine.http_server")
+    defaults = Limits(max_model_len=2)
+    parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
+    parser.add_argument("--threads", type=int, default=1, help="cores that compute")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--fd", type=int, help="inherited file descriptor to write the URL to when ready")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent does (Linux)")
+    parser.add_argument("--max-model-len", type=int, help="tokens of one sequence; the model's own limit when unset")
+    parser.add_argument("--max-running", type=int, default=defaults.max_running, help="sequences decoded at once")
+    parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="sequences queued")
+    parser.add_argument("--chunk-tokens", type=int, default=defaults.chunk_tokens, help="tokens prefilled per step")
+    parser.add_argument("--kv-tokens", type=int, help="tokens of KV storage; room for all that may run when unset")
+    parser.add_argument(
+        "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
+    parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
+    parser.add_argument("--version", type=int, default=0, help="of the weights in --model")
+    parser.add_argument("--seed", type=int, help="of requests that bring none; random when unset")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,379 @@
+"""The local engine: continuous batching over any transformers causal LM, one step at a time, in one thread.
+
+    submit -> waiting -> running (prefill, decode, decode, ...) -> finished
+                            ^          |
+                            +----------+  new weights: KV dropped, prompt + drawn tokens prefilled again
+
+Between two steps anything may happen: requests come and go, weights change, the engine pauses. Every token carries the
+Version of the weights that computed its logits.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shoal.engine.batch import StepBatch
+from shoal.engine.forward import forward_of
+from shoal.engine.kv_cache import KVCache, StoredKV
+from shoal.engine.options import Counts, Limits, OnUpdate, PauseMode
+from shoal.engine.prefixes import PrefixCache
+from shoal.engine.request import Draft, Request
+from shoal.engine.sampling import alternatives, drawn
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.weight_loading import StagedWeights, WeightSlots
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
+from shoal.types import FinishReason
+
+SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
+MOST_ALTERNATIVES = 20
+
+
+class LocalEngine:
+    """Draws completions. Not thread-safe: everything is called by the thread that steps."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: Limits,
+        *,
+        on_update: OnUpdate = OnUpdate.RECOMPUTE,
+        version: int = 0,
+        checksum: str = "",
+        seed: int = 0,
+    ) -> None:
+        """`seed` decides the draws of requests that bring no seed of their own."""
+        self.limits = limits
+        self.version, self.checksum = version, checksum
+        self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
+        self.prefix_tokens_reused = self.stale_tokens = 0
+        self.model = model.requires_grad_(False)
+        self._forward = forward_of(self.model, limits.max_model_len)
+        self.slots = WeightSlots(model)
+        self._device = next(model.parameters()).device
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._on_update = on_update
+        self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
+        self._scheduler = _scheduler(limits, self._cache, self._reusable)
+        self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
+        self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
+        self._requests: dict[int, Request] = {}
+        self._ids = count()
+        self._finished: list[Request] = []
+        self._pause: PauseMode | None = None
+        self._emptied: list[Future[None]] = []
+        self._update: StagedWeights | None = None
+        self._update_waiters: list[Future[int]] = []
+        self._batch: StepBatch | None = None
+        self._token_B: Tensor | None = None
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+        self._busy_s = self._load_s = 0.0
+        self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
+
+    def refusal(self, request: Request) -> RequestRefused | None:
+        """Why a request can never be answered; None when it can. Safe in any thread: reads only what never changes."""
+        if not 1 <= request.n <= self.limits.max_waiting:
+            return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
+        if not 0 <= request.alternatives <= MOST_ALTERNATIVES:
+            return RequestRefused(f"logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.alternatives}")
+        if request.score_alternatives is not None and not 0 <= request.score_alternatives <= MOST_ALTERNATIVES:
+            return RequestRefused(
+                f"prompt_logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.score_alternatives}"
+            )
+        return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
+
+    def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
+        """The same for tokens to be scored."""
+        return self._tokens_refusal(token_ids, self.limits.max_model_len)
+
+    def _tokens_refusal(self, token_ids: Sequence[int], longest: int) -> RequestRefused | None:
+        if not 0 < len(token_ids) <= longest:
+            return RequestRefused(f"token_ids: expected 1 to {longest} tokens, got {len(token_ids)}")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+            return RequestRefused(f"token_ids: expected ids from 0 to {self._vocabulary - 1}")
+        return None
+
+    def submit(self, request: Request) -> None:
+        """Queues a request that `refusal` has nothing against. Raises `EngineUnavailable` when paused or full."""
+        if self._pause in (PauseMode.ABORT, PauseMode.WAIT):
+            raise EngineUnavailable("the engine is paused")
+        if self._scheduler.waiting + request.n > self.limits.max_waiting:
+            raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
+        request_id = next(self._ids)
+        drafts = request.begun(request_id, self.limits.max_model_len)
+        self._requests[request_id] = request  # after what may raise: one without drafts would never end
+        for draft in drafts:
+            self._scheduler.add(draft)
+
+    def abort(self, requests: Sequence[Request] | None = None) -> int:
+        """Ends requests (all when None) with what was drawn; returns how many were still unfinished."""
+        submitted = list(self._requests.values()) if requests is None else [r for r in requests if r.drafts]
+        chosen = [request for request in submitted if request.drafts[0].request_id in self._requests]
+        for request in chosen:
+            for draft in request.drafts:
+                if draft.finish_reason is None:
+                    self._finish(draft, FinishReason.ABORT)
+        return len(chosen)
+
+    def end(self, draft: Draft) -> None:
+        """Ends one completion as if its last token had been a stop token."""
+        if draft.finish_reason is None:
+            self._finish(draft, FinishReason.STOP)
+
+    def named(self, names: Sequence[str]) -> list[Request]:
+        """The unfinished requests with one of these names."""
+        return [request for request in self._requests.values() if request.name in names]
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` was called and `resume` was not."""
+        return self._pause is not None
+
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """Pauses; the result comes once the mode's promise is kept."""
+        self._pause = mode
+        future: Future[None] = Future()
+        if mode is PauseMode.ABORT:
+            self.abort()
+        if mode is PauseMode.WAIT and self._requests:
+            self._emptied.append(future)
+        else:
+            future.set_result(None)
+        return future
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._pause = None
+        self._settle_emptied()
+
+    def update(self, weights: StagedWeights) -> "Future[int]":
+        """Serves staged weights from the next step on. The result is the version served then: this one or a newer.
+
+        Of several that wait the newest is loaded and the others never are, in whatever order they come.
+        """
+        future: Future[int] = Future()
+        newest = self._update.version if self._update is not None else self.version
+        if weights.version < newest and self._update is None:
+            future.set_result(newest)
+            return future
+        if weights.version >= newest:
+            self._update = weights
+        self._update_waiters.append(future)
+        return future
+
+    def update_refusal(self, version: int) -> RequestRefused | None:
+        """Why a version cannot be served any more; None when it can."""
+        if version < self.version:
+            return RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
+        return None
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        loads = self._update is not None and not self._draining
+        computes = self._pause is not PauseMode.KEEP and bool(self._requests)
+        return not (loads or computes or self._finished)
+
+    @property
+    def _draining(self) -> bool:
+        """Whether running sequences finish before other weights are loaded."""
+        return self._on_update is OnUpdate.DRAIN and bool(self._scheduler.running)
+
+    def step(self) -> list[Request]:
+        """Loads weights that wait, computes one forward if there is work, and returns the requests that ended."""
+        began_s = time.perf_counter()
+        if self._update is not None:
+            self._load_or_drain()
+            self._load_s += time.perf_counter() - began_s
+        if self._pause is not PauseMode.KEEP and self._requests:
+            self._compute()
+        self._busy_s += time.perf_counter() - began_s
+        finished, self._finished = self._finished, []
+        return finished
+
+    def info(self) -> EngineInfo:
+        """What the engine is doing; `busy_share` is since the last call."""
+        now_s = time.perf_counter()
+        share = (self._busy_s - self._busy_before_s) / max(now_s - self._asked_s, 1e-9)
+        self._busy_before_s, self._asked_s = self._busy_s, now_s
+        return EngineInfo(
+            version=self.version,
+            checksum=self.checksum,
+            max_model_len=self.limits.max_model_len,
+            busy_share=min(share, 1.0),
+            tokens_drawn=self.tokens_drawn,
+            tokens_prefilled=self.tokens_prefilled,
+            interruptions=self.interruptions,
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+        )
+
+    def counts(self) -> Counts:
+        """What `/metrics` shows."""
+        return Counts(
+            version=self.version,
+            tokens_drawn=self.tokens_drawn,
+            tokens_prefilled=self.tokens_prefilled,
+            interruptions=self.interruptions,
+            preemptions=self.preemptions,
+            stale_sequences=self.stale_sequences,
+            stale_tokens=self.stale_tokens,
+            prefix_tokens_reused=self.prefix_tokens_reused,
+            prefix_cache_bytes=self._prefixes.size_bytes,
+            busy_s=self._busy_s,
+            load_s=self._load_s,
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+        )
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        """One forward and one token for every sequence that is ready for one."""
+        batch = self._next_batch()
+        logits_KV = batch.logits(self._forward)
+        chunks = batch.plan.chunks
+        self.tokens_prefilled += sum(chunk.length for chunk in chunks)
+        self._cache.copy_prefixes(
+            (c.sequence, follower, follower.prompt_len) for c in chunks for follower in c.followers
+        )
+        for scored in batch.scored:
+            scored.note(logits_KV)
+        if batch.sampling is None:
+            return
+        logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
+        self._token_B, logp_B, log_kept_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        for row, draft in enumerate(batch.drafts) if batch.detailed else ():
+            if draft.alternatives:
+                draft.others.append(alternatives(logits_BV[row], draft.sampling, draft.alternatives))
+            if draft.truncates:
+                assert log_kept_B is not None
+                draft.log_kept.append(float(log_kept_B[row]))
+        self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
+
+    def _next_batch(self) -> StepBatch:
+        plan = self._scheduler.plan()
+        assert not plan.empty, "unfinished requests and nothing to compute"
+        if self._batch is not None and self._batch.plan is plan:
+            assert self._token_B is not None
+            if self._batch.advanced(self._token_B):
+                return self._batch
+        self._batch = None  # it has views of storage that may have to go now
+        for draft in plan.preempted:
+            self._cache.release(draft)
+            self.preemptions += 1
+        self._cache.place_all(plan.sequences)
+        for draft, (length, stored) in self._found.items():
+            self._cache.restore(stored, draft, length)
+            self.prefix_tokens_reused += length
+        self._found.clear()
+        self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
+        self._cache.close_holes()
+        self._batch = StepBatch(plan, self._cache, self._device)
+        return self._batch
+
+    def _uniforms(self, batch: StepBatch) -> Tensor:
+        """One number in [0, 1) per row: the completion's own stream where the request has a seed."""
+        assert batch.sampling is not None
+        if batch.sampling.all_greedy:
+            return torch.zeros(0)
+        own = torch.from_numpy(self._generator.random(len(batch.drafts), dtype=np.float32))
+        if batch.seeded:
+            for row, draft in enumerate(batch.drafts):
+                if draft.uniforms is not None:
+                    own[row] = draft.uniforms[len(draft.drawn)]
+        return own.to(self._device)
+
+    def _record(self, drafts: Sequence[Draft], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        for draft, token, logprob in zip(drafts, tokens, logprobs, strict=True):
+            if not draft.max_drawn:  # it was scored: nothing is wanted of it
+                self._finish(draft, FinishReason.LENGTH)
+                continue
+            self.tokens_drawn += 1
+            self.stale_tokens += draft.stale
+            draft.drawn.append(token)
+            draft.logprobs.append(logprob)
+            if token in draft.stop_ids:
+                self._finish(draft, FinishReason.STOP)
+            elif len(draft.drawn) >= draft.max_drawn:
+                self._finish(draft, FinishReason.LENGTH)
+
+    def _finish(self, draft: Draft, reason: FinishReason) -> None:
+        draft.finish_reason = reason
+        draft.close_span(self.version)
+        self._keep_prefix(draft)
+        self._scheduler.remove(draft)
+        self._cache.release(draft)
+        request = self._requests[draft.request_id]
+        if request.finished:
+            del self._requests[draft.request_id]
+            self._finished.append(request)
+            self._settle_emptied()
+
+    def _keep_prefix(self, draft: Draft) -> None:
+        """Keeps the KV of a sequence that ends for those that will begin with its tokens."""
+        if draft.stale or draft.kv_len < SHORTEST_PREFIX or not self.limits.prefix_cache_bytes:
+            return
+        stored = self._cache.exported(draft, draft.kv_len)
+        if stored is not None:
+            size_bytes = sum(k_KLD.nbytes + v_KLD.nbytes for k_KLD, v_KLD in stored.values())
+            self._prefixes.keep(tuple(draft.tokens(0, draft.kv_len)), stored, size_bytes)
+
+    def _reusable(self, draft: Draft) -> int:
+        """How many first tokens of a sequence an ended one left KV of, under the weights being served."""
+        found = self._prefixes.longest(tuple(draft.tokens(0, draft.total - 1)))
+        if found is None or found[0] < SHORTEST_PREFIX:
+            return 0
+        self._found[draft] = found
+        return found[0]
+
+    def _settle_emptied(self) -> None:
+        """Tells those who wait for the engine to be empty that it is, or that the pause is over."""
+        if self._pause is None or not self._requests:
+            for future in self._emptied:
+                future.set_result(None)
+            self._emptied.clear()
+
+    def _load_or_drain(self) -> None:
+        """Loads the staged weights, unless running sequences are to finish first."""
+        assert self._update is not None
+        if self._draining:
+            self._scheduler.admitting = False
+            return
+        running = self._scheduler.running
+        self._scheduler.admitting = True
+        for request in self._requests.values():
+            for draft in request.drafts:
+                if draft.finish_reason is None:
+                    draft.close_span(self.version)
+        self.slots.load(self._update)
+        self._prefixes.clear()
+        self.interruptions += bool(running)
+        if self._on_update is OnUpdate.KEEP:
+            for draft in running:
+                draft.keep_kv(self.version)
+            self._scheduler.mark_stale()
+            self.stale_sequences += sum(draft.stale for draft in running)
+        else:
+            self._scheduler.forget()
+        self.version, self.checksum = self._update.version, self._update.checksum
+        self._update = None
+        for future in self._update_waiters:
+            future.set_result(self.version)
+        self._update_waiters.clear()
+
+
+def _scheduler(limits: Limits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
+    return Scheduler(
+        max_running=limits.max_running,
+        kv_budget_tokens=limits.kv_tokens or limits.room_tokens,
+        chunk_tokens=limits.chunk_tokens,
+        max_model_len=limits.max_model_len,
+        capacity=cache.capacity,
+        reuse=reuse,
+    )

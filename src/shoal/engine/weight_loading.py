@@ -1,0 +1,96 @@
+"""Weights from disk into a model that is being served: checked completely before a single number is changed."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from shoal.errors import RequestRefused
+
+FILE = "model.safetensors"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Tensors of one Version, mapped from their file and checked against the model they are for."""
+
+    version: int
+    checksum: str
+    tensors: dict[str, Tensor]
+
+
+def checksum_of(path: Path) -> str:
+    """BLAKE2b-128 of a file's bytes in hex: the same number that `shoal.weights.store.checksum` gives."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def weight_file(path: Path) -> Path:
+    """The safetensors file that a path names: itself, or the one in that directory."""
+    return path / FILE if os.path.isdir(path) else path  # `Path.is_dir` raises for a name that is too long
+
+
+class WeightSlots:
+    """The tensors of a model that weights are loaded into, in place.
+
+    Parameters stay where they are, so that tied ones stay tied: an embedding that is also the head is written once and
+    both change (an engine that replaces parameters instead serves a stale head).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, Tensor] = model.state_dict()
+        self._aliases: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            self._aliases.setdefault(tensor.data_ptr(), []).append(name)
+
+    def staged(self, version: int, path: Path, checksum: str | None) -> StagedWeights:
+        """Maps and checks a file without touching the model; safe in another thread than the one that computes.
+
+        Raises `RequestRefused` for a file that is missing, has another checksum than the one given (or the one written
+        in the file `checksum` beside it), or does not hold exactly this model's tensors with finite numbers.
+        """
+        file = weight_file(path)
+        try:
+            actual = checksum_of(file)
+            beside = file.with_name("checksum")
+            expected = checksum or (beside.read_text().strip() if beside.exists() else actual)
+            if actual != expected:
+                raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; publish them again")
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
+            raise RequestRefused(f"weights {file} cannot be read: {error}") from error
+        self._check(file, tensors)
+        return StagedWeights(version, actual, tensors)
+
+    @torch.inference_mode()
+    def load(self, weights: StagedWeights) -> None:
+        """Copies staged tensors into the model."""
+        for name, tensor in weights.tensors.items():
+            self._tensors[name].copy_(tensor)
+
+    def _check(self, file: Path, tensors: dict[str, Tensor]) -> None:
+        unknown = sorted(tensors.keys() - self._tensors.keys())
+        if unknown:
+            raise RequestRefused(f"weights {file}: the model has no tensor {unknown[0]!r}")
+        for names in self._aliases.values():
+            given = [name for name in names if name in tensors]
+            if not given:
+                raise RequestRefused(f"weights {file}: tensor {names[0]!r} is missing")
+            if any(not torch.equal(tensors[given[0]], tensors[name]) for name in given[1:]):
+                raise RequestRefused(f"weights {file}: {given[0]!r} and {given[1]!r} are tied here but differ there")
+        for name, tensor in tensors.items():
+            if tensor.shape != self._tensors[name].shape:
+                expected = list(self._tensors[name].shape)
+                raise RequestRefused(f"weights {file}: {name!r}: expected shape {expected}, got {list(tensor.shape)}")
+            if tensor.dtype not in (*DTYPES, self._tensors[name].dtype):
+                known = ", ".join(map(str, DTYPES))
+                raise RequestRefused(f"weights {file}: {name!r}: expected one of {known}, got {tensor.dtype}")
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise RequestRefused(f"weights {file}: {name!r} holds numbers that are not finite")

@@ -1,0 +1,400 @@
+"""Groups between generation and training: durable before they are offered, oldest first, each used once."""
+
+import asyncio
+import sqlite3
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+
+from shoal.experience import log
+from shoal.experience.balance import Balance, Due, Waiting
+from shoal.experience.counts import TaskCounts, read_task_counts
+from shoal.experience.gate import AdmissionGate
+from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
+from shoal.experience.writer import LogWriter
+from shoal.types import EXTERNAL, Group
+
+STALE = "stale"
+"""The reason of groups that were older than eta when they could have been consumed."""
+TOO_FEW = "half of the rollouts or more failed"
+"""The reason of groups that finished with too little to train on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One group being trained on."""
+
+    waited: Waiting
+    version: int
+    horizon: int
+
+
+class Buffer:
+    """The experience log of a run with the gates before and behind it. One event loop, one taker.
+
+    Invariants:
+    - A group is committed before `take` can give it away, and it is given away at most once in the life of a run;
+      the log refuses a second use.
+    - Of each task, `take` gives the groups with the oldest drawn token first; equal ones in the order they were
+      committed. Among tasks it keeps to `balance`; without one the oldest of all come first.
+    - With the policy "drop", no group it gives has a token older than eta versions. With "mask_tokens" and "train"
+      late groups are given too; with "mask_tokens" the caller masks every token of a version below `version - eta`,
+      and groups that have no other token are dropped.
+    - A group of which at least half of the rollouts failed is never offered (GLM-5, arXiv 2602.15763, 4.1.2).
+    """
+
+    def __init__(self, opened: LockedLog, meta: RunMeta, *, max_running: int, threaded: bool = True) -> None:
+        self.gate = AdmissionGate(
+            eta=meta.eta,
+            groups_per_step=meta.groups_per_step,
+            push_every=meta.push_every,
+            max_running=max_running,
+        )
+        self._late = meta.late
+        self._waiting: list[Waiting] = []
+        self._balance = Balance()
+        self._taken: dict[str, _Taken] = {}
+        self._running: dict[str, str] = {}  # group id -> task service
+        self._horizon = 0
+        self._last_step = -1
+        self._taker: asyncio.Future[None] | None = None
+        self._queue: deque[asyncio.Future[int]] = deque()
+        self._failure: Exception | None = None
+        self.wasted_tokens: Counter[str] = Counter()
+        """Drawn for groups that were dropped, by task service, since this process began."""
+        self._on_room: Callable[[], None] | None = None
+        self._on_finished: Callable[[Group], None] | None = None
+        self.recovered = self._recover(opened, meta)
+        counts = read_task_counts(opened.connection)
+        own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
+        self.counts: dict[str, TaskCounts] = own
+        """Per task service, of the groups that this node drew."""
+        self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
+
+    @classmethod
+    def open(cls, run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool = False) -> "Buffer":
+        """The buffer of a run directory; `recovered` says where it left off. Raises `RunDirError`.
+
+        At most `max_running` groups run at once. Blocks while it reads what is there, so open it before the loop is
+        busy.
+        """
+        opened = log.open_log(run_dir, meta, resume=resume)
+        try:
+            return cls(opened, meta, max_running=max_running)
+        except BaseException:
+            opened.close()
+            raise
+
+    @classmethod
+    def in_memory(cls, meta: RunMeta, *, max_running: int) -> "Buffer":
+        """A buffer without a thread or a file: every write happens at once, as a virtual clock needs it."""
+        return cls(log.memory_log(meta), meta, max_running=max_running, threaded=False)
+
+    @property
+    def waiting(self) -> int:
+        """How many groups are on offer."""
+        return len(self._waiting)
+
+    @property
+    def budget(self) -> int:
+        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        return self.gate.budget
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        return self.gate.capacity
+
+    def run_at_most(self, groups: int) -> None:
+        """At most so many groups run at once from now on; those that run already go on."""
+        self.gate.max_running = groups
+        self._admit_waiting()
+
+    def fill(self, groups: int) -> None:
+        """The step that takes next trains so many groups of peers in place of own ones."""
+        self.gate.fill(groups)
+
+    def counts_of(self, service: str) -> TaskCounts:
+        """What became of a task service's groups."""
+        return self._counts(service)
+
+    def on_room(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever there may be more room than before."""
+        self._on_room = wake
+
+    def balance(self, due: Due) -> None:
+        """What is taken keeps to what `due` says that each task may have had trained; call again when it changes."""
+        self._balance.due = due
+        self._wake_taker()
+
+    async def admit(self, group_id: str, service: str) -> int:
+        """Waits until one more group may start; gives the Version it is admitted under. First come, first served.
+
+        Every admitted group must be ended with `add` or `fail`.
+        """
+        if group_id in self._running:
+            raise ValueError(f"group {group_id!r} is running already")
+        if self._failure is not None:
+            raise self._failure
+        if self.gate.capacity > 0 and not self._queue:
+            version = self.gate.admit()
+        else:
+            version = await self._admission()
+        self._running[group_id] = service
+        self._counts(service).started += 1
+        after = self._last_step
+        self._writer.post(lambda c: log.insert_started(c, group_id, service, version, after))
+        return version
+
+    async def add(self, group: Group) -> bool:
+        """Commits a group that ran; it is durable when this returns. False when too few of its rollouts are usable.
+
+        Once asked for, it happens even if the caller is cancelled.
+        """
+        service = self._end_running(group.id)
+        after = self._last_step
+        usable = 2 * len(group.finished) > len(group.rollouts)
+
+        def write(connection: sqlite3.Connection) -> int:
+            seq = log.insert_group(connection, group, after)
+            if not usable:
+                log.insert_ended(connection, [group.id], "failed", TOO_FEW, after)
+            return seq
+
+        if usable:
+            await self._writer.commit(write, partial(self._offer, group, service))
+        else:
+            self._record_failure(service, TOO_FEW)
+            await self._writer.commit(write)
+        return usable
+
+    async def fail(self, group_id: str, reason: str) -> None:
+        """Ends a running group of which there is nothing to keep. Its budget is free at once."""
+        service = self._end_running(group_id)
+        after = self._last_step
+        self._record_failure(service, reason)
+        await self._writer.commit(lambda c: log.insert_ended(c, [group_id], "failed", reason, after))
+
+    async def take(self, n: int, version: int) -> list[Group]:
+        """Waits for `n` groups that may be trained under `version`, chosen as the class says.
+
+        Each group given must then be passed to `consumed` or `drop`; after a crash it is offered again otherwise.
+        """
+        assert self._taker is None, "two tasks take groups at once"
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            self._drop_late(version)
+            choice = self._balance.next(self._waiting, n, self._used(), loop.time())
+            if choice.groups:
+                break
+            self._taker = loop.create_future()
+            try:
+                await asyncio.wait([self._taker], timeout=choice.wait_s)
+            finally:
+                self._taker = None
+        chosen = {one.group.id for one in choice.groups}
+        self._waiting = [one for one in self._waiting if one.group.id not in chosen]
+        self._taken.update({one.group.id: _Taken(one, version, self._horizon) for one in choice.groups})
+        return [one.group for one in choice.groups]
+
+    def on_finished(self, hear: Callable[[Group], None]) -> None:
+        """Calls `hear` with every usable group as soon as it is durable. It must return at once."""
+        self._on_finished = hear
+
+    async def consumed(
+        self, step: int, version: int, group_ids: Sequence[str], *, version_after: int, external: Sequence[Group] = ()
+    ) -> None:
+        """Records, in one transaction, that `step` trains these groups, in this order, under `version`.
+
+        Then the `external` ones, which peers drew: they enter the log here, were never on offer and pass no gate.
+
+        `version_after` is `version + 1` when the step ends with a push. Await it before the weights that come of the
+        step are published: a log that knows the step can replay it, so nothing that was drawn from them is orphaned.
+        """
+        if step <= self._last_step or version_after not in (version, version + 1):
+            raise ValueError(
+                f"step {step}, versions {version} -> {version_after}: expected a step after {self._last_step} "
+                f"and at most one new version"
+            )
+        taken = self._taken_of(group_ids)
+        if any(one.version != version for one in taken):
+            raise ValueError(f"step {step}: groups were taken for another version than {version}")
+        rows = []
+        for one in taken:
+            oldest = one.waited.oldest_version
+            trained_from = max(oldest, version - self.gate.eta) if self._late == "mask_tokens" else oldest
+            rows.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from))
+            self._counts(one.waited.group.task.service).consumed += 1
+            del self._taken[one.waited.group.id]
+        if any(not group.external or group.oldest_version > version for group in external):
+            raise ValueError(f"step {step}: expected external groups of version {version} or older")
+        after, self._last_step = self._last_step, step
+        record = StepRecord(step, version, version_after)
+
+        def write(connection: sqlite3.Connection) -> None:
+            foreign = []
+            for group in external:
+                seq = log.insert_external(connection, group, after)
+                foreign.append(ConsumedGroup(seq, seq, group.oldest_version))
+            log.insert_step(connection, record, [*rows, *foreign])
+
+        await self._writer.commit(write)
+
+    async def drop(self, group_ids: Sequence[str], reason: str) -> None:
+        """Gives up groups that were taken and will not be trained on; others may start in their place."""
+        groups = [one.waited.group for one in self._taken_of(group_ids)]
+        for group in groups:
+            del self._taken[group.id]
+        self._record_dropped(groups, reason)
+        await self._writer.commit(lambda _: None)
+
+    def publish(self, version: int) -> None:
+        """Every engine serves `version` now: more groups may start. Call it after the engines were updated."""
+        self.gate.publish(version)
+        self._admit_waiting()
+
+    async def published(self, version: int, checksum: str) -> bool:
+        """Records a Version's checksum. False when an earlier publication of it differs: a replay was not exact."""
+        return await self._writer.commit(lambda c: log.insert_published(c, version, checksum))
+
+    async def checkpointed(self, step: int) -> None:
+        """Records that a checkpoint holds everything up to `step`."""
+        await self._writer.commit(lambda c: c.execute("INSERT INTO checkpoints VALUES (?)", (step,)) and None)
+
+    async def sync(self) -> None:
+        """Makes what is committed survive the loss of power. Await it before a checkpoint gets its name: a checkpoint
+        must never know more steps than the log."""
+        await self._writer.sync()
+
+    async def steps_after(self, step: int = -1) -> list[StepRecord]:
+        """The recorded steps after one, in order: those that a checkpoint of `step` does not hold."""
+        return await self._writer.commit(lambda c: log.read_steps(c, step))
+
+    async def groups_of(self, step: int) -> list[Group]:
+        """The groups of a recorded step, in the order they were trained in."""
+        return await self._writer.commit(lambda c: log.read_step(c, step))
+
+    async def close(self) -> None:
+        """Waits for what is being written and closes the log. Groups in flight stay in flight in it."""
+        await self._writer.close()
+
+    def _recover(self, opened: LockedLog, meta: RunMeta) -> Recovered:
+        """Fills the buffer and the gate from the log."""
+        connection = opened.connection
+        steps = log.read_steps(connection)
+        last = steps[-1] if steps else None
+        self._last_step = last.step if last else -1
+        interrupted = log.interrupt_in_flight(connection, self._last_step)
+        for seq, group in log.read_waiting(connection):
+            insort(self._waiting, Waiting(group.oldest_version, seq, group))
+            self._horizon = seq
+        version = last.version_after if last else 0
+        used, filled = log.count_used(connection), log.count_filled(connection, meta.groups_per_step)
+        self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
+        return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
+
+    async def _admission(self) -> int:
+        """The Version under which the gate lets the caller's group start, after those who asked before."""
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place in self._queue:
+                self._queue.remove(place)
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.gate.fail()  # admitted in the moment of being cancelled
+                self._admit_waiting()
+            raise
+
+    def _admit_waiting(self) -> None:
+        if self._on_room is not None:
+            self._on_room()
+        while self._queue and (self._queue[0].done() or self.gate.capacity > 0):
+            place = self._queue.popleft()
+            if not place.done():
+                place.set_result(self.gate.admit())
+
+    def _end_running(self, group_id: str) -> str:
+        """Forgets a running group; gives its service."""
+        if group_id not in self._running:
+            raise ValueError(f"group {group_id!r} is not running: it was never admitted, or it has ended")
+        return self._running.pop(group_id)
+
+    def _taken_of(self, group_ids: Sequence[str]) -> list[_Taken]:
+        """What was taken, by id. Raises `ValueError` for a group that was not, or that was used since."""
+        for group_id in group_ids:
+            if group_id not in self._taken:
+                raise ValueError(f"group {group_id!r} was not taken, or it was used before")
+        if len(set(group_ids)) < len(group_ids):
+            raise ValueError("a group is named twice")
+        return [self._taken[group_id] for group_id in group_ids]
+
+    def _offer(self, group: Group, service: str, seq: int) -> None:
+        """Called in commit order, after the commit: `_horizon` is all that `take` could choose from."""
+        self.gate.accept()
+        self._counts(service).finished += 1
+        self._horizon = seq
+        insort(self._waiting, Waiting(group.oldest_version, seq, group))
+        self._balance.delivered(service)
+        self._admit_waiting()
+        self._wake_taker()
+        if self._on_finished is not None:
+            self._on_finished(group)
+
+    def _drop_late(self, version: int) -> None:
+        """Drops the groups of which nothing may be trained under `version`."""
+        bound = version - self.gate.eta
+        if self._late == "train" or not self._waiting or self._waiting[0].oldest_version >= bound:
+            return
+        newest = attrgetter("newest_version" if self._late == "mask_tokens" else "oldest_version")
+        late = [one.group for one in self._waiting if newest(one) < bound]
+        self._waiting = [one for one in self._waiting if newest(one) >= bound]
+        self._record_dropped(late, STALE)
+
+    def _record_dropped(self, groups: Sequence[Group], reason: str) -> None:
+        """Frees the budget of groups that had finished."""
+        for group in groups:
+            counts = self._counts(group.task.service)
+            counts.finished -= 1
+            counts.dropped[reason] += 1
+            self.wasted_tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.rollouts)
+            self.gate.drop()
+        ids, after = [group.id for group in groups], self._last_step
+        if ids:
+            self._writer.post(lambda c: log.insert_ended(c, ids, "dropped", reason, after))
+        self._admit_waiting()
+
+    def _record_failure(self, service: str, reason: str) -> None:
+        """Frees the budget of a group that was running."""
+        self.gate.fail()
+        self._counts(service).failed[reason] += 1
+        self._admit_waiting()
+
+    def _used(self) -> Counter[str]:
+        """Groups of each task that were consumed or are being trained on."""
+        used = Counter({name: one.consumed for name, one in self.counts.items()})
+        used.update(one.waited.service for one in self._taken.values())
+        return used
+
+    def _wake_taker(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        """The log cannot be written any more: whoever waits for groups or for room hears of it."""
+        self._failure = self._failure or error
+        self._wake_taker()
+        while self._queue:
+            place = self._queue.popleft()
+            if not place.done():
+                place.set_exception(error)
+
+    def _counts(self, service: str) -> TaskCounts:
+        return self.counts.setdefault(service, TaskCounts())

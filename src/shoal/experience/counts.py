@@ -1,0 +1,95 @@
+"""What became of the groups of each task, kept while a run goes and derived again from its log."""
+
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.experience.log import snapshot
+
+
+@dataclass(slots=True)
+class TaskCounts:
+    """Groups of one task service. Invariant: `started == finished + failed + dropped + in_flight`."""
+
+    started: int = 0
+    finished: int = 0
+    """Came out usable and were not dropped since: consumed or waiting."""
+    consumed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+
+    @property
+    def in_flight(self) -> int:
+        """Started, and nothing came of it yet."""
+        return self.started - self.finished - self.failed.total() - self.dropped.total()
+
+    @property
+    def waiting(self) -> int:
+        """Finished, and not consumed yet."""
+        return self.finished - self.consumed
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaskCounts:
+    """What happened to the groups of one task between the end of the step before and the end of `step`."""
+
+    step: int
+    service: str
+    started: int
+    finished: int
+    """Came out usable, whatever became of them later."""
+    failed: int
+    dropped: int
+    consumed: int
+
+
+def task_counts(run_dir: Path) -> dict[str, TaskCounts]:
+    """Per task service, what became of its groups. Raises `RunDirError`."""
+    with snapshot(run_dir) as connection:
+        return read_task_counts(connection)
+
+
+def step_counts(run_dir: Path) -> list[StepTaskCounts]:
+    """Per step and task service what happened to groups, in that order; the last step may be unfinished."""
+    with snapshot(run_dir) as connection:
+        return [StepTaskCounts(*row) for row in connection.execute(_STEP_COUNTS)]
+
+
+def read_task_counts(connection: sqlite3.Connection) -> dict[str, TaskCounts]:
+    """Per task service, what became of its groups."""
+    counts: dict[str, TaskCounts] = {}
+    for service, finished, outcome, reason, consumed, number in connection.execute(_TASK_COUNTS):
+        task = counts.setdefault(service, TaskCounts())
+        task.started += number
+        task.consumed += consumed
+        if outcome == "failed":
+            task.failed[reason] += number
+        elif outcome == "dropped":
+            task.dropped[reason] += number
+        elif finished:
+            task.finished += number
+    return counts
+
+
+_TASK_COUNTS = """
+SELECT service, groups.group_id IS NOT NULL, outcome, reason, COUNT(step), COUNT(*)
+FROM started LEFT JOIN groups USING (group_id) LEFT JOIN ended USING (group_id)
+    LEFT JOIN consumed ON consumed.finished_seq = groups.finished_seq
+GROUP BY 1, 2, 3, 4
+"""
+
+_STEP_COUNTS = """
+SELECT step, service, SUM(started), SUM(finished), SUM(failed), SUM(dropped), SUM(consumed) FROM (
+    SELECT after_step + 1 AS step, service, 1 AS started, 0 AS finished, 0 AS failed, 0 AS dropped, 0 AS consumed
+    FROM started
+    UNION ALL SELECT groups.after_step + 1, service, 0, 1, 0, 0, 0
+    FROM groups JOIN started USING (group_id) LEFT JOIN ended USING (group_id) WHERE outcome IS NOT 'failed'
+    UNION ALL SELECT ended.after_step + 1, service, 0, 0, outcome = 'failed', outcome = 'dropped', 0
+    FROM ended JOIN started USING (group_id)
+    UNION ALL SELECT step, service, 0, 0, 0, 0, 1
+    FROM consumed JOIN groups USING (finished_seq) JOIN started USING (group_id)
+) GROUP BY step, service ORDER BY step, service
+"""

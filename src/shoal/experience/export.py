@@ -1,0 +1,187 @@
+"""The log as one row per rollout, in JSON lines or Parquet.
+
+    group_id, rollout_id   ids; those of rollouts are unique within a group
+    task, receipt          name of the task service; from where the task can be drawn again, or null
+    messages               role and content of each
+    tokens mask logprobs versions   streams of one length. Mask 1 is a drawn token; the others carry 0.0 and -1
+    reward                 null where the scorer did not answer
+    status, reason         of the rollout: "finished", or "failed" and why. A finished rollout whose group was not
+                           trained on carries the group's reason, such as "stale"
+    finished_seq           order of commit of the group
+    admitted_version consumed_version consumed_step   the last two null where never consumed
+
+A turn whose prompt extends all that came before it goes on in the same stream, so that each token is there once. Any
+other turn (an edited or compacted history) is appended with its whole prompt.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shoal import wire
+from shoal.errors import RunDirError
+from shoal.experience.log import BODY_BYTES, snapshot
+from shoal.experience.raw import RawGroup, RawMessage, RawReceipt, RawRollout, RawTask, RawTurn, read_groups
+
+ROWS_PER_SHARD = 1024
+"""Rollouts per row group of a Parquet file: what is in memory at a time."""
+
+
+class ExportRow(msgspec.Struct):
+    """One rollout; the fields are those of the module's head, in order."""
+
+    group_id: str
+    rollout_id: str
+    task: str
+    receipt: RawReceipt | None
+    messages: list[RawMessage]
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float | None
+    status: str
+    reason: str
+    finished_seq: int
+    admitted_version: int
+    consumed_version: int | None
+    consumed_step: int | None
+
+
+def export_jsonl(run_dir: Path, file: Path) -> int:
+    """Writes every committed rollout as a line of JSON; gives how many. Raises `RunDirError`."""
+    encoder = msgspec.json.Encoder()
+    rows = 0
+    with _written(file) as out:
+        for row in export_rows(run_dir):
+            out.write(encoder.encode(row) + b"\n")
+            rows += 1
+    return rows
+
+
+def export_parquet(run_dir: Path, file: Path) -> int:
+    """Writes every committed rollout as a row of a Parquet file; gives how many. Raises `RunDirError`."""
+    rows = 0
+    with _written(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
+        shard: list[ExportRow] = []
+        for row in export_rows(run_dir):
+            shard.append(row)
+            if len(shard) == ROWS_PER_SHARD:
+                rows += _write_shard(writer, shard)
+                shard = []
+        rows += _write_shard(writer, shard)
+    return rows
+
+
+def export_rows(run_dir: Path) -> Iterator[ExportRow]:
+    """Every committed rollout in the order of commit. Raises `RunDirError`, `WireError` for a damaged record."""
+    with snapshot(run_dir) as connection:
+        for group in read_groups(connection):
+            task = wire.decode(group.task, RawTask, BODY_BYTES)
+            for body in group.bodies:
+                yield _row(group, task, wire.decode(body, RawRollout, BODY_BYTES))
+
+
+def _row(group: RawGroup, task: RawTask, rollout: RawRollout) -> ExportRow:
+    tokens, mask, logprobs, versions = streams(rollout.turns)
+    return ExportRow(
+        group_id=group.id,
+        rollout_id=rollout.id,
+        task=task.service,
+        receipt=task.receipt,
+        messages=rollout.messages,
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        reward=rollout.reward.value if rollout.reward.status == "scored" else None,
+        status=rollout.status,
+        reason=rollout.reason or group.ended_reason or "",
+        finished_seq=group.finished_seq,
+        admitted_version=group.admitted_version,
+        consumed_version=group.version,
+        consumed_step=group.step,
+    )
+
+
+def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
+    """tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    start = 0
+    for turn in turns:
+        known = len(tokens) - start
+        if turn.prompt_ids[:known] != tokens[start:]:
+            start, known = len(tokens), 0
+        given = turn.prompt_ids[known:]
+        drawn = turn.completion
+        tokens += given + drawn.token_ids
+        mask += [0] * len(given) + [1] * len(drawn.token_ids)
+        logprobs += [0.0] * len(given) + drawn.logprobs
+        versions += [-1] * len(given) + drawn.versions
+    return tokens, mask, logprobs, versions
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[IO[bytes]]:
+    """A file that appears whole or not at all; pipes and devices are written to directly."""
+    try:
+        direct = file.exists() and not stat.S_ISREG(file.stat().st_mode)
+        target = file if direct else file.with_name(f".{file.name}.{os.getpid()}")
+        finish: Callable[[], object] = (lambda: None) if direct else (lambda: target.replace(file))
+        try:
+            with target.open("wb") as out:
+                yield out
+            finish()
+        finally:
+            if not direct:
+                target.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunDirError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _write_shard(writer: pq.ParquetWriter, shard: list[ExportRow]) -> int:
+    writer.write_table(pa.Table.from_pylist(msgspec.to_builtins(shard), schema=_PARQUET))
+    return len(shard)
+
+
+_PARQUET = pa.schema(
+    [
+        ("group_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("task", pa.string()),
+        (
+            "receipt",
+            pa.struct(
+                [
+                    ("dataset", pa.string()),
+                    ("dataset_version", pa.string()),
+                    ("config", pa.string()),
+                    ("seed", pa.int64()),
+                    ("index", pa.int64()),
+                ]
+            ),
+        ),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("tokens", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+        ("reward", pa.float64()),
+        ("status", pa.string()),
+        ("reason", pa.string()),
+        ("finished_seq", pa.int64()),
+        ("admitted_version", pa.int64()),
+        ("consumed_version", pa.int64()),
+        ("consumed_step", pa.int64()),
+    ]
+)

@@ -1,0 +1,134 @@
+"""Rollouts as the log has them, decoded without the checks of `shoal.types`: an audit must see what is wrong."""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal import wire
+from shoal.errors import WireError
+from shoal.experience.log import BODY_BYTES
+
+
+class RawMessage(msgspec.Struct):
+    """See `types.Message`."""
+
+    role: str
+    content: str
+
+
+class RawCompletion(msgspec.Struct):
+    """See `types.Completion`; the streams may have any length and hold anything."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+class RawTurn(msgspec.Struct):
+    """See `types.Turn`."""
+
+    prompt_ids: list[int]
+    completion: RawCompletion
+
+
+class RawReward(msgspec.Struct):
+    """See `types.Reward`."""
+
+    value: float
+    status: str
+
+
+class RawRollout(msgspec.Struct):
+    """See `types.Rollout`."""
+
+    id: str
+    messages: list[RawMessage]
+    turns: list[RawTurn]
+    reward: RawReward
+    status: str
+    reason: str
+
+    @property
+    def drawn_versions(self) -> list[int]:
+        """The Version of each drawn token, turn after turn."""
+        return [version for turn in self.turns for version in turn.completion.versions]
+
+    @property
+    def row_versions(self) -> list[list[int]]:
+        """The Versions of each row; a turn goes on with the longest row that its prompt begins with.
+
+        Rows are drawn side by side, so only within one does a later turn mean a later token.
+        """
+        rows: list[tuple[list[int], list[int]]] = []  # tokens, versions
+        for turn in self.turns:
+            begun = [row for row in rows if turn.prompt_ids[: len(row[0])] == row[0]]
+            row = max(begun, key=lambda one: len(one[0]), default=None)
+            if row is None:
+                row = ([], [])
+                rows.append(row)
+            row[0][:] = turn.prompt_ids + turn.completion.token_ids
+            row[1].extend(turn.completion.versions)
+        return [versions for _, versions in rows]
+
+
+class RawReceipt(msgspec.Struct):
+    """See `types.Receipt`."""
+
+    dataset: str
+    dataset_version: str
+    config: str
+    seed: int
+    index: int
+
+
+class RawTask(msgspec.Struct):
+    """See `types.Task`."""
+
+    service: str
+    receipt: RawReceipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RawGroup:
+    """A finished group with all that the log says of it."""
+
+    finished_seq: int
+    id: str
+    task: bytes
+    admitted_version: int
+    ended_reason: str | None
+    ended_after: int | None
+    """The step after which it ended."""
+    step: int | None
+    """That consumed it."""
+    version: int | None
+    """That it was consumed under."""
+    trained_from: int | None
+    bodies: tuple[bytes, ...]
+    """Wire bytes of the rollouts."""
+
+
+def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
+    """Every finished group in the order of commit, one in memory at a time."""
+    rows = connection.execute(
+        "SELECT finished_seq, group_id, task, admitted_version, reason, ended.after_step, step, version, trained_from "
+        "FROM groups LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) "
+        "LEFT JOIN steps USING (step) ORDER BY finished_seq"
+    )
+    bodies = "SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position"
+    for row in rows:
+        yield RawGroup(*(*row, tuple(body for (body,) in connection.execute(bodies, (row[0],)))))
+
+
+def rollout_id(body: bytes, default: str) -> str:
+    """The id in a body that may be no rollout."""
+    try:
+        return wire.decode(body, _Named, BODY_BYTES).id
+    except WireError:
+        return default
+
+
+class _Named(msgspec.Struct):
+    id: str

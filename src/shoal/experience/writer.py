@@ -1,0 +1,142 @@
+"""Writes to the log from a thread of its own, so that no disk ever blocks the event loop."""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from shoal.errors import RunDirError
+from shoal.experience.log import LockedLog
+
+T = TypeVar("T")
+
+MAX_BATCH = 256
+"""Writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
+
+
+class _Write(Generic[T]):
+    """One write of a transaction, and who is told of it."""
+
+    __slots__ = ("_arrived", "_future", "_result", "_run")
+
+    def __init__(
+        self,
+        run: Callable[[sqlite3.Connection], T],
+        arrived: Callable[[T], None] | None,
+        future: "asyncio.Future[T] | None",
+    ) -> None:
+        self._run, self._arrived, self._future = run, arrived, future
+
+    def run(self, connection: sqlite3.Connection) -> None:
+        self._result = self._run(connection)
+
+    def succeed(self) -> None:
+        if self._arrived is not None:
+            self._arrived(self._result)
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self._result)
+
+    def fail(self, error: Exception) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
+
+class LogWriter:
+    """Runs writes in the order they were asked for, several to a transaction, and tells the loop when they are durable.
+
+    Invariant: `arrived` callbacks run on the event loop, in commit order, after the commit. After one failure nothing
+    more is written: every later write fails with the same error, and `on_failure` hears of the first.
+
+    The queue holds at most a few writes per running group, so the admission gate bounds it. With `threaded=False`
+    each write happens at once on the caller's thread, which a virtual clock needs.
+    """
+
+    def __init__(self, log: LockedLog, *, on_failure: Callable[[Exception], None], threaded: bool = True) -> None:
+        self._log = log
+        self._on_failure = on_failure
+        self._failure: Exception | None = None
+        self._queue: queue.SimpleQueue[_Write[object] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._work, name="log-writer", daemon=True)
+
+    def post(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> None:
+        """Asks for a write without waiting for it. Writes asked for later are never durable earlier."""
+        self._ask(_Write(run, arrived, None))
+
+    async def commit(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> T:
+        """The result of a write, once it is durable. Raises `RunDirError` when the log cannot be written."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._ask(_Write(run, arrived, future))
+        return await future
+
+    async def sync(self) -> None:
+        """Returns when all that was committed survives the loss of power too."""
+        await self.commit(lambda _: None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._log.sync)
+
+    async def close(self) -> None:
+        """Waits for the writes asked for so far and closes the log."""
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.put(None)
+            await asyncio.to_thread(self._thread.join)
+        self._log.close()
+
+    def _ask(self, write: "_Write[T]") -> None:
+        if self._failure is not None:
+            write.fail(self._failure)
+        elif self._thread is None:
+            self._deliver([write], self._transaction([write]))
+        else:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+                self._thread.start()
+            self._queue.put(write)  # type: ignore[arg-type]  # a queue of writes of any result
+
+    def _work(self) -> None:
+        """The thread: whatever is queued becomes one transaction."""
+        assert self._loop is not None
+        ending = False
+        while not ending:
+            batch = [self._queue.get()]
+            while len(batch) < MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            writes = [write for write in batch if write is not None]
+            ending = len(writes) < len(batch)
+            failure = self._transaction(writes) if writes else None
+            try:
+                self._loop.call_soon_threadsafe(self._deliver, writes, failure)
+            except RuntimeError:
+                return  # the loop is closed: nobody is left to be told
+
+    def _transaction(self, writes: "Sequence[_Write[T]]") -> Exception | None:
+        """Runs writes as one transaction: all of them are durable afterwards, or none and the reason is returned."""
+        if self._failure is not None:
+            return self._failure
+        connection = self._log.connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for write in writes:
+                write.run(connection)
+            connection.execute("COMMIT")
+        except Exception as error:  # whatever it is, somebody awaits this write and must hear of it
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._failure = error
+            if isinstance(error, sqlite3.OperationalError | OSError):
+                self._failure = RunDirError(f"{self._log.path} cannot be written: {error}; free space, then --resume")
+                self._failure.__cause__ = error
+        return self._failure
+
+    def _deliver(self, writes: "Sequence[_Write[T]]", failure: Exception | None) -> None:
+        if failure is None:
+            for write in writes:
+                write.succeed()
+            return
+        for write in writes:
+            write.fail(failure)
+        self._on_failure(failure)

@@ -1,0 +1,109 @@
+"""How an answer or an error is told: as a body, or as the events of a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+
+from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, SessionError, ShoalError
+from shoal.gateway.chat import Body, Refusal
+from shoal.gateway.responses import failure_event
+from shoal.gateway.session_routes import Unauthorized
+from shoal.gateway.sessions import ContextOverflow, Session, SessionOver
+from shoal.gateway.token_tree import Generation
+
+_encoder = msgspec.json.Encoder()
+
+
+class TooLarge(SessionError):
+    """A body over the limit (HTTP 413)."""
+
+
+STATUS: tuple[tuple[type[ShoalError], int], ...] = (
+    (Unauthorized, 401),
+    (HistoryDiverged, 409),
+    (SessionOver, 410),
+    (TooLarge, 413),
+    (EngineUnavailable, 503),
+    (SessionError, 400),
+    (RequestRefused, 400),
+)
+ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is made of a generation for one request."""
+
+    body: Callable[[Generation], Body]
+    events: Callable[[Generation], Iterable[Body]] | None
+    """None when the client wants no stream."""
+    named: bool = False
+    """Whether events carry their type as name, and no mark ends the stream."""
+
+
+def status_of(error: ShoalError) -> int:
+    """The HTTP status that says what went wrong."""
+    return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+
+
+def error_body(error: ShoalError, status: int, path: str) -> Body:
+    """An error in the words of the API that `path` belongs to."""
+    if "/v1/messages" in path:
+        other = "overloaded_error" if status == 503 else "invalid_request_error"
+        return {"type": "error", "error": {"type": ANTHROPIC_KINDS.get(status, other), "message": str(error)}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param = error.field if isinstance(error, Refusal) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": _code(error)}}
+
+
+async def streamed(
+    http: Request, session: Session, task: "asyncio.Future[Generation]", reply: Reply, keep_alive_s: float
+) -> AsyncIterator[bytes]:
+    """The events of an answer, with comments until there is one; an error that comes late is an event."""
+    assert reply.events is not None
+    path = http.url.path
+    while not task.done():
+        yield b": keep-alive\n\n"
+        await asyncio.wait({task}, timeout=keep_alive_s)
+    try:
+        generation = task.result()
+    except ShoalError as error:
+        status = status_of(error)
+        late = failure_event(str(error), _code(error)) if "/v1/responses" in path else error_body(error, status, path)
+        yield _event(late, named=reply.named)
+        return
+    if has_left(http):
+        return
+    for event in reply.events(generation):
+        yield _event(event, named=reply.named)
+    if not reply.named:
+        yield b"data: [DONE]\n\n"
+    session.deliver(generation)
+
+
+def has_left(http: Request) -> bool:
+    """Whether the server knows by now that the client of a request, all of which was read, has gone.
+
+    Asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which takes two more
+    rounds of the event loop, behind all the other requests.
+    """
+    asking = http.receive().__await__()
+    try:
+        next(asking)
+    except StopIteration as told:
+        return bool(told.value["type"] == "http.disconnect")
+    finally:
+        asking.close()
+    return False
+
+
+def _event(body: Body, *, named: bool) -> bytes:
+    data = b"data: " + _encoder.encode(body) + b"\n\n"
+    return b"event: " + str(body["type"]).encode() + b"\n" + data if named else data
+
+
+def _code(error: ShoalError) -> str | None:
+    return "context_length_exceeded" if isinstance(error, ContextOverflow) else None

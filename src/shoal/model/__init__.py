@@ -1,0 +1,1 @@
+"""Models in and out: loading, packed attention, chat templates, tool calls."""

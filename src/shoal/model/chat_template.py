@@ -1,0 +1,247 @@
+"""Messages to tokens and back, through one chat template."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import jinja2
+import tokenizers
+
+from shoal.errors import SessionError
+from shoal.model.tool_calls import CallFormat, DrawnCall, call_format, split_calls
+from shoal.types import Json, Message, Role, ToolCall
+
+# They stand for what was said before a bridge: no template changes them, and no conversation says them.
+ASKED, ANSWERED = "shoal0asked0", "shoal0answered0"
+BASES_KEPT = 32
+OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+
+
+class _Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    eos_token_id: int | None
+    chat_template: str | None
+
+    def apply_chat_template(self, conversation: list[dict[str, Json]], **options: Any) -> str: ...
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def convert_tokens_to_ids(self, token: str) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a drawn answer says."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[DrawnCall, ...] = ()
+    ill_formed: bool = False
+    """Something in `content` looks like a call and is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What a template can do. Where it has no bridge, each turn is rendered in full, as a new row."""
+
+    call_format: CallFormat
+    bridges_user: bool
+    bridges_tool: bool
+    reasoning: bool
+
+
+class ChatRenderer:
+    """Implements `interfaces.Renderer` for one tokenizer and its template."""
+
+    def __init__(self, tokenizer: _Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        # Its own `encode` goes through a batch of one, which wakes a thread pool for every text.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._stop_token_ids = stop_token_ids
+        self._bases: dict[tuple[tuple[Message, ...], str, str], str] = {}
+        self._opens_thought = lru_cache(BASES_KEPT)(self._opening)
+        self.call_format = call_format(tokenizer.chat_template)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an assistant's turn."""
+        return self._stop_token_ids
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template can show tools and the calls of its model can be read."""
+        return self.call_format is not CallFormat.NONE
+
+    def prompt_ids(self, messages: Sequence[Message], tools: str = "", template: str = "") -> list[int]:
+        """The conversation up to and including the header of the assistant's turn.
+
+        `tools` is a JSON array, `template` a JSON object of further template arguments; empty ones are none. A
+        tokenizer without a chat template (a base model) gets the contents joined by blank lines. Raises `SessionError`
+        for messages that the template refuses.
+        """
+        if self._tokenizer.chat_template is None:
+            text = "\n\n".join(message.content for message in messages)
+            return self._backend.encode(text, add_special_tokens=True).ids
+        try:
+            return self.token_ids(self._rendered(messages, tools, template))
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise SessionError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def bridge_ids(self, tail: Sequence[Message], tools: str = "", template: str = "") -> list[int] | None:
+        """What comes between a drawn answer and the next one, beginning with the token that closes the answer.
+
+        The tail is rendered after a dialogue that stands for whatever came before. None when that cannot be told
+        apart from it: the caller then renders the whole conversation, never a guess.
+        """
+        text = self._bridge(tail, tools, template)
+        return None if text is None else self._closed(text)
+
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a text by itself."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What was said, without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def answer(self, token_ids: Sequence[int], *, tools: bool, template: str = "") -> Answer:
+        """What a drawn answer says; calls are looked for when the conversation has `tools`.
+
+        `template` are the template arguments that the conversation was rendered with, as for `prompt_ids`.
+        """
+        ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
+        if not (tools and self.takes_tools):
+            reasoning, content = self._thought(self.text(ids), template)
+            return Answer(content, reasoning)
+        # Marks of calls may be special tokens, which are left out of plain text.
+        reasoning, rest = self._thought(self._tokenizer.decode(ids, skip_special_tokens=False), template)
+        split = split_calls(rest, self.call_format)
+        if split.calls or split.ill_formed:
+            return Answer(split.content, reasoning, split.calls, split.ill_formed)
+        reasoning, content = self._thought(self.text(ids), template)
+        return Answer(content, reasoning)
+
+    def self_test(self) -> TemplateReport:
+        """What the template can do, tried. Raises `SessionError` when it cannot even render a question."""
+        self.prompt_ids([Message(Role.USER, "question")])
+        call = Message(Role.TOOL, "result", tool_call_id="000000000")
+        return TemplateReport(
+            call_format=self.call_format,
+            bridges_user=self._bridges([Message(Role.USER, "question")]),
+            bridges_tool=self.takes_tools and self._bridges([call]),
+            reasoning=self._reasons,
+        )
+
+    def _rendered(self, messages: Sequence[Message], tools: str, template: str, *, prompt: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(
+            [_entry(message) for message in messages],
+            tools=json.loads(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **(json.loads(template) if template else {}),
+        )
+
+    def _bridge(self, tail: Sequence[Message], tools: str, template: str) -> str | None:
+        if self._tokenizer.chat_template is None:
+            return None
+        before = (Message(Role.USER, ASKED), _stand_in(tail))
+        try:
+            base = self._base(before, tools, template)
+            full = self._rendered([*before, *tail], tools, template)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return None
+        asked_end = full.find(ASKED) + len(ASKED)
+        unique = all(text.count(mark) == 1 for text in (base, full) for mark in (ASKED, ANSWERED))
+        # What a template puts before the answer must not depend on what comes after it. What it puts into the answer's
+        # head may (Qwen 3 shows an empty thought in the last one only): the drawn tokens stand there.
+        if not unique or base[:asked_end] != full[:asked_end]:
+            return None
+        answered_end = full.find(ANSWERED) + len(ANSWERED)
+        closes = [at for stop in self._stops if (at := full.find(stop, answered_end)) >= 0]
+        return full[min(closes) :] if closes else None
+
+    def _base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
+        """The stand-in dialogue by itself; the same for all tails that a user begins."""
+        key = (before, tools, template)
+        if key not in self._bases:
+            while len(self._bases) >= BASES_KEPT:
+                self._bases.pop(next(iter(self._bases)), None)
+            self._bases[key] = self._rendered(before, tools, template, prompt=False)
+        return self._bases[key]
+
+    def _bridges(self, tail: Sequence[Message]) -> bool:
+        """Whether the tail has a bridge that is tokenised by itself as it is within the whole."""
+        text = self._bridge(tail, "", "")
+        if text is None:
+            return False
+        full = self._rendered([Message(Role.USER, ASKED), _stand_in(tail), *tail], "", "")
+        return self.token_ids(full) == self.token_ids(full.removesuffix(text)) + self._closed(text)
+
+    def _closed(self, text: str) -> list[int]:
+        """The tokens of a bridge. Its close is the stop token, by itself: merged with what follows it would be another,
+        and a drawn close would be written twice."""
+        stop, mark = max(zip(self._stop_token_ids, self._stops, strict=True), key=lambda pair: _begins(text, pair[1]))
+        return [stop, *self.token_ids(text[len(mark) :])]
+
+    @cached_property
+    def _stops(self) -> tuple[str, ...]:
+        """The stop tokens as templates write them."""
+        return tuple(self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._stop_token_ids)
+
+    @cached_property
+    def _reasons(self) -> bool:
+        """Whether the template sets thoughts apart from answers."""
+        return CLOSE_THOUGHT in (self._tokenizer.chat_template or "")
+
+    def _opening(self, template: str) -> bool:
+        """Whether the header of the assistant's turn already opens a thought."""
+        return self._rendered([Message(Role.USER, ASKED)], "", template).rstrip().endswith(OPEN_THOUGHT)
+
+    def _thought(self, text: str, template: str) -> tuple[str, str]:
+        """Reasoning and the rest."""
+        if not self._reasons:
+            return "", text
+        opened = self._opens_thought(template) or text.lstrip().startswith(OPEN_THOUGHT)
+        reasoning, mark, content = text.partition(CLOSE_THOUGHT)
+        if not opened and not mark:
+            return "", text
+        return reasoning.strip().removeprefix(OPEN_THOUGHT).strip(), content.lstrip("\n")
+
+
+def _begins(text: str, mark: str) -> int:
+    """How much of the text the mark is, when it begins with it."""
+    return len(mark) if text.startswith(mark) else 0
+
+
+def _stand_in(tail: Sequence[Message]) -> Message:
+    """An answer to stand before the tail: one with a call before a tool's result."""
+    if not tail or tail[0].role is not Role.TOOL:
+        return Message(Role.ASSISTANT, ANSWERED)
+    call = ToolCall(tail[0].tool_call_id, "tool", json.dumps({"argument": ANSWERED}))
+    return Message(Role.ASSISTANT, "", (call,))
+
+
+def _entry(message: Message) -> dict[str, Json]:
+    """A message as templates read it."""
+    entry: dict[str, Json] = {"role": message.role.value, "content": message.content}
+    if message.reasoning:
+        entry["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        entry["tool_calls"] = [_call_entry(call) for call in message.tool_calls]
+    if message.role is Role.TOOL and message.tool_call_id:
+        entry["tool_call_id"] = message.tool_call_id
+    return entry
+
+
+def _call_entry(call: ToolCall) -> Json:
+    """Arguments as an object, for templates write them as JSON themselves; what is no JSON stays text."""
+    try:
+        arguments: Json = json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

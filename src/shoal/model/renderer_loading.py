@@ -1,0 +1,58 @@
+"""The tokenizer and chat template of a Hugging Face model directory.
+
+`PreTrainedTokenizerFast` reads `tokenizer.json` and renders the template in a sandboxed environment, both without
+importing torch: the main process has none.
+"""
+
+import json
+from pathlib import Path
+
+from shoal.errors import ModelError
+from shoal.model.chat_template import ChatRenderer
+
+
+def local_directory(path: str) -> Path:
+    """The directory of a model: the one named, or the download of a hub name. Raises `ModelError`."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"model directory {path!r} has no config.json: it is not a Hugging Face model")
+        return directory
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(f"model directory {path!r} does not exist")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.gguf", "*.pth", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model {path!r} is neither a directory nor a hub model that can be fetched: {reason}"
+        ) from error
+
+
+def load_renderer(path: Path) -> ChatRenderer:
+    """The renderer of a model directory. Raises `ModelError` when there is no tokenizer."""
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"model directory {str(path)!r} has no tokenizer.json")
+    from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which imports torch
+
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {str(path)!r} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    stops = _stop_token_ids(path, tokenizer.eos_token_id)
+    if not stops:
+        raise ModelError(f"model {str(path)!r} names no end-of-sequence token, so that no answer could end")
+    return ChatRenderer(tokenizer, stops)
+
+
+def _stop_token_ids(path: Path, eos_token_id: int | None) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token, and those that the generation config adds."""
+    stops = [] if eos_token_id is None else [eos_token_id]
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        listed = json.loads(generation.read_text()).get("eos_token_id")
+        stops += listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return tuple(dict.fromkeys(stops))

@@ -1,0 +1,185 @@
+"""What a run is doing, while it does it: a panel that stays in place on a terminal, plain lines elsewhere.
+
+Fed with the records of metrics.jsonl (`LiveProgress.update` is a listener of `metrics.Trackers`), so that what is shown
+is what was recorded. Everything goes to standard error: standard output is for results.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from shoal.observe.metrics import Record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 40
+
+
+def sparkline(values: Iterable[float], width: int = SPARKLINE_WIDTH) -> str:
+    """The values as bars of eight heights from the smallest to the largest; each is the mean of its share of them.
+
+    >>> sparkline([0.0, 0.25, 0.5, 1.0])
+    '▁▃▅█'
+    >>> sparkline([3.0, 3.0])
+    '▄▄'
+    """
+    known = [value for value in values if math.isfinite(value)]
+    count = min(width, len(known))
+    cuts = [len(known) * i // count for i in range(count + 1)] if count else [0]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if low == high:
+        return BARS[3] * count
+    return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
+
+
+class LiveProgress:
+    """Shows a run as a context manager; what `update` is given is shown at once on a terminal.
+
+    Elsewhere a step is a line only when `every_s` seconds have passed since the last one; evaluations, events and the
+    last step always are. `eta` is shown beside the staleness that it bounds.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        eta: int,
+        *,
+        stream: TextIO | None = None,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._eta = eta
+        self._stream = stream or sys.stderr
+        self._every_s = every_s
+        self._clock = clock
+        self._next_line_s = -math.inf
+        self._step: Record = {}
+        self._first_eval: Record = {}
+        self._last_eval: Record = {}
+        self._event = "starting"
+        self._rewards: deque[float] = deque(maxlen=4096)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            from rich.console import Console  # 60 ms, and only a terminal needs it
+            from rich.live import Live
+
+            self._live = Live(self._panel(), console=Console(file=self._stream), refresh_per_second=8)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, record: Record) -> None:
+        """Takes one record of metrics.jsonl in."""
+        kind = record.get("kind")
+        if kind == "step":
+            self._step = record
+            self._rewards.append(_number(record, "reward"))
+        elif kind == "eval":
+            self._last_eval = record
+            self._first_eval = self._first_eval or record
+        elif kind == "event":
+            self._event = _event_text(record)
+        if self._live is not None:
+            self._live.update(self._panel())
+        else:
+            self._write_line(record)
+
+    def _write_line(self, record: Record) -> None:
+        kind = record.get("kind")
+        if kind == "step":
+            due = self._clock() >= self._next_line_s or record.get("step") == self._steps
+            if not due:
+                return
+            self._next_line_s = self._clock() + self._every_s
+            parts = [f"step {_form(record, 'step', '.0f')}/{self._steps}"]
+            parts += [f"{name} {text}" for name, text in self._step_texts().items()]
+            line = "  ".join(parts)
+        elif kind == "eval":
+            line = f"held-out accuracy after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
+        else:
+            line = self._event
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _step_texts(self) -> Mapping[str, str]:
+        """What the newest step says, by what it is about."""
+        step = self._step
+        mean, highest = _form(step, "staleness_mean", ".1f"), _form(step, "staleness_max", ".0f")
+        tokens, samples = _form(step, "tokens_per_s", ",.0f"), _form(step, "samples_per_s", ",.0f")
+        return {
+            "reward": _form(step, "reward", ".3f"),
+            "staleness": f"{mean}, max {highest} of {self._eta}",
+            "speed": f"{tokens} tokens/s, {samples} samples/s",
+            "busy": f"engine {_form(step, 'engine_busy', '.0%')}, trainer {_form(step, 'trainer_busy', '.0%')}",
+        }
+
+    def _panel(self) -> "RenderableType":
+        """The panel of the newest records."""
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        done = max(0, int(_number(self._step, "step", 0.0)))
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column()
+        rows.add_row("step", f"{done} of {self._steps}")
+        rows.add_row("", ProgressBar(total=self._steps, completed=done, width=SPARKLINE_WIDTH))
+        if self._step:
+            texts = dict(self._step_texts())
+            reward = Text(texts.pop("reward"), style="bold")
+            rows.add_row("reward", reward.append(f"  {sparkline(self._rewards)}", style="not bold cyan"))
+            for name, text in texts.items():
+                rows.add_row(name, Text(text))
+        if self._last_eval:
+            rows.add_row("held-out", Text(_eval_text(self._last_eval, since=self._first_eval)))
+        rows.add_row("last event", Text(self._event))
+        return Panel(rows, title="Shoal", title_align="left", expand=False, padding=(0, 1))
+
+
+def _number(record: Record, name: str, missing: float = math.nan) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else missing
+
+
+def _form(record: Record, name: str, form: str) -> str:
+    """A number of the record as text; a dash when it has none."""
+    value = _number(record, name)
+    return format(value, form) if math.isfinite(value) else "-"
+
+
+def _eval_text(record: Record, since: Record | None = None) -> str:
+    """Both scores of an evaluation, each after what it was at first when that is another evaluation."""
+    parts = []
+    for name in ("sampled", "greedy"):
+        if record.get(name) is not None:
+            before = f"{_form(since, name, '.3f')} → " if since is not None and since is not record else ""
+            parts.append(f"{name} {before}{_form(record, name, '.3f')}")
+    return ", ".join(parts)
+
+
+def _event_text(record: Record) -> str:
+    details = [
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in record.items()
+        if name not in {"kind", "name", "time_s"} and value is not None
+    ]
+    return ": ".join(filter(None, [str(record.get("name", "")), ", ".join(details)]))

@@ -1,0 +1,145 @@
+"""What a run directory says of its run: the records of metrics.jsonl, the config, and figures that sum them up."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from shoal.config import Config, load
+from shoal.errors import ConfigError, RunDirError
+from shoal.observe.metrics import COUNTS, Record, read_records
+
+EDGE_SHARE = 0.1
+"""Share of the steps whose mean stands for a run's beginning, and for its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """The records of one run, each step and each evaluation once: after a resume the newer one counts."""
+
+    name: str
+    steps: tuple[Record, ...]
+    evals: tuple[Record, ...]
+    events: tuple[Record, ...]
+    config_text: str
+    """resolved.toml; empty when there is none."""
+    config: Config | None
+    """None when resolved.toml is missing or written by another version of Shoal."""
+
+    def column(self, name: str) -> list[float]:
+        """The values of one name over the steps; nan where there is none."""
+        return column(self.steps, name)
+
+    def total(self, name: str) -> float:
+        """The sum of one name over the steps that have it."""
+        return sum(_known(self.column(name)))
+
+    def seconds(self) -> list[float]:
+        """How long each step took: what its rates and busy shares are to be weighted with. Of the first, 0."""
+        times = self.column("time_s")
+        return [0.0, *(max(0.0, b - a) for a, b in pairwise(times))][: len(times)]
+
+    def tasks(self, prefix: str) -> list[str]:
+        """Names of the tasks that have `<prefix>/<task>` in the steps or evaluations, sorted."""
+        return tasks_of((*self.steps, *self.evals), prefix)
+
+    def summary(self) -> dict[str, float]:
+        """The run in a few figures, those that cannot be given left out.
+
+        `reward_first` and `reward_last` are means over the first and the last tenth of the steps; `accuracy_*` and
+        `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the time.
+        """
+        edge = math.ceil(len(self.steps) * EDGE_SHARE)
+        rewards = self.column("reward")
+        sampled, greedy = column(self.evals, "sampled"), _known(column(self.evals, "greedy"))
+        figures = {
+            "steps": float(len(self.steps)),
+            "wall_s": max(column((*self.steps, *self.evals, *self.events), "time_s"), default=math.nan),
+            "reward_first": mean(rewards[:edge]),
+            "reward_last": mean(rewards[-edge:]) if edge else math.nan,
+            "accuracy_before": sampled[0] if sampled else math.nan,
+            "accuracy_after": sampled[-1] if sampled else math.nan,
+            "greedy_before": greedy[0] if greedy else math.nan,
+            "greedy_after": greedy[-1] if greedy else math.nan,
+            "staleness_mean": mean(self.column("staleness_mean")),
+            "staleness_max": max(_known(self.column("staleness_max")), default=math.nan),
+            **{name: mean(self.column(name)) for name in ("ess", "clipped_share", "masked_share", "entropy")},
+            "mismatch_fresh": mean(self.column("mismatch_fresh")),
+            "tokens_per_s": mean(self.column("tokens_per_s"), self.seconds()),
+            "samples_per_s": mean(self.column("samples_per_s"), self.seconds()),
+            "engine_busy": mean(self.column("engine_busy"), self.seconds()),
+            "trainer_busy": mean(self.column("trainer_busy"), self.seconds()),
+            "version": self.column("version")[-1] if self.steps else math.nan,
+        }
+        figures |= {name: self.total(name) for name in sorted(COUNTS)}
+        return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def read_run(run_dir: Path) -> RunRecords:
+    """The records of a run directory. Raises `RunDirError` when it is none."""
+    metrics, resolved = run_dir / "metrics.jsonl", run_dir / "resolved.toml"
+    if not metrics.is_file() and not resolved.is_file():
+        raise RunDirError(f"{run_dir}: expected a run directory, with metrics.jsonl or resolved.toml, got neither")
+    records = read_records(metrics) if metrics.is_file() else []
+    try:
+        config = load(resolved)
+    except ConfigError:
+        config = None
+    return RunRecords(
+        name=run_dir.resolve().name,
+        steps=_newest_per_step(records, "step"),
+        evals=_newest_per_step(records, "eval"),
+        events=tuple(record for record in records if record["kind"] == "event"),
+        config_text=resolved.read_text(errors="replace") if resolved.is_file() else "",
+        config=config,
+    )
+
+
+def column(records: Iterable[Record], name: str) -> list[float]:
+    """The numbers of one name over records; nan where there is none."""
+    values = [record.get(name) for record in records]
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+
+
+def tasks_of(records: Iterable[Record], prefix: str) -> list[str]:
+    """Names of the tasks that have `<prefix>/<task>` among the records, sorted."""
+    marked = f"{prefix}/"
+    return sorted({name.removeprefix(marked) for record in records for name in record if name.startswith(marked)})
+
+
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """Mean of the finite values, nan without any. Weights of 0 throughout count as equal.
+
+    >>> mean([100.0, 10.0], [1.0, 9.0])  # 100 per second for one second, then 10 per second for nine
+    19.0
+    """
+    if weights is not None and sum(weights) > 0:
+        pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
+        total = sum(weight for _, weight in pairs)
+        return sum(value * weight for value, weight in pairs) / total if total > 0 else mean([v for v, _ in pairs])
+    known = _known(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+def moving_average(values: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
+    """`mean` of each value and the `window - 1` before it.
+
+    >>> moving_average([1.0, 3.0, float("nan"), 5.0], 2)
+    [1.0, 2.0, 3.0, 5.0]
+    """
+    spans = [slice(max(0, i + 1 - window), i + 1) for i in range(len(values))]
+    return [mean(values[span], weights[span] if weights is not None else None) for span in spans]
+
+
+def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]:
+    newest = {
+        step: record
+        for record in records
+        if record["kind"] == kind and isinstance(step := record.get("step"), int | float)
+    }
+    return tuple(newest[step] for step in sorted(newest))
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]

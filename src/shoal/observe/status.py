@@ -1,0 +1,84 @@
+"""Where a run stands, task by task, from its run directory alone; a run that goes on is not disturbed."""
+
+from math import isnan
+from pathlib import Path
+
+from shoal.errors import RunDirError
+from shoal.experience import task_counts
+from shoal.experience.log import FILE
+from shoal.observe.report.records import RunRecords, read_run
+from shoal.types import EXTERNAL
+
+LATELY = 20
+"""Steps that rewards and rates are means of."""
+
+
+def status(run_dir: Path) -> dict[str, object]:
+    """The run as a whole, and under `tasks` what became of each task's groups. Raises `RunDirError`."""
+    if not (run_dir / FILE).is_file():
+        raise RunDirError(f"{run_dir}: expected a run directory with {FILE}, found none")
+    run = read_run(run_dir)
+    counts = task_counts(run_dir)
+    weights = {task.name: task.weight for task in run.config.tasks} if run.config else {}
+    own = {name for name in counts if not name.startswith(EXTERNAL)}  # what peers drew has no share
+    consumed = sum(counts[name].consumed for name in own)
+    tasks: dict[str, dict[str, object]] = {}
+    for name, task in sorted(counts.items()):
+        tasks[name] = {
+            "started": task.started,
+            "running": task.in_flight,
+            "waiting": task.waiting,
+            "trained": task.consumed,
+            "failed": dict(task.failed),
+            "dropped": dict(task.dropped),
+            "share": task.consumed / consumed if consumed and name in own else None,
+            "target": weights[name] / sum(weights.values()) if name in weights else None,
+            "reward": _lately(run, f"reward/{name}"),
+            "solve_rate": _lately(run, f"solve_rate/{name}"),
+            "tokens_per_s": _lately(run, f"tokens_per_s/{name}"),
+        }
+    return {
+        "steps": len(run.steps),
+        "of": run.config.train.steps if run.config else None,
+        "version": _lately(run, "version", 1),
+        "reward": _lately(run, "reward"),
+        "tokens_per_s": _lately(run, "tokens_per_s"),
+        "staleness_mean": _lately(run, "staleness_mean"),
+        "engine_busy": _lately(run, "engine_busy"),
+        "trainer_busy": _lately(run, "trainer_busy"),
+        "ratio_changes": [event for event in run.events if event.get("name") == "ratio"],
+        "tasks": tasks,
+    }
+
+
+def status_lines(values: dict[str, object]) -> list[str]:
+    """The same for a person: a line for the run, a line per task, a line per reason."""
+    tasks = values["tasks"]
+    assert isinstance(tasks, dict)
+    lines = [
+        f"step {values['steps']} of {values['of'] or '?'}, version {_number(values['version'])}, "
+        f"reward {_number(values['reward'])}, {_number(values['tokens_per_s'])} tokens/s, "
+        f"staleness {_number(values['staleness_mean'])}, "
+        f"busy: engine {_number(values['engine_busy'])}, trainer {_number(values['trainer_busy'])}"
+    ]
+    width = max((len(name) for name in tasks), default=0)
+    for name, task in tasks.items():
+        lines.append(
+            f"{name:<{width}}  running {task['running']}, waiting {task['waiting']}, trained {task['trained']} of "
+            f"{task['started']} started; share {_number(task['share'])} (target {_number(task['target'])}), "
+            f"reward {_number(task['reward'])}, solved {_number(task['solve_rate'])}, "
+            f"{_number(task['tokens_per_s'])} tokens/s"
+        )
+        for outcome in ("failed", "dropped"):
+            lines += [f"{'':<{width}}  {outcome} {number}: {reason}" for reason, number in task[outcome].items()]
+    return lines
+
+
+def _lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:
+    """The mean over the last steps that have the value; None when there is none."""
+    known = [value for value in run.column(name)[-steps:] if not isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float | int) else "unknown"

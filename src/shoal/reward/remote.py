@@ -1,0 +1,86 @@
+"""Scores on other machines: a client of `shoal rewards serve`."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from shoal.checker import Spec
+from shoal.reward.http import ScoreReply, ScoreRequest
+from shoal.types import Reward, RewardStatus, Task
+
+RETRIES = 4
+RETRY_DELAY_S = 0.25
+TIMEOUT_S = 600.0
+"""Of one request, queueing there included; it only bounds what a machine that has gone silent costs."""
+REST_S = 5.0
+"""How long a server that did not answer is asked last."""
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    running: int = 0
+    rests_until_s: float = 0.0
+
+
+class RemoteScorer:
+    """Asks the server with the least to do; what one cannot do now, another is asked for."""
+
+    def __init__(self, urls: Sequence[str], token: str = "") -> None:
+        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. Failed when no server answers after all retries."""
+        body = msgspec.json.encode(ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt))
+        why = ""
+        for attempt in range(RETRIES + 1):
+            server = self._least_loaded()
+            try:
+                status, reply = await self._post(server, body)
+                if status == 200:
+                    return _rewards(reply, len(answers))
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
+                why = f"{server.url}: {type(error).__name__}: {error}"
+            else:
+                why = f"{server.url}: HTTP {status}: {reply[:200].decode(errors='replace')}"
+                if status < 500 and status != 429:
+                    break
+            server.rests_until_s = asyncio.get_running_loop().time() + REST_S
+            if all(self._rests(one) for one in self._servers) and attempt < RETRIES:
+                await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+        return [Reward(0.0, RewardStatus.FAILED, evidence=why)] * len(answers)
+
+    def _rests(self, server: _Server) -> bool:
+        return server.rests_until_s > asyncio.get_running_loop().time()
+
+    def _least_loaded(self) -> _Server:
+        return min(self._servers, key=lambda server: (self._rests(server), server.running, server.rests_until_s))
+
+    async def _post(self, server: _Server, body: bytes) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S), headers=self._headers)
+        server.running += 1
+        try:
+            async with self._session.post(f"{server.url}/score", data=body) as answer:
+                return answer.status, await answer.read()
+        finally:
+            server.running -= 1
+
+
+def _rewards(reply: bytes, n: int) -> list[Reward]:
+    """Raises `ValueError` and msgspec's errors for what is no reply to `n` answers."""
+    rewards = [one.reward for one in msgspec.json.decode(reply, type=ScoreReply).rewards]
+    if len(rewards) != n:
+        raise ValueError(f"expected {n} rewards, got {len(rewards)}")
+    return rewards

@@ -1,0 +1,125 @@
+"""`shoal rewards serve`: the scorer over HTTP, with the same limits, for one machine or many.
+
+    POST /score      {"scorer": ..., "answers": [...], "truth": ..., "info": ..., "receipt": ...} -> {"rewards": [...]}
+    GET  /health     {"status": "ok", "rung": ...}
+    GET  /metrics    for Prometheus
+
+A client's checker decides what runs here, so that only those are taken that run in a sandbox or a worker process: the
+user's functions and judges stay with whoever asks.
+"""
+
+import contextlib
+import hmac
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal import checker
+from shoal.checker import Spec
+from shoal.errors import TaskError
+from shoal.reward.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
+from shoal.reward.service import RewardService
+from shoal.sandbox import backends
+from shoal.types import Task
+
+MOST_TEST_S = 60.0
+MOST_MEMORY_MB = 2048
+
+
+class RewardServer:
+    """`app` is the ASGI application; it ends the service, which must have been started."""
+
+    def __init__(self, service: RewardService, *, token: str = "", most_waiting: int = 1024) -> None:
+        """With a token, whoever asks for scores must have it. More than `most_waiting` requests get 503."""
+        self._service = service
+        self._token = token
+        self._most_waiting = most_waiting
+        self._waiting = 0
+        self._counts = {"requests": 0, "answers": 0, "refused": 0}
+        self.app = Starlette(
+            routes=[
+                Route("/score", self._score, methods=["POST"]),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        yield
+        await self._service.aclose()
+
+    async def _score(self, http: Request) -> Response:
+        if self._token:
+            given = http.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                return self._refused(401, "expected the token that the server was started with")
+        if self._waiting >= self._most_waiting:
+            return self._refused(503, f"{self._waiting} requests wait already")
+        self._waiting += 1
+        try:
+            return await self._scored(http)
+        finally:
+            self._waiting -= 1
+
+    async def _scored(self, http: Request) -> Response:
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                return self._refused(413, f"expected at most {MOST_BODY_BYTES} bytes")
+        try:
+            request = msgspec.json.decode(body, type=ScoreRequest)
+            spec = checker.spec_of(checker.to_json(request.scorer), "scorer")
+        except (msgspec.MsgspecError, ValueError, RecursionError, TaskError) as error:
+            return self._refused(400, str(error))
+        if len(request.answers) > MOST_ANSWERS:
+            return self._refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
+        if not checker.is_confined(spec):
+            return self._refused(403, "function and judge are not run for others; leave reward.urls to the rest")
+        if why := asks_too_much(spec):
+            return self._refused(403, why)
+        task = Task("remote", "remote", (), request.truth, request.info, request.receipt)
+        rewards = await self._service.score_by(spec, task, request.answers)
+        self._counts["requests"] += 1
+        self._counts["answers"] += len(rewards)
+        return _json(reply_of(rewards))
+
+    async def _health(self, _: Request) -> Response:
+        works = [rung.value for rung, why in backends.probe().items() if not why]
+        return _json({"status": "ok", "rung": works[0] if works else None, "waiting": self._waiting})
+
+    async def _metrics(self, _: Request) -> Response:
+        lines = [f"shoal_rewards_{name}_total {value}" for name, value in self._counts.items()]
+        lines += [f"shoal_{name} {value:g}" for name, value in self._service.values.items()]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    def _refused(self, status: int, why: str) -> Response:
+        self._counts["refused"] += 1
+        return _json({"error": why}, status)
+
+
+def asks_too_much(spec: Spec) -> str:
+    """Why a program would get more of this machine than a stranger may have; empty when it would not.
+
+    >>> asks_too_much(checker.Code()), asks_too_much(checker.Code(timeout_s=3600))
+    ('', 'scorer.timeout_s: expected at most 60 seconds for a test, got 3600')
+    """
+    if isinstance(spec, checker.Weighted):
+        return next(filter(None, (asks_too_much(part.scorer) for part in spec.parts)), "")
+    if not isinstance(spec, checker.Code):
+        return ""
+    if spec.timeout_s > MOST_TEST_S:
+        return f"scorer.timeout_s: expected at most {MOST_TEST_S:g} seconds for a test, got {spec.timeout_s:g}"
+    if spec.memory_mb > MOST_MEMORY_MB:
+        return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {spec.memory_mb}"
+    return ""
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -1,0 +1,216 @@
+"""The scorer of a run: each task's checker is found, run where it belongs, and what it says is kept.
+
+    worker processes   everything that is text and truth: exact, number, math, regex, ..., reasoning_gym
+    sandboxes          code
+    a process of its own, unconfined   the user's functions
+    this process       judge (a request to a model), and adding up weighted parts
+
+With `reward.urls` the first two are other machines' work (`shoal rewards serve`).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from shoal import checker
+from shoal.checker import Spec, task_spec
+from shoal.config import RewardConfig
+from shoal.errors import SandboxUnavailable, TaskError
+from shoal.reward import code
+from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
+from shoal.reward.code_runner import Boxes
+from shoal.reward.llm_judge import JudgeScorer
+from shoal.reward.remote import RemoteScorer
+from shoal.reward.scorer import WINDOW, WorkerScorer, percentile
+from shoal.reward.user_functions import FunctionScorer
+from shoal.types import Reward, RewardStatus, Task
+
+TOKEN_VARIABLE = "SHOAL_REWARDS_TOKEN"
+MOST_ANSWER_BYTES = 1 << 20
+"""An answer that is larger is worth 0."""
+
+
+class SpecScorer(Protocol):
+    """Scores answers by a given checker."""
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order."""
+        ...
+
+
+class CodeScorer:
+    """Runs unit tests in sandboxes."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        self._boxes = boxes
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. A program that hangs, crashes or breaks a limit has failed its tests."""
+        assert isinstance(spec, checker.Code)
+        tests = code.tests_in(task.info)
+        examinations = [code.examination(spec, tests, answer) for answer in answers]
+        try:
+            runs = iter(await self._boxes.run([job for one in examinations for job in one.jobs]))
+        except SandboxUnavailable as error:
+            return [_failed(error)] * len(answers)
+        return [
+            code.reward(
+                [
+                    verdict
+                    for job, decided in zip(one.jobs, one.tests, strict=True)
+                    for verdict in code.verdicts(job, decided, next(runs), spec.tolerance)
+                ],
+                partial=spec.partial,
+            )
+            for one in examinations
+        ]
+
+
+class RewardService:
+    """A `Scorer` for every checker. Use as an async context manager.
+
+    Equal answers of a group, and answers seen before, are scored once.
+    """
+
+    def __init__(self, config: RewardConfig, log: Path = Path(os.devnull), *, boxes: Boxes | None = None) -> None:
+        """`log` takes what worker processes write before they are ready."""
+        self.cache = RewardCache()
+        self.boxes = boxes or Boxes(config.workers)
+        self._workers = None if config.urls else WorkerScorer(config, log)
+        self._remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if config.urls else None
+        self._judge = JudgeScorer()
+        self._functions = FunctionScorer(log)
+        self._code = CodeScorer(self.boxes)
+        self._counts = dict.fromkeys(RewardStatus, 0)
+        self._total_s: deque[float] = deque(maxlen=WINDOW)
+
+    async def start(self) -> None:
+        """Starts the worker processes. Raises `ChildDied`."""
+        if self._workers is not None:
+            await self._workers.start()
+
+    async def aclose(self) -> None:
+        """Ends everything that it started."""
+        async with contextlib.AsyncExitStack() as stack:
+            for part in (self._workers, self._remote, self._judge, self._functions, self.boxes):
+                if part is not None:
+                    stack.push_async_callback(part.aclose)
+
+    async def __aenter__(self) -> "RewardService":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
+        try:
+            spec = task_spec(task)
+        except TaskError as error:
+            return self._counted([_failed(error)] * len(answers))
+        return await self.score_by(spec, task, answers)
+
+    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """The same by a checker that is not the task's own."""
+        began_s = asyncio.get_running_loop().time()
+        try:
+            rewards = await self._by(spec, task, answers)
+        except TaskError as error:
+            rewards = [_failed(error)] * len(answers)
+        self._total_s.append(asyncio.get_running_loop().time() - began_s)
+        return self._counted(rewards)
+
+    def _counted(self, rewards: list[Reward]) -> list[Reward]:
+        for reward in rewards:
+            self._counts[reward.status] += 1
+        return rewards
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """For metrics: counts since the start, and percentiles in seconds over the latest groups."""
+        values: dict[str, float] = {
+            "scorer_timed_out": self._counts[RewardStatus.TIMED_OUT],
+            "scorer_failed": self._counts[RewardStatus.FAILED],
+        }
+        asked = self.cache.hits + self.cache.misses
+        values["scorer_cached_share"] = self.cache.hits / asked if asked else 0.0
+        values["scorer_p50_s"] = percentile(self._total_s, 0.5)
+        values["scorer_p99_s"] = percentile(self._total_s, 0.99)
+        if self._workers is not None:
+            stats = self._workers.stats
+            values["scorer_queue_p50_s"], values["scorer_queue_p99_s"] = stats.queue_p50_s, stats.queue_p99_s
+            values["scorer_run_p50_s"], values["scorer_run_p99_s"] = stats.run_p50_s, stats.run_p99_s
+            values["scorer_restarts"] = stats.restarts
+        values["scorer_sandboxes"] = self.boxes.boxes
+        return values
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the worker processes."""
+        return self._workers.pids if self._workers is not None else []
+
+    async def _by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        if isinstance(spec, checker.Weighted):
+            parts = await asyncio.gather(*(self._by(part.scorer, task, answers) for part in spec.parts))
+            return [weighted(spec, [rewards[i] for rewards in parts]) for i in range(len(answers))]
+        if not is_cacheable(spec):
+            return await self._place(spec).score_by(spec, task, answers)
+        task_key = key_of(spec, task)
+        keys = [answer_key(task_key, answer) for answer in answers]
+        known = {key: reward for key in dict.fromkeys(keys) if (reward := self.cache.get(key)) is not None}
+        new = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in known}
+        fitting = {key: answer for key, answer in new.items() if len(answer) <= MOST_ANSWER_BYTES}
+        if fitting:
+            scored = await self._place(spec).score_by(spec, task, list(fitting.values()))
+            for key, reward in zip(fitting, scored, strict=True):
+                known[key] = reward
+                self.cache.put(key, reward)
+        large = Reward(0.0, evidence=f"longer than {MOST_ANSWER_BYTES} characters")
+        return [known.get(key, large) for key in keys]
+
+    def _place(self, spec: Spec) -> SpecScorer:
+        """Where a checker is run."""
+        if isinstance(spec, checker.Judge):
+            return self._judge
+        if isinstance(spec, checker.Function):
+            return self._functions
+        if self._remote is not None:
+            return self._remote
+        if isinstance(spec, checker.Code):
+            return self._code
+        assert self._workers is not None
+        return self._workers
+
+
+def _failed(error: Exception) -> Reward:
+    return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
+
+
+def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
+    """The weighted sum of the parts' values; what is not scored in one part is not scored at all.
+
+    >>> spec = checker.Weighted((checker.Part(checker.Exact()), checker.Part(checker.Number(), weight=0.5)))
+    >>> weighted(spec, [Reward(0.0), Reward(1.0)])
+    Reward(value=0.5, status=<RewardStatus.SCORED: 'scored'>, parts=(('exact', 0.0), ('number', 1.0)), evidence='')
+    """
+    labels = [part.label or str(part.scorer.__struct_config__.tag) for part in spec.parts]
+    for label, reward in zip(labels, rewards, strict=True):
+        if reward.status is not RewardStatus.SCORED:
+            return Reward(0.0, reward.status, evidence=f"{label}: {reward.evidence}")
+    value = sum(part.weight * reward.value for part, reward in zip(spec.parts, rewards, strict=True))
+    inner = [
+        ((label, reward.value), *((f"{label}/{name}", number) for name, number in reward.parts))
+        for label, reward in zip(labels, rewards, strict=True)
+    ]
+    evidence = "; ".join(
+        f"{label}: {reward.evidence}" for label, reward in zip(labels, rewards, strict=True) if reward.evidence
+    )
+    return Reward(value, RewardStatus.SCORED, tuple(part for group in inner for part in group), evidence[:1000])

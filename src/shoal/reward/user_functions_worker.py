@@ -1,0 +1,70 @@
+"""The process of one of the user's reward functions: `python -m shoal.reward.user_functions_worker --fd N`."""
+
+import argparse
+import json
+import math
+import socket
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from shoal import wire
+from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.plugins import own_code
+from shoal.reward.user_functions import Call, Called
+
+
+def called(call: Call) -> Called:
+    """What the function gives for a group, checked."""
+    count = len(call.answers)
+    try:
+        values = cast(Callable[..., object], own_code("reward", call.path))(
+            prompts=_prompts(call),
+            completions=_completions(call),
+            **{name: [value] * count for name, value in _columns(call).items()},
+        )
+    except Exception as error:  # the user's function raises what it will
+        return Called(error=f"{call.path}: {type(error).__name__}: {error}"[:1000])
+    if not isinstance(values, Sequence) or len(values) != count:
+        return Called(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
+    wrong = [value for value in values if not _is_reward(value)]
+    if wrong:
+        return Called(error=f"{call.path}: expected finite numbers or None, got {wrong[0]!r}"[:500])
+    return Called([None if value is None else float(value) for value in values])
+
+
+def _is_reward(value: object) -> bool:
+    if value is None:
+        return True
+    try:
+        return math.isfinite(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def _prompts(call: Call) -> list[object]:
+    """Conversations, as TRL gives them for conversational data sets."""
+    return [list(call.messages) for _ in call.answers]
+
+
+def _completions(call: Call) -> list[object]:
+    return [[{"role": "assistant", "content": answer}] for answer in call.answers]
+
+
+def _columns(call: Call) -> dict[str, object]:
+    """The task's info and its answer."""
+    info = json.loads(call.info)
+    return {**{name: value for name, value in info.items() if name != "scorer"}, "answer": call.truth}
+
+
+def main() -> None:
+    """Answers calls until the main process closes the socket."""
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    send_frame(connection, b"")
+    serve(connection, lambda frame: [wire.encode(called(wire.decode(frame, Call)))])
+
+
+if __name__ == "__main__":
+    main()

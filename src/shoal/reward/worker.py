@@ -1,0 +1,130 @@
+"""A process that scores: `python -m shoal.reward.worker --fd N`. It may be killed at any moment.
+
+It holds untrusted text, so it is started in a sandbox with namespaces where this machine has one (`--boxed`).
+Elsewhere it takes system calls, capabilities and, with Landlock, files from itself before the first answer. In both
+cases it gives up environment, inherited files, writing to files, new processes and memory beyond a limit, and an audit
+hook refuses what is left of the ways out that Python code has.
+"""
+
+import argparse
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shoal import checker, wire
+from shoal.errors import TaskError
+from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.reward.checker_registry import judge_of
+from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
+from shoal.reward.reasoning import scorer_of
+from shoal.sandbox import kernel, landlock, seccomp
+from shoal.sandbox.command import installed_packages, own_package, visible
+
+_REFUSED = (
+    *("os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link", "os.mkdir"),
+    *("os.posix_spawn", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.spawn", "os.symlink", "os.system"),
+    *("os.truncate", "os.utime", "ctypes.", "pty.", "shutil.", "socket.", "subprocess.", "sys.settrace"),
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
+    """What gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
+    if not isinstance(batch.spec, checker.ReasoningGym):
+        return judge_of(batch.spec, batch.truth)
+    if batch.receipt is None:
+        raise TaskError("expected a task with a receipt: reasoning_gym scores its own questions only")
+    return scorer_of(batch.receipt, batch.truth)
+
+
+def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str) -> Verdict:
+    """One answer's verdict. Where the scorer stumbles over an answer, the answer is wrong: the task was prepared."""
+    try:
+        value, evidence = judge(answer)
+    except Exception as error:  # scorers raise whatever an odd answer makes them raise
+        return Verdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
+    if not math.isfinite(value):
+        return Verdict(0.0, error=f"the scorer answered {value}")
+    return Verdict(value, evidence)
+
+
+def answers(frame: bytes) -> Iterator[bytes]:
+    """Whether the task of a batch can be scored, then the verdicts one by one."""
+    batch = wire.decode(frame, Batch)
+    try:
+        judge = prepared(batch)
+    except TaskError as error:
+        yield wire.encode(Ready(str(error)))
+        return
+    yield wire.encode(Ready())
+    for answer in batch.answers:
+        yield wire.encode(verdict_of(judge, answer))
+
+
+def confine(*, boxed: bool) -> None:
+    """Gives up what scoring does not need; `boxed` says that this is the inside of a sandbox already."""
+    os.environ.clear()
+    os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
+    sys.dont_write_bytecode = True
+    if boxed:
+        os.chdir("/")
+    else:
+        folder = tempfile.mkdtemp(prefix="shoal-")
+        os.chdir(folder)
+        shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    if not boxed:
+        _enter_sandbox()
+    sys.addaudithook(_refuse)
+
+
+def _enter_sandbox() -> None:
+    """What the kernel can refuse a process that runs already: system calls always, files where it has Landlock."""
+    caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
+    readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
+    kernel.drop_capabilities()
+    if kernel.landlock_version() >= landlock.OLDEST:
+        landlock.restrict(readable, "")
+    kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid()))
+
+
+def _refuse(event: str, arguments: tuple[object, ...]) -> None:
+    if event.startswith(_REFUSED):
+        raise PermissionError(f"{event} is refused while scoring")
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
+        raise PermissionError("writing to files is refused while scoring")
+
+
+def main() -> None:
+    """Entry point of the process."""
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--boxed", action="store_true")
+    arguments = parser.parse_args()
+    connection = socket.socket(fileno=arguments.fd)
+    confine(boxed=arguments.boxed)
+    send_frame(connection, wire.encode(Ready()))
+    serve(connection, answers)
+
+
+if __name__ == "__main__":
+    main()

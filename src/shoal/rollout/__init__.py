@@ -1,0 +1,1 @@
+"""Rollouts: who starts a task, holds its conversation and hands its group on."""

@@ -1,0 +1,145 @@
+"""Runs an agent for each rollout of a task: a session, a deadline, and what became of it as a `Rollout`."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from shoal.errors import EngineError, EngineUnavailable, ShoalError
+from shoal.gateway.sessions import ContextOverflow, SessionOver
+from shoal.gateway.token_tree import Ledger
+from shoal.interfaces import Purpose, Scorer
+from shoal.rollout.agents.host import Host, Seat
+from shoal.rollout.single_turn import failed
+from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
+from shoal.types import Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task, Turn
+
+Play: TypeAlias = Callable[[Task, Seat], Awaitable[Outcome]]
+"""Works on a task through a seat's session until it is done. Whatever it raises makes the rollout a failed one."""
+
+OVERFLOW = "context: the conversation did not fit any more"
+GAVE_UP = "policy: "
+ATTEMPTS = 4
+"""Of one rollout, when those who play it are lost."""
+
+
+class AgentFailed(Exception):
+    """The rollout failed for a reason that the policy cannot cause; the text is the reason that is recorded."""
+
+
+class AgentLost(AgentFailed):
+    """Whoever played is gone: what was drawn is given up, and the rollout begins again in a new session."""
+
+
+class AgentRunner:
+    """Implements `interfaces.Runner`: each rollout is a `play` in a session of its own.
+
+    Invariant: a rollout's turns are exactly what the engine drew in its session, whatever the agent did or raised.
+    """
+
+    def __init__(
+        self, host: Host, play: Play, scorer: Scorer, *, timeout_s: float, max_at_once: int | None = None
+    ) -> None:
+        """`timeout_s` is of one rollout, which counts from its begin; those beyond `max_at_once` wait before that."""
+        self._host = host
+        self._play = play
+        self._scorer = scorer
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(max_at_once) if max_at_once else contextlib.nullcontext()
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        """The `n` rollouts of a task, side by side."""
+        return tuple(await asyncio.gather(*(self._rollout(task, i, purpose) for i in range(n))))
+
+    async def _rollout(self, task: Task, i: int, purpose: Purpose) -> Rollout:
+        async with self._places:
+            for attempts_left in reversed(range(ATTEMPTS)):
+                try:
+                    seat = self._host.seat(task, i, purpose, self._timeout_s)
+                except EngineUnavailable as error:
+                    return failed(task, i, f"gateway: {error}")
+                try:
+                    outcome, reason = await self._played(task, seat)
+                    break
+                except AgentLost as error:
+                    outcome, reason = None, str(error)
+                    if not attempts_left:
+                        break
+                finally:
+                    await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
+        return await self._judged(task, i, seat.session.ledger, outcome, reason)
+
+    async def _played(self, task: Task, seat: Seat) -> tuple[Outcome | None, str]:
+        """What the agent says, or why it says nothing. Raises `AgentLost`."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await self._play(task, seat), ""
+        except AgentLost:
+            raise
+        except AgentFailed as error:
+            return None, str(error)
+        except EnvironmentFailed as error:
+            if error.retry:
+                raise AgentLost(f"environment: {error}") from error
+            return None, f"environment: {error}"
+        except PolicyFailed as error:
+            return Outcome(reward=0.0), f"{GAVE_UP}{error}"
+        except (ContextOverflow, SessionOver):
+            return None, OVERFLOW
+        except EngineError as error:
+            return None, f"engine: {error}"
+        except TimeoutError as error:
+            late = f"deadline: the rollout took longer than {self._timeout_s:g} s"
+            return None, late if deadline.expired() else f"agent: TimeoutError: {error}"
+        except ShoalError as error:
+            return None, f"agent: {error}"
+        except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
+            return None, f"agent: {type(error).__name__}: {error}"
+
+    async def _judged(self, task: Task, i: int, ledger: Ledger, outcome: Outcome | None, reason: str) -> Rollout:
+        """The rollout that the ledger shows, with its reward and status."""
+        turns = ledger.turns()
+        status = RolloutStatus.FINISHED
+        if ledger.truncated:
+            status, reason = RolloutStatus.TRUNCATED, OVERFLOW
+        elif reason:
+            status = RolloutStatus.TRUNCATED if reason.startswith(GAVE_UP) and turns else RolloutStatus.FAILED
+        if not turns and status is RolloutStatus.FINISHED:
+            status, reason = RolloutStatus.FAILED, "agent: it asked the model nothing"
+        reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)
+        if status is not RolloutStatus.FAILED:
+            reward = await self._reward(task, ledger, outcome)
+            if reward.status is not RewardStatus.SCORED:
+                status, reason = RolloutStatus.FAILED, f"scorer: {reward.status.value.replace('_', ' ')}"
+        given = outcome.turn_rewards if outcome else ()
+        if len(given) > len(turns):
+            status = RolloutStatus.FAILED
+            reason = f"agent: expected at most {len(turns)} turn rewards, one for each answer, got {len(given)}"
+        return Rollout(f"{task.id}#{i}", ledger.messages(), _rewarded(turns, given), reward, status, reason)
+
+    async def _reward(self, task: Task, ledger: Ledger, outcome: Outcome | None) -> Reward:
+        """As the agent says, else as the scorer says; an agent that was cut off has not earned anything."""
+        if outcome is None:
+            return Reward(0.0)
+        if outcome.reward is not None:
+            return Reward(outcome.reward)
+        answer = _answer(ledger) if outcome.answer is None else outcome.answer
+        try:
+            (reward,) = await self._scorer.score(task, [answer])
+        except ShoalError as error:  # the task says nothing of how to score it
+            return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
+        return reward
+
+
+def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn, ...]:
+    missing = len(turns) - len(rewards)
+    return tuple(
+        replace(turn, reward=reward) if reward else turn
+        for turn, reward in zip(turns, rewards + (0.0,) * missing, strict=False)
+    )
+
+
+def _answer(ledger: Ledger) -> str:
+    """The newest answer."""
+    return next((message.content for message in reversed(ledger.messages()) if message.role is Role.ASSISTANT), "")

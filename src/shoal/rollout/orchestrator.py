@@ -1,0 +1,323 @@
+"""Keeps the engine fed: draws tasks, runs a group on each, and hands finished groups to the buffer.
+
+One loop starts groups, one coroutine each, for as long as the staleness gate has room and a task service that is
+below its quota has a question ready. A group waits for its own engine and scorer only; a service that is slow to draw,
+or hangs, has nothing ready and holds up nobody. Nothing here waits for training, saving or evaluation.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.errors import TaskError
+from shoal.interfaces import TaskService
+from shoal.rollout.mixture_weights import Adjuster, Bounds, Change, TokenShares
+from shoal.rollout.ratios import Load, Quotas
+from shoal.tasks.sdk import EnvironmentFailed
+from shoal.types import Group, Rollout, Split, Task
+
+TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
+"""Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
+
+REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
+"""Before a question that could not be drawn is asked for again; twice as long each time."""
+
+
+class Counts(Protocol):
+    """What the orchestrator knows of one service's groups."""
+
+    @property
+    def started(self) -> int:
+        """Ever, in this run and before it was resumed."""
+        ...
+
+    @property
+    def finished(self) -> int:
+        """Usable and not dropped since."""
+        ...
+
+    @property
+    def consumed(self) -> int:
+        """Of those, the ones that training has used."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Started, and nothing came of it yet."""
+        ...
+
+
+class Admission(Protocol):
+    """What the orchestrator knows of the buffer."""
+
+    @property
+    def budget(self) -> int:
+        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        ...
+
+    def counts_of(self, service: str) -> Counts:
+        """What became of a service's groups."""
+        ...
+
+    def on_room(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever there may be more room than before."""
+        ...
+
+    def balance(self, due: Callable[[Mapping[str, int], int], Mapping[str, float]]) -> None:
+        """Training keeps to what is `due` to each service, see `Quotas.due`; called again whenever that changes."""
+        ...
+
+    async def admit(self, group_id: str, service: str) -> int:
+        """Records that a group starts, at once while there is room; the version it is admitted under."""
+        ...
+
+    async def add(self, group: Group) -> bool:
+        """Takes a group that ran; returns once it is durable. False when too few of its rollouts are usable."""
+        ...
+
+
+class Source(Protocol):
+    """One task service as the orchestrator sees it, in this process or far away."""
+
+    @property
+    def name(self) -> str:
+        """Unique within a run."""
+        ...
+
+    @property
+    def max_running(self) -> int | None:
+        """Groups that it can run at once now; None leaves it to the gate."""
+        ...
+
+    async def draw(self, index: int) -> Task:
+        """The training task at `index`. May take as long as it likes."""
+        ...
+
+    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
+        """The group's rollouts. What goes wrong is a rollout's status and reason, never an exception."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A task service of this process, and what answers its tasks."""
+
+    service: TaskService
+    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
+    on_presence: Callable[[str, bool], None] = lambda name, present: None
+    """Called when the service's share goes to others (False) and comes back (True)."""
+
+    @property
+    def name(self) -> str:
+        """The service's."""
+        return self.service.name
+
+    @property
+    def max_running(self) -> int | None:
+        """No limit of its own."""
+        return None
+
+    async def draw(self, index: int) -> Task:
+        """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile.
+
+        A service that says that trying again may help lends its share and is asked again. Raises `TaskError`.
+        """
+        wait_s = REDRAW_S
+        while True:
+            try:
+                task = await asyncio.to_thread(self.service.draw, Split.TRAIN, index)
+            except EnvironmentFailed as error:
+                if not error.retry:
+                    raise TaskError(f"{self.name}: no question at {index}: {error}") from error
+            else:
+                if wait_s > REDRAW_S:
+                    self.on_presence(self.name, True)
+                return task
+            if wait_s == REDRAW_S:
+                self.on_presence(self.name, False)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
+
+    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
+        """As `answer` gives them."""
+        return await self.answer(task)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one service may have."""
+
+    weight: float
+    """Relative to the others."""
+    max_running: int | None = None
+    """Groups at once; None leaves it to the gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """That ratios follow what the groups teach, how far, and who hears of it."""
+
+    bounds: Bounds | None
+    """None keeps shares of the drawn tokens instead of shares of groups."""
+    on_change: Callable[[Change], None]
+
+
+class Orchestrator:
+    """Runs groups until it is cancelled. Every admitted group is added exactly once, unless cancelled before."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        terms: Mapping[str, Terms],
+        admission: Admission,
+        *,
+        adjustment: Adjustment | None = None,
+        post: Callable[[Group], Group] = lambda group: group,
+        told: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`post` is what becomes of a group before it is added; `told` hears why many in a row could not be used.
+
+        Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
+        self._sources = {source.name: source for source in sources}
+        self._terms = dict(terms)
+        self._admission = admission
+        self._post = post
+        self._told = told
+        self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
+        weights = {name: terms[name].weight for name in self._sources}
+        self._adjustment = adjustment
+        self._adjuster = _adjuster(weights, adjustment) if adjustment else None
+        consumed = {name: admission.counts_of(name).consumed for name in self._sources}
+        window = admission.budget - sum(consumed.values())
+        self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
+        self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
+        self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
+        self._wake = asyncio.Event()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What each service that is present shall have of the trained groups."""
+        return self._quotas.shares
+
+    async def run(self) -> None:
+        """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
+        self._admission.on_room(self._wake.set)
+        self._admission.balance(self._quotas.due)
+        async with asyncio.TaskGroup() as groups:
+            for source in self._sources.values():
+                groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
+            while True:
+                self._wake.clear()
+                while await self._start_one(groups):
+                    pass
+                self._look()
+                await self._wake.wait()
+
+    def leave(self, name: str) -> None:
+        """A service is away: its share goes to the others until it comes back."""
+        self._quotas.leave(name)
+        self._admission.balance(self._quotas.due)
+        self._wake.set()
+
+    def come(self, name: str) -> None:
+        """A service is back; it gets what it missed out of what comes, within bounds."""
+        self._quotas.come(name)
+        self._admission.balance(self._quotas.due)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """A source can run more than before."""
+        self._wake.set()
+
+    async def _keep_drawn(self, source: Source) -> None:
+        """Has the next question of a service at hand, always."""
+        index = self._admission.counts_of(source.name).started
+        while True:
+            task = await source.draw(index)
+            putting = self._ready[source.name].put((index, task))
+            index += 1
+            self._wake.set()
+            await putting
+            self._wake.set()
+
+    async def _start_one(self, groups: asyncio.TaskGroup) -> bool:
+        """Starts the group that is due, if any."""
+        self._quotas.grow(self._admission.budget)
+        if self._admission.room < 1:
+            return False
+        loads = {name: self._load(name) for name in self._sources}
+        name = self._quotas.next(loads, [name for name in self._sources if self._startable(name, loads[name])])
+        if name is None:
+            return False
+        index, task = self._ready[name].get_nowait()
+        group_id = f"{name}-{index}"
+        version = await self._admission.admit(group_id, name)
+        groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
+        return True
+
+    def _load(self, name: str) -> Load:
+        counts = self._admission.counts_of(name)
+        return Load(counts.finished, counts.in_flight)
+
+    def _startable(self, name: str, load: Load) -> bool:
+        """Whether a question is at hand and the service may run one more group."""
+        return not self._full(name, load) and not self._ready[name].empty()
+
+    def _full(self, name: str, load: Load) -> bool:
+        limits = (self._terms[name].max_running, self._sources[name].max_running)
+        return any(most is not None and load.running >= most for most in limits)
+
+    async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
+        group = self._post(Group(group_id, task, await source.rollouts(task), version))
+        usable = await self._admission.add(group)
+        if usable and self._adjuster is not None:
+            rewards = {rollout.reward.value for rollout in group.finished}
+            tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
+            self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
+        if usable:
+            self._unusable.clear()
+        else:
+            self._note_unusable(group)
+        self._wake.set()
+
+    def _note_unusable(self, group: Group) -> None:
+        """A run of which no group can be used trains nothing, however long it goes on."""
+        reasons = Counter(rollout.reason for rollout in group.rollouts if rollout.reason)
+        self._unusable.update(reason for reason, _ in reasons.most_common(1))
+        often = next((reason for reason, _ in self._unusable.most_common(1)), "")
+        if self._unusable.total() == TOLD_AFTER:
+            self._told(often)
+        if self._unusable.total() >= GIVEN_UP_AFTER:
+            raise TaskError(
+                f"expected groups of which most rollouts finish, got {GIVEN_UP_AFTER} in a row that cannot be used; "
+                f"most often: {often}; mend that and go on with --resume"
+            )
+
+    def _look(self) -> None:
+        """Notes who holds up the others, and moves the weights when enough groups came in."""
+        if self._adjuster is None or self._adjustment is None:
+            return
+        for name in self._sources:
+            load = self._load(name)
+            below = load.accepted + load.running < self._quotas.quota(name)
+            self._adjuster.looked(name, holding=below and self._full(name, load) and self._admission.room > 0)
+        if not self._adjuster.due:
+            return
+        quotas = {name: self._quotas.quota(name) for name in self._sources}
+        growth = {name: quotas[name] - self._quotas_before[name] for name in self._sources}
+        self._quotas_before = quotas
+        for change in self._adjuster.adjust(growth):
+            self._adjustment.on_change(change)
+        self._quotas.weigh(self._adjuster.weights)
+        self._admission.balance(self._quotas.due)
+
+
+def _adjuster(weights: Mapping[str, float], adjustment: Adjustment) -> Adjuster | TokenShares:
+    return TokenShares(weights) if adjustment.bounds is None else Adjuster(weights, adjustment.bounds)

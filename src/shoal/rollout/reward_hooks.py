@@ -1,0 +1,114 @@
+"""What becomes of a group's rewards and rollouts between the scorer and the log: the one place for it. Pure.
+
+`tasks.N.reward` names the hooks, in order. They are of training only; evaluation sees what the scorer says.
+
+    "score"            the scorer's value as it is
+    "correct"          1 for a full score and 0 for anything less (in `rewards.marks`: evaluation sees that too)
+    "length:0.001"     less so much for each token that the rollout drew
+    "dedup"            of rollouts that say the same, the first one stays
+    "module:function"  your own: `f(group) -> group`
+
+What a group was worth before stays in `Reward.parts`, under "before post-processing".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias, cast
+
+from shoal.errors import ConfigError
+from shoal.plugins import own_code
+from shoal.types import Group, Reward, RewardStatus, Role, Rollout, RolloutStatus
+
+Hook: TypeAlias = Callable[[Group], Group]
+DUPLICATE = "post-processing: another rollout of the group says the same"
+BEFORE = "before post-processing"
+
+
+def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
+    """The hooks that a task's `reward` names. Raises `ConfigError`.
+
+    >>> hooks_of("sums", "correct"), len(hooks_of("sums", ["correct", "length:0.01", "dedup"]))
+    ([], 2)
+    """
+    hooks: list[Hook] = []
+    for word in [words] if isinstance(words, str) else words:
+        if word in ("score", "correct"):
+            continue
+        kind, _, parameter = word.partition(":")
+        if kind == "dedup" and not parameter:
+            hooks.append(without_duplicates)
+        elif kind == "length":
+            hooks.append(partial(shorter_is_better, per_token=_number(name, word, parameter)))
+        elif parameter:
+            hooks.append(_own(name, word))
+        else:
+            raise ConfigError(
+                f"tasks.{name}.reward: expected score, correct, length:NUMBER, dedup or module:function, got {word!r}"
+            )
+    return hooks
+
+
+def processed(group: Group, hooks: Sequence[Hook]) -> Group:
+    """The group after all hooks; one that raises leaves it without usable rollouts, and says why."""
+    for hook in hooks:
+        try:
+            group = hook(group)
+        except Exception as error:  # a user's hook is anybody's code: its failure is a status
+            reason = f"post-processing: {type(error).__name__}: {error}"
+            return replace(group, rollouts=tuple(_failed(rollout, reason) for rollout in group.rollouts))
+    return group
+
+
+def shorter_is_better(group: Group, per_token: float) -> Group:
+    """Takes `per_token` off the reward for each token that a rollout drew."""
+    return replace(
+        group,
+        rollouts=tuple(
+            _worth(rollout, rollout.reward.value - per_token * rollout.drawn_tokens)
+            if rollout.reward.status is RewardStatus.SCORED and rollout.status is not RolloutStatus.FAILED
+            else rollout
+            for rollout in group.rollouts
+        ),
+    )
+
+
+def without_duplicates(group: Group) -> Group:
+    """Of rollouts in which the assistant says the same, only the first is trained with."""
+    seen: set[tuple[str, ...]] = set()
+    kept = []
+    for rollout in group.rollouts:
+        said = tuple(message.content for message in rollout.messages if message.role is Role.ASSISTANT)
+        again = rollout.status is not RolloutStatus.FAILED and said in seen
+        kept.append(_failed(rollout, DUPLICATE) if again else rollout)
+        seen.add(said)
+    return replace(group, rollouts=tuple(kept))
+
+
+def _worth(rollout: Rollout, value: float) -> Rollout:
+    reward = rollout.reward
+    return replace(
+        rollout, reward=Reward(value, reward.status, (*reward.parts, (BEFORE, reward.value)), reward.evidence)
+    )
+
+
+def _failed(rollout: Rollout, reason: str) -> Rollout:
+    return (
+        rollout
+        if rollout.status is RolloutStatus.FAILED
+        else replace(rollout, status=RolloutStatus.FAILED, reason=reason)
+    )
+
+
+def _number(name: str, word: str, parameter: str) -> float:
+    try:
+        return float(parameter)
+    except ValueError:
+        raise ConfigError(f"tasks.{name}.reward: expected a number after 'length:', got {word!r}") from None
+
+
+def _own(name: str, path: str) -> Hook:
+    found = own_code(f"tasks.{name}.reward", path)
+    if not callable(found):
+        raise ConfigError(f"tasks.{name}.reward: expected a function of a group, got {path!r}")
+    return cast(Hook, found)

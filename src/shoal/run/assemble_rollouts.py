@@ -1,0 +1,152 @@
+"""Who works on which task: the run itself, in one turn, or whoever holds the conversation, through sessions."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeGuard
+
+from shoal.config import Config
+from shoal.experience import Buffer
+from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
+from shoal.observe.metrics import Trackers
+from shoal.reward.binary_scorer import FullMarks
+from shoal.reward.service import RewardService
+from shoal.rollout.agents.clients import TIMEOUT_S
+from shoal.rollout.agents.host import Host
+from shoal.rollout.agents.native import native_play
+from shoal.rollout.agents.runner import AgentRunner, Play
+from shoal.rollout.agents.services import RemoteSource, attend, remote_play
+from shoal.rollout.mixture_weights import Bounds, Change
+from shoal.rollout.orchestrator import Adjustment, LocalSource, Orchestrator, Source, Terms
+from shoal.rollout.reward_hooks import hooks_of, processed
+from shoal.rollout.single_turn import Runners, SingleTurn
+from shoal.run.plan import Prepared
+from shoal.tasks.library import Library
+from shoal.tasks.mixture import Mixture
+from shoal.tasks.remote_protocol import Capability
+from shoal.tasks.remote_tasks import RemoteService, Scoring, ServiceScorer
+from shoal.tasks.sdk import Definition
+from shoal.types import Rollout, Sampling, Task
+
+
+def services_of(prepared: Prepared) -> Mapping[str, TaskService]:
+    """The task services of a run, by name."""
+    service = prepared.service
+    services = service.services if isinstance(service, Mixture) else (service,)
+    return {one.name: one for one in services}
+
+
+def scoring(prepared: Prepared, others: Scorer) -> Scorer:
+    """A scorer that leaves to task services what they score themselves."""
+    own: dict[str, Scoring] = {
+        name: service
+        for name, service in services_of(prepared).items()
+        if isinstance(service, RemoteService | Definition) and service.has(Capability.SCORE)
+    }
+    return ServiceScorer(own, others) if own else others
+
+
+@asynccontextmanager
+async def own_scorer(config: Config, prepared: Prepared, log: Path) -> AsyncIterator[Scorer]:
+    """What scores the answers of a run; `log` takes what its processes write. Raises `ChildDied`."""
+    async with RewardService(config.reward, log) as rewards:
+        correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
+        scorer = scoring(prepared, rewards)
+        yield FullMarks(scorer, correct_only) if correct_only else scorer
+
+
+def _words(reward: str | list[str]) -> list[str]:
+    return [reward] if isinstance(reward, str) else reward
+
+
+def scorer_values(scorer: Scorer) -> Mapping[str, float]:
+    """What the scorer tells of itself; nothing of one that is not a run's own."""
+    inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
+    inner = inner.others if isinstance(inner, ServiceScorer) else inner
+    return inner.values if isinstance(inner, RewardService) else {}
+
+
+@asynccontextmanager
+async def playing(
+    config: Config, prepared: Prepared, engine: Engine, desk: SingleTurn, sampling: Sampling
+) -> AsyncIterator[Runner]:
+    """Each task service's own runner; sessions are served where task services register, else on loopback."""
+    services = services_of(prepared)
+    plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
+    if not plays and not prepared.agents:
+        yield desk
+        return
+    async with AsyncExitStack() as stack:
+        for name, agent in prepared.agents.items():
+            plays[name] = await stack.enter_async_context(agent.play())
+        at, _ = config.services_at or ("127.0.0.1", 0)
+        hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, sampling=sampling, at=at)
+        host = await stack.enter_async_context(hosted)
+        timeouts_s = {
+            name: one.timeout_s if isinstance(one, RemoteService | Definition) else TIMEOUT_S
+            for name, one in services.items()
+        } | {name: agent.timeout_s for name, agent in prepared.agents.items()}
+        most = {name: agent.max_at_once for name, agent in prepared.agents.items()}
+        yield Runners(
+            {
+                name: AgentRunner(host, play, desk.scorer, timeout_s=timeouts_s[name], max_at_once=most.get(name))
+                for name, play in plays.items()
+            },
+            desk,
+        )
+
+
+def _play_of(service: TaskService) -> Play | None:
+    """How a service plays its tasks; None when the run answers them in one turn."""
+    if isinstance(service, RemoteService):
+        return remote_play(service) if service.has(Capability.ROLLOUT) else None
+    if isinstance(service, Definition) and not service.has(Capability.ROLLOUT):
+        return None
+    return native_play(service) if _is_playable(service) else None
+
+
+def _is_playable(service: TaskService) -> TypeGuard[Playable]:
+    return callable(getattr(service, "play", None))
+
+
+def sources(
+    config: Config, prepared: Prepared, runner: Runner, on_presence: Callable[[str, bool], None]
+) -> list[Source]:
+    """What the orchestrator draws from."""
+    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]] = partial(runner.rollouts, n=config.rollout.group_size)
+    return [
+        RemoteSource(service, answer, config.rollout.group_size, on_presence)
+        if isinstance(service, RemoteService)
+        else LocalSource(service, answer, on_presence)
+        for service in services_of(prepared).values()
+    ]
+
+
+def orchestrator(
+    config: Config, prepared: Prepared, runner: Runner, buffer: Buffer, trackers: Trackers
+) -> Orchestrator:
+    """Of the task services that the configuration names, each with its weight; called on the loop that runs it."""
+
+    def tell(change: Change) -> None:
+        trackers.log_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
+
+    def presence(name: str, present: bool) -> None:
+        (made.come if present else made.leave)(name)
+        trackers.log_event("service", task=name, state="there" if present else "away")
+
+    weights = {task.name: task.weight for task in config.tasks}
+    bounds = Bounds() if config.rollout.ratios == "automatic" else None
+    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
+    drawn = sources(config, prepared, runner, presence)
+    made = Orchestrator(
+        drawn,
+        {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
+        buffer,
+        post=lambda group: processed(group, hooks.get(group.task.service, [])),
+        adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell),
+        told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
+    )
+    if isinstance(prepared.service, Library) and prepared.service.hub is not None:
+        attend(prepared.service.hub, drawn, made.wake)
+    return made

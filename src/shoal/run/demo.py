@@ -1,0 +1,62 @@
+"""`shoal demo`: the embedded small model gets better at spelling words backward, on this machine, in about a minute."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from shoal.config import Config, parse
+from shoal.observe.progress import LiveProgress
+from shoal.observe.report import write_report
+from shoal.run.demo_model.warm_start import REWRITE, demo_model
+from shoal.run.training import run_training
+
+LEARNED = (
+    "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
+    "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
+    "spell the long words better. The held-out words were shown to neither."
+)
+
+
+def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
+    """The demo's configuration. Raises `ConfigError`."""
+    folder = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    return parse(
+        {
+            "run_dir": str(folder),
+            "seed": seed,
+            "tasks": [
+                {
+                    "name": "spell_backward",
+                    "params": {"min_word_len": 3, "max_word_len": 5},
+                    "rewrite": [list(pair) for pair in REWRITE],
+                    "reward": "correct",
+                }
+            ],
+            "rollout": {"group_size": 8, "max_tokens": 12},
+            "engine": {"max_running": 128, "gpus": "shared"},
+            "asynchrony": {"max_staleness": 2},
+            "train": {"steps": 400, "groups_per_step": 8, "lr": 3e-4, "warmup_steps": 5},
+            "eval": {"every_steps": 50, "questions": 256},
+            "checkpoint": {"every_steps": 50},
+        },
+        overrides,
+    )
+
+
+def run_demo(config: Config) -> tuple[dict[str, object], str]:
+    """Makes the model if need be, trains it, draws the report: the figures, and what they mean in words.
+
+    `wall_s` is everything but the making of the model.
+    """
+    model = demo_model()
+    began_s = time.monotonic()
+    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as progress:
+        outcome = run_training(config, listeners=[progress.update])
+    png, html = write_report(Path(outcome.run_dir))
+    words = (
+        f"held-out accuracy, sampled: {outcome.accuracy_before:.1%} -> {outcome.accuracy_after:.1%}, "
+        f"greedy: {outcome.greedy_before:.1%} -> {outcome.greedy_after:.1%}\n{LEARNED}\nreport: {png} and {html}"
+    )
+    wall_s = time.monotonic() - began_s
+    return {**asdict(outcome), "wall_s": wall_s, "warm_start_s": model.warm_start_s}, words

@@ -1,0 +1,1 @@
+"""The embedded models, made from nothing on first use."""

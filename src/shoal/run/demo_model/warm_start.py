@@ -1,0 +1,246 @@
+"""The embedded small model: made on first use by a short supervised phase, then kept in the user's cache folder.
+
+`demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
+five letters are rare. So it knows what is asked and often slips itself, which leaves reinforcement learning something
+real to teach. `demo-code` learns to fill in tiny programs in the same way, with some expressions being rare. Only
+questions of the training split are ever shown. `demo-turns` learns to move the towers of Hanoi from a teacher who
+mostly makes any move.
+
+`python -m shoal.run.demo_model.warm_start DIR` is the child process that does it.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shoal.config import TaskConfig
+from shoal.errors import ModelError
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.renderer_loading import load_renderer
+from shoal.net.process import die_with_parent, torch_environment
+from shoal.run.demo_model import programs
+from shoal.tasks.games.lessons import played_turns
+from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.library import Library
+from shoal.types import Split, seed_for
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+REWRITE = [(r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1")]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the model is made; a change of any value makes another model."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    feed_forward: int = 256
+    context: int = 512
+    rope_theta: float = 1000.0
+    seed: int = 0
+    steps: int = 600
+    batch: int = 64
+    lr: float = 3e-3
+    lr_end_share: float = 0.1
+    warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    slip_share: float = 0.7
+    long_share: float = 0.2
+    pool: int = 12000
+    lesson: Literal["spell_backward", "fill_in", "hanoi"] = "spell_backward"
+    tokenizer: Literal["characters", "pairs"] = "characters"
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "demo": Recipe(),
+    "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
+    "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
+}
+"""By the name that `model.path` gives them."""
+CODE_EVAL_SHARE = 0.2
+"""As in examples/code: which questions the model is never shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """Where the embedded model lies, and how long it took to make it just now (0 when it was cached)."""
+
+    directory: Path
+    warm_start_s: float
+
+
+def words(name: str, shortest: int, longest: int) -> TaskConfig:
+    """The task: reasoning-gym's spell_backward with a shortened question."""
+    return TaskConfig(
+        name=name, params={"min_word_len": shortest, "max_word_len": longest}, rewrite=REWRITE, reward="correct"
+    )
+
+
+def cache_directory() -> Path:
+    """Where models made here are kept: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
+def demo_model(recipe: Recipe | None = None) -> DemoModel:
+    """The embedded model, made now unless it is in the cache. Raises `ModelError`."""
+    recipe = recipe or Recipe()
+    shown = asdict(recipe)
+    for later, value in (("lesson", "spell_backward"), ("tokenizer", "characters")):
+        if shown[later] == value:
+            del shown[later]  # as before there was a choice, so that models made then are found
+    settings = msgspec.json.encode(shown)
+    directory = cache_directory() / f"demo-{hashlib.blake2b(settings, digest_size=6).hexdigest()}"
+    if (directory / "config.json").is_file():
+        return DemoModel(directory, 0.0)
+    began_s = time.monotonic()
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
+    except OSError as error:
+        raise ModelError(
+            f"the cache {directory.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME"
+        ) from None
+    try:
+        command = [sys.executable, "-m", "shoal.run.demo_model.warm_start", str(unfinished), settings.decode()]
+        done = subprocess.run(command, env=torch_environment(1), check=False)
+        if done.returncode != 0:
+            raise ModelError(f"the embedded model could not be made: its process ended with code {done.returncode}")
+        _rename(unfinished, directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return DemoModel(directory, time.monotonic() - began_s)
+
+
+def _rename(unfinished: Path, directory: Path) -> None:
+    """Gives a model its name, unless another process was sooner: then that one's is used."""
+    try:
+        unfinished.rename(directory)
+    except OSError as error:
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def slip(generator: random.Random, answer: str) -> str:
+    """The answer with one letter swapped, dropped, doubled or replaced."""
+    i = generator.randrange(len(answer))
+    match generator.randrange(4):
+        case 0:
+            i = generator.randrange(len(answer) - 1)
+            return answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :]
+        case 1:
+            return answer[:i] + answer[i + 1 :]
+        case 2:
+            return answer[:i] + answer[i] + answer[i:]
+    return answer[:i] + generator.choice(LETTERS) + answer[i + 1 :]
+
+
+def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer tokens of every step's examples, in order."""
+    match recipe.lesson:
+        case "fill_in":
+            return _fill_in_lessons(recipe, renderer)
+        case "hanoi":
+            return _tower_lessons(recipe, renderer)
+        case "spell_backward":
+            return _word_lessons(recipe, renderer)
+
+
+def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    turns = itertools.islice(played_turns(recipe.seed, recipe.slip_share), recipe.steps * recipe.batch)
+    stop = renderer.stop_token_ids[0]
+    return [(renderer.prompt_ids(messages), [*renderer.token_ids(said), stop]) for messages, said in turns]
+
+
+def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    generator = random.Random(seed_for("warm start", recipe.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "questions.jsonl"
+        programs.write(path, recipe.pool)
+        config = TaskConfig(name="fill_in", service="jsonl", path=str(path), scorer="code", eval_share=CODE_EVAL_SHARE)
+        service = JsonlService(config, recipe.seed)
+        drawn = (service.draw(Split.TRAIN, index) for index in itertools.count())
+        rare = programs.RARE
+        kept = (task for task in drawn if task.answer not in rare or generator.random() < recipe.long_share)
+        tasks = list(itertools.islice(kept, recipe.steps * recipe.batch))
+    rows = []
+    for task in tasks:
+        answer = task.answer or ""
+        shown = programs.slip(generator, answer) if generator.random() < recipe.slip_share else answer
+        rows.append((renderer.prompt_ids(task.messages), [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
+    return rows
+
+
+def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+    generator = random.Random(seed_for("warm start", recipe.seed))
+    pools = []
+    for longest, count in ((4, recipe.pool), (5, recipe.pool // 2)):
+        shortest = 3 if longest == 4 else 5
+        with Library([words("spell_backward", shortest, longest)], recipe.seed) as library:
+            tasks = [library.draw(Split.TRAIN, index) for index in range(count)]
+        pools.append([(renderer.prompt_ids(task.messages), task.answer or "") for task in tasks])
+    rows = []
+    for _ in range(recipe.steps * recipe.batch):
+        prompt_ids, answer = generator.choice(pools[generator.random() < recipe.long_share])
+        shown = slip(generator, answer) if generator.random() < recipe.slip_share else answer
+        rows.append((prompt_ids, [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Makes the model of a recipe in a directory."""
+    import torch
+
+    from shoal.model.loading import load_model, packed_logprobs
+    from shoal.run.demo_model.architecture import Shape, character_tokenizer, pair_tokenizer, save, untrained
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    directory, recipe = Path(arguments[0]), msgspec.json.decode(arguments[1], type=Recipe)
+    shape = Shape(
+        recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, rope_theta=recipe.rope_theta
+    )
+    tokenizer = pair_tokenizer() if recipe.tokenizer == "pairs" else character_tokenizer()
+    save(untrained(shape, recipe.seed, tokenizer), directory, tokenizer)
+    rows = lessons(recipe, load_renderer(directory))
+    model = load_model(directory)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
+    began_s = time.monotonic()
+    for step in range(recipe.steps):
+        decay = 1 - (1 - recipe.lr_end_share) * step / recipe.steps
+        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps) * decay
+        batch = sorted(rows[step * recipe.batch : (step + 1) * recipe.batch], key=lambda row: len(row[0]) + len(row[1]))
+        lengths = [len(prompt) + len(answer) for prompt, answer in batch]
+        tokens_T = torch.tensor([token for prompt, answer in batch for token in (*prompt, *answer)])
+        answers = [j >= len(prompt) for prompt, answer in batch for j in range(len(prompt) + len(answer))]
+        logp_N, _ = packed_logprobs(model, tokens_T, lengths, at=torch.tensor(answers).nonzero()[:, 0])
+        loss = -logp_N.mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            sys.stderr.write(
+                f"making the small model (once): step {step + 1} of {recipe.steps}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - began_s:.0f} s\n"
+            )
+    save(model, directory, tokenizer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,65 @@
+"""What this machine has, and what is missing for which part of Shoal. Reads only; imports nothing heavy."""
+
+import os
+import platform
+import shutil
+import sqlite3
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from shoal.errors import SandboxUnavailable
+from shoal.net import process
+from shoal.run.demo_model.warm_start import cache_directory
+from shoal.sandbox.backends import rung
+
+REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
+OPTIONAL = {
+    "openai": "tasks.agent = module:function",
+    "peft": "train.lora",
+    "tensorboard": "metrics.tensorboard",
+    "wandb": "metrics.wandb_project",
+    "trl": "shoal bench trl",
+}
+
+
+def diagnosis() -> dict[str, object]:
+    """A line per finding; values begin with `missing` where something is to be done."""
+    cores = process.cores()
+    memory = psutil.virtual_memory()
+    cache = cache_directory()
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "cores": cores,
+        "threads": f"{max(1, cores // 2)} for the engine, {max(1, cores // 2)} for the trainer",
+        "memory": f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB",
+        "gpu": "nvidia-smi found" if shutil.which("nvidia-smi") else "none: everything runs on the CPU",
+        "sandbox": _sandbox(),
+        "sqlite": sqlite3.sqlite_version,
+        **{name: _installed(name) or f"missing: pip install {name}" for name in REQUIRED},
+        **{name: _installed(name) or f"not installed; only {use} needs it" for name, use in OPTIONAL.items()},
+        "cache": f"{cache} ({'writable' if _writable(cache) else 'missing: not writable; set XDG_CACHE_HOME'})",
+    }
+
+
+def _sandbox() -> str:
+    """The rung that untrusted programs run on, found by trying."""
+    try:
+        return rung().value
+    except SandboxUnavailable as error:
+        return f"missing: {error}"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _writable(path: Path) -> bool:
+    while not path.exists():
+        path = path.parent
+    return os.access(path, os.W_OK)

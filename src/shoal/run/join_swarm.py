@@ -1,0 +1,75 @@
+"""Joins a run to a swarm: the exchange, the identity and what knows the node's own tasks; nothing without servers."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.experience.log import external_ids, snapshot
+from shoal.interfaces import Exchange, Scorer
+from shoal.run.assemble_rollouts import own_scorer
+from shoal.run.plan import Prepared
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.external_share import most_external
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import Means
+from shoal.swarm.options import options_of
+from shoal.swarm.strategy import sharer_of, taker_of
+from shoal.tasks.mixture import Mixture
+
+FOLDER = "swarm"
+"""Of a run directory: identity, ban list, status."""
+
+
+def check_membership(config: Config) -> None:
+    """Raises `ConfigError` for settings that no swarm could fulfil; before anything is written or started."""
+    settings = config.swarm
+    sharer_of(settings.share), taker_of(settings.take)
+    if settings.servers:
+        options_of(settings.servers, settings.name)
+    elif settings.external_groups:
+        raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
+
+
+@asynccontextmanager
+async def joined(
+    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None, *, apart: bool
+) -> AsyncIterator[Node | None]:
+    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`.
+
+    The run's log is there by now. `scorer` is the run's; peers' answers that are scored `apart` have a worker process
+    of their own, so that one of them that hangs keeps no answer of the run waiting.
+    """
+    settings = config.swarm
+    if exchange is None and not settings.servers:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        if exchange is None:
+            from shoal.swarm.nats import NatsExchange
+
+            options = options_of(settings.servers, settings.name)
+            exchange = await stack.enter_async_context(NatsExchange(options))
+        folder = run_dir / FOLDER
+        identity = Identity.load(folder / "identity.pem")
+        service = prepared.service
+        own = OwnTasks(service.services if isinstance(service, Mixture) else [service])
+        stack.callback(own.close)
+        if apart and settings.external_groups:
+            alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
+            scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))
+        means = Means(
+            exchange,
+            own,
+            prepared.renderer,
+            scorer,
+            prepared.max_model_len,
+            Path(config.model.path).name or "model",
+            max(config.rollout.group_size, 2),
+        )
+        wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
+        with snapshot(run_dir) as log:
+            trained = external_ids(log)
+        yield Node(means, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)

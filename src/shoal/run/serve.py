@@ -1,0 +1,70 @@
+"""`shoal serve`: an engine process and the gateway before it, without training."""
+
+import asyncio
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import EngineConfig, ModelConfig
+from shoal.engine.http_client import HttpEngine
+from shoal.engine.launch import engine_child
+from shoal.errors import ChildDied, ModelError, SessionError
+from shoal.gateway import Gateway
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.renderer_loading import load_renderer, local_directory
+from shoal.net.listening import is_loopback, listening_socket, url_of
+from shoal.net.process import Child, collect_rarely
+from shoal.run.engines import START_TIMEOUT_S
+
+ADMIN_KEY = "SHOAL_ADMIN_KEY"
+
+
+async def serve(
+    model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str, str], None]
+) -> None:
+    """Answers OpenAI and Anthropic clients until told to stop (SIGTERM, SIGINT). Raises a `ShoalError`.
+
+    `announce` is called with the URL, the model's name and the API key once requests are answered. The key is empty on
+    loopback; elsewhere it is that of the environment, or a new one.
+    """
+    admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
+    directory = local_directory(model.path)
+    renderer = load_renderer(directory)
+    _check_template(renderer, directory)
+    with listening_socket(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
+        log = Path(logs) / "engine.log"
+        child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
+        async with child, HttpEngine((await child.line(START_TIMEOUT_S)).decode().strip()) as engine:
+            longest = (await engine.info()).max_model_len
+            gateway = Gateway(
+                engine, renderer, max_model_len=longest, model=directory.name, is_open=True, admin_key=admin_key
+            )
+            collect_rarely()
+            announce(url_of(listening), directory.name, admin_key)
+            await _until_told_to_stop(gateway, listening, child)
+
+
+async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
+    """Raises `ChildDied` when the engine's process ends first."""
+    server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="on"))
+    died = asyncio.create_task(child.died(), name="watching the engine")
+    served = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
+    await asyncio.wait({died, served}, return_when=asyncio.FIRST_COMPLETED)
+    if not served.done():
+        server.should_exit = True
+        await served
+        raise ChildDied(str(died.result()))
+    died.cancel()
+    await served
+
+
+def _check_template(renderer: ChatRenderer, directory: Path) -> None:
+    try:
+        renderer.self_test()
+    except SessionError as error:
+        raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error

@@ -1,0 +1,52 @@
+"""`shoal swarm desk`: a node of a swarm whose generator is people."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.net.listening import listening_socket, url_of
+from shoal.reward.service import RewardService
+from shoal.run.join_swarm import FOLDER
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.human.human_node import Desk, Means
+from shoal.swarm.human.questions import Pace
+from shoal.swarm.human.server import DeskServer
+from shoal.swarm.identity import Identity
+from shoal.swarm.nats import NatsExchange
+from shoal.swarm.options import options_of
+from shoal.tasks.library import library_of
+from shoal.types import Split
+
+
+async def serve_desk(
+    config: Config, folder: Path, pace: Pace, *, host: str, port: int, announce: Callable[[str, str], None]
+) -> None:
+    """Asks people until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`.
+
+    No model is loaded: of the configuration only tasks, rewards and swarm are read.
+    """
+    if not config.swarm.servers:
+        raise ConfigError("swarm.servers: expected at least one URL to offer answers at, got none")
+    options = options_of(config.swarm.servers, config.swarm.name)
+    folder = folder / FOLDER
+    identity = Identity.load(folder / "identity.pem")
+    async with AsyncExitStack() as stack:
+        library = stack.enter_context(library_of(config))
+        own = OwnTasks(library.services)
+        stack.callback(own.close)
+        scorer = await stack.enter_async_context(RewardService(config.reward))
+        exchange = await stack.enter_async_context(NatsExchange(options))
+        means = Means(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
+        desk = Desk(means, config.swarm.name, identity, folder, pace)
+        listening = stack.enter_context(listening_socket(host, port))
+        announce(url_of(listening), identity.peer_id)
+        server = uvicorn.Server(uvicorn.Config(DeskServer(desk).app, log_level="warning"))
+        async with asyncio.TaskGroup() as parts:
+            running = parts.create_task(desk.run(), name="desk")
+            await server.serve(sockets=[listening])
+            running.cancel()

@@ -1,0 +1,92 @@
+"""`shoal judge serve` and `audit`: a judge with all that it needs."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import Config, RewardConfig, TaskConfig, load
+from shoal.errors import ConfigError
+from shoal.net.listening import listening_socket, url_of
+from shoal.reward.service import RewardService
+from shoal.swarm.identity import Identity
+from shoal.swarm.judge.client import audited
+from shoal.swarm.judge.judging import Judge, Rules
+from shoal.swarm.judge.messages import Specialty
+from shoal.swarm.judge.server import JudgeServer
+from shoal.swarm.judge.store import Book
+from shoal.tasks.library import ReasoningGymService
+from shoal.tasks.procedural_client import Drawer
+from shoal.types import Split
+
+NINE = (
+    "base_conversion",
+    "basic_arithmetic",
+    "arc_1d",
+    "bf",
+    "propositional_logic",
+    "fraction_simplification",
+    "decimal_arithmetic",
+    "calendar_arithmetic",
+    "binary_matrix",
+)
+"""SAPO's specialties, with the settings of reasoning-gym."""
+SCORE_TIMEOUT_S = 3.0
+
+
+async def serve_judge(
+    config: Path | None,
+    folder: Path,
+    rules: Rules,
+    *,
+    host: str,
+    port: int,
+    workers: int,
+    announce: Callable[[str, str], None],
+) -> None:
+    """Judges until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`."""
+    tasks = _tasks(load(config)) if config else [TaskConfig(name=name) for name in NINE]
+    identity = Identity.load(folder / "identity.pem")
+    async with AsyncExitStack() as stack:
+        drawer = stack.enter_context(Drawer())
+        specialties = [specialty_of(task, drawer) for task in tasks]
+        book = Book(folder)
+        stack.callback(book.close)
+        rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
+        scorer = await stack.enter_async_context(RewardService(rewards))
+        judge = Judge(book, identity, specialties, drawer, scorer, rules)
+        await asyncio.to_thread(judge.rehearse)
+        judge.ledger()  # committed to before anybody can ask
+        listening = stack.enter_context(listening_socket(host, port))
+        announce(url_of(listening), identity.peer_id)
+        app = JudgeServer(judge, [one.dataset for one in specialties]).app
+        await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve(sockets=[listening])
+
+
+async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
+    """How many challenges were checked, and what is wrong with them. Raises a `ShoalError`."""
+    async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
+        with Drawer() as drawer:
+            return await audited(url, drawer, scorer, judge=judge)
+
+
+def specialty_of(task: TaskConfig, drawer: Drawer) -> Specialty:
+    """A task as judges state it; its first question is drawn to see that it can be. Raises `TaskError`."""
+    service = ReasoningGymService(task, 0, drawer)
+    receipt = service.draw(Split.EVAL, 0).receipt
+    assert receipt is not None
+    rewrite = tuple((pattern, replacement) for pattern, replacement in task.rewrite)
+    return Specialty(task.name, receipt.dataset_version, receipt.config, task.system_prompt, rewrite)
+
+
+def _tasks(config: Config) -> list[TaskConfig]:
+    """Raises `ConfigError` for tasks that nobody else could draw again and score."""
+    for task in config.tasks:
+        if task.service != "reasoning_gym" or task.scorer is not None:
+            raise ConfigError(f"tasks.{task.name}: a judge asks reasoning-gym datasets with their own scorers only")
+    names = [task.name for task in config.tasks]
+    if len(set(names)) != len(names):
+        raise ConfigError("tasks: a judge asks each dataset with one configuration")
+    return list(config.tasks)

@@ -1,0 +1,24 @@
+"""`shoal rewards serve`: a scorer of its own, for runs on other machines."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from shoal.config import RewardConfig
+from shoal.net.listening import listening_socket, url_of
+from shoal.reward.server import RewardServer
+from shoal.reward.service import RewardService
+
+
+async def serve_rewards(
+    config: RewardConfig, *, host: str, port: int, token: str, announce: Callable[[str], None], log: Path
+) -> None:
+    """Scores until told to stop (SIGTERM, SIGINT). `announce` is called with the URL. Raises a `ShoalError`."""
+    service = RewardService(config, log)
+    await service.start()  # before it listens: what cannot start ends the command with a sentence
+    with listening_socket(host, port) as bound:
+        announce(url_of(bound))
+        app = RewardServer(service, token=token).app
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        await server.serve(sockets=[bound])

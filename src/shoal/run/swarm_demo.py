@@ -1,0 +1,262 @@
+"""`shoal swarm demo`: several nodes on this machine learn from each other's text, beside the same nodes alone.
+
+Each node is a process of its own with its own model, and they meet at a real NATS server. All but two train: models of
+two sizes with two tokenizers, on their own questions. One member answers with a model that stays as it is, behind an
+OpenAI URL, and one by a rule. First the training nodes train alone, with 8 groups of their own per step; then alone
+with 4, which is half of the answers to draw; then in the swarm, with 4 of their own and up to 4 of the others. Models
+and seeds are the same each time.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from shoal.config import Config, parse, to_toml
+from shoal.errors import ChildDied
+from shoal.net.process import PARENT
+from shoal.observe.metrics import read_records
+from shoal.run.demo_model.warm_start import REWRITE, Recipe, demo_model
+from shoal.run.join_swarm import FOLDER
+from shoal.swarm.node_files import STATUS_FILE
+from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust import Reason
+
+GROUPS = 8
+"""Per step: of one's own when alone, half of them from others in the swarm."""
+LARGE = Recipe()
+SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
+FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
+GENERATORS = ("frozen", "rule")
+EXCHANGE: dict[str, JsonValue] = {"share": "informative", "reuse": 2}
+PAUSE_S = 0.25
+"""Between two groups of a generator."""
+START_TIMEOUT_S = 120.0
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+
+
+class Arm(StrEnum):
+    """How a node trains."""
+
+    SOLO = "solo"
+    """Alone, with as many groups per step as in the swarm."""
+    SOLO_HALF = "solo_half"
+    """Alone, with as many groups of its own as in the swarm, which is what it would have without the others."""
+    SWARM = "swarm"
+
+
+STYLES = ((Arm.SOLO, "--", "alone"), (Arm.SOLO_HALF, ":", "alone, half the answers"), (Arm.SWARM, "-", "swarm"))
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """A node that trains."""
+
+    name: str
+    recipe: Recipe
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A demonstration."""
+
+    folder: Path
+    nodes: int = 4
+    steps: int = 120
+    seed: int = 0
+    questions: int = 256
+    """Held out, asked of each node."""
+    recipes: tuple[tuple[str, Recipe], ...] = (("large", LARGE), ("small", SMALL))
+    """Of the nodes that train, in turn."""
+    frozen: Recipe = FROZEN
+
+    @property
+    def trainees(self) -> list[Trainee]:
+        """All nodes but the generators, large and small in turn."""
+        found = []
+        for i in range(self.nodes - len(GENERATORS)):
+            turn, place = divmod(i, len(self.recipes))
+            kind, recipe = self.recipes[place]
+            found.append(Trainee(f"{kind}-{turn + 1}" if turn else kind, recipe, 1000 * self.seed + i))
+        return found
+
+
+def run_swarm_demo(plan: Plan) -> dict[str, object]:
+    """All of it: the figures, and where the picture is. Raises a `ShoalError`."""
+    from shoal.run.swarm_figure import swarm_png
+
+    began_s = time.monotonic()
+    models = {trainee.name: demo_model(trainee.recipe).directory for trainee in plan.trainees}
+    frozen = demo_model(plan.frozen).directory
+    made_s = time.monotonic() - began_s
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    outcomes = asyncio.run(_each_arm(plan, models, frozen))
+    names = [trainee.name for trainee in plan.trainees]
+    picture = plan.folder / "swarm.png"
+    picture.write_bytes(swarm_png(plan.folder, STYLES, names, _external_shares(plan)))
+    return {
+        "before": {name: outcomes[Arm.SOLO][name]["accuracy_before"] for name in names},
+        **{arm.value: {name: outcomes[arm][name]["accuracy_after"] for name in names} for arm in Arm},
+        **_traffic(plan),
+        "external_per_step": _external_shares(plan),
+        "picture": str(picture),
+        "warm_start_s": made_s,
+        "wall_s": time.monotonic() - began_s - made_s,
+    }
+
+
+async def _each_arm(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[Arm, dict[str, dict[str, float]]]:
+    """What `shoal train` said of each node, by how it trained."""
+    found = {}
+    for arm in (Arm.SOLO, Arm.SOLO_HALF):
+        found[arm] = await _trained(plan, [node_config(plan, one, models[one.name], arm) for one in plan.trainees])
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
+        configs = [node_config(plan, one, models[one.name], Arm.SWARM, server.url) for one in plan.trainees]
+        url = await stack.enter_async_context(_served(plan, frozen))
+        for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
+            settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
+            path = _written(plan, name, settings)
+            command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
+            await _joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
+        found[Arm.SWARM] = await _trained(plan, configs)
+    return found
+
+
+def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str = "") -> Config:
+    """Of one node; model, seed and all else but its groups and where they come from are the same in each arm."""
+    return parse(
+        {
+            "run_dir": str(plan.folder / f"{arm}-{trainee.name}"),
+            "seed": trainee.seed,
+            "model": {"path": str(model)},
+            "tasks": [
+                {
+                    "name": "spell_backward",
+                    "params": {"min_word_len": 3, "max_word_len": 5},
+                    "rewrite": [list(pair) for pair in REWRITE],
+                    "reward": "correct",
+                }
+            ],
+            "rollout": {"group_size": 8, "max_tokens": 12},
+            "engine": {"gpus": "shared"},
+            "asynchrony": {"max_staleness": 2},
+            "train": {
+                "steps": plan.steps,
+                "groups_per_step": GROUPS if arm is Arm.SOLO else GROUPS // 2,
+                "lr": 3e-4,
+                "warmup_steps": 5,
+            },
+            "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
+            "checkpoint": {"every_steps": max(1, plan.steps)},
+            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if arm is Arm.SWARM else {},
+        }
+    )
+
+
+async def _trained(plan: Plan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
+    """Trains all nodes at once; the outcome of each by its name."""
+
+    async def one(config: Config) -> tuple[str, dict[str, float]]:
+        name = Path(config.run_dir).name
+        path = _written(plan, name, config)
+        async with _child(plan, name, ["train", str(path), "--json"]) as process:
+            assert process.stdout is not None
+            said = (await process.stdout.read()).decode()
+            if await process.wait() != 0:
+                raise ChildDied(f"node {name} ended with code {process.returncode}; see {_log(plan, name)}")
+        outcome: dict[str, float] = json.loads(said.splitlines()[-1])
+        return name.partition("-")[2], outcome
+
+    return dict(await asyncio.gather(*(one(config) for config in configs)))
+
+
+async def _joined(plan: Plan, name: str, process: asyncio.subprocess.Process) -> None:
+    """Waits until a generator is at work. Raises `ChildDied`."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not (plan.folder / name / FOLDER / STATUS_FILE).exists():
+        if process.returncode is not None or time.monotonic() > deadline_s:
+            raise ChildDied(f"{name} did not join the swarm; see {_log(plan, name)}")
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def _served(plan: Plan, model: Path) -> AsyncIterator[str]:
+    """The URL, with /v1, of a model that stays as it is."""
+    command = ["serve", "--model", str(model), "--port", "0"]
+    async with _child(plan, "frozen-model", command) as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = (await process.stdout.readline()).decode().strip()
+        if not line:
+            raise ChildDied(f"the frozen model did not start; see {_log(plan, 'frozen-model')}")
+        yield line
+
+
+@asynccontextmanager
+async def _child(plan: Plan, name: str, arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `shoal` command in a process of its own; it ends when this is left, or when this process ends."""
+    with _log(plan, name).open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            MAIN,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, PARENT: str(os.getpid())},
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def _log(plan: Plan, name: str) -> Path:
+    return plan.folder / f"{name}.log"
+
+
+def _written(plan: Plan, name: str, config: Config) -> Path:
+    path = plan.folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def _traffic(plan: Plan) -> dict[str, object]:
+    """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
+    nodes = [f"{Arm.SWARM}-{trainee.name}" for trainee in plan.trainees]
+    statuses = {
+        name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
+    }
+    refused = Counter[str]()
+    for name in nodes:
+        refused.update(statuses[name]["refused"])
+    del refused[Reason.OWN.value]
+    given = sum(statuses[name]["shared_bytes"] for name in nodes)
+    return {
+        "offers": {name: status["shared"] for name, status in statuses.items()},
+        "refused": dict(refused),
+        "bytes_per_step": given / (plan.steps * len(nodes)),
+    }
+
+
+def _external_shares(plan: Plan) -> dict[str, float]:
+    """Groups of others that each training node trained per step, of the 4 it wanted."""
+    found = {}
+    for trainee in plan.trainees:
+        records = read_records(plan.folder / f"{Arm.SWARM}-{trainee.name}" / "metrics.jsonl")
+        found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
+    return found

@@ -1,0 +1,178 @@
+"""The launcher: a fresh process that boxes itself and becomes the program.
+
+`outside` is where it starts: under Landlock it boxes itself and becomes the program; with namespaces it makes them,
+and its child is their first process. `inside` is where it starts when bubblewrap has made them. The first process
+starts the program, reports how that ended, and with its own end takes along whatever the program has left running.
+
+It tells the main process through a pipe: `{"child-pid": N}`, the first process, in bubblewrap's words; `started`;
+`ended STATUS CPU_S`, in wait(2)'s terms; or `failed WHY`, when there can be no program.
+"""
+
+import os
+import resource
+import sys
+
+from shoal.sandbox import kernel, landlock, launch_spec, mounts, seccomp
+from shoal.sandbox.launch_spec import LANDLOCK, NONE, Plan
+
+PARENT = "SHOAL_PARENT_PID"
+NOT_FOUND = 127
+_NOBODY = 65534
+_SIGKILL = 9
+_MOST_DESCRIPTORS = 1 << 16
+
+_NAMESPACES = (
+    *(kernel.CLONE_NEWNS, kernel.CLONE_NEWPID, kernel.CLONE_NEWNET, kernel.CLONE_NEWIPC, kernel.CLONE_NEWUTS),
+    kernel.CLONE_NEWCGROUP,
+)
+
+
+def main(place: str, word: str) -> None:
+    """Never returns normally."""
+    wanted = launch_spec.unpack(word)
+    try:
+        kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
+        if place == "outside" and int(os.environ.get(PARENT, os.getppid())) != os.getppid():
+            os._exit(1)  # the main process ended before the kernel was asked
+        if wanted.status_fd != NONE:
+            os.set_inheritable(wanted.status_fd, False)
+        files = _files(wanted)
+        if place == "inside":
+            _be_first_process(wanted, files)
+        elif wanted.rung == LANDLOCK:
+            _be_program(wanted, files)
+        else:
+            _make_namespaces(wanted, files)
+    except OSError as error:
+        _fail(wanted, error)
+
+
+def _files(wanted: Plan) -> list[tuple[str, bytes]]:
+    if wanted.files_fd == NONE:
+        return []
+    with os.fdopen(wanted.files_fd, "rb") as stream:
+        return launch_spec.unpack_files(stream.read())
+
+
+def _tell(wanted: Plan, text: str) -> None:
+    if wanted.status_fd != NONE:
+        os.write(wanted.status_fd, f"{text}\n".encode(errors="replace"))
+
+
+def _fail(wanted: Plan, error: OSError) -> None:
+    why = f"failed {error}".replace("\n", " ")
+    if wanted.status_fd == NONE:
+        os.write(2, f"the sandbox {why}\n".encode(errors="replace"))
+    _tell(wanted, why)
+    os._exit(1)
+
+
+def _make_namespaces(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
+    """With a user to become this process has root's rights; without one it gets them in a user namespace."""
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(sum(_NAMESPACES) | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
+    if wanted.uid == NONE:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{_NOBODY} {user} 1")
+        _write("/proc/self/gid_map", f"{_NOBODY} {group} 1")
+    child = os.fork()
+    if child == 0:
+        try:
+            kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
+            mounts.enter_own_root(wanted.readable, wanted.folder, wanted.file_bytes)
+            _be_first_process(wanted, files)
+        except OSError as error:
+            _fail(wanted, error)
+    _tell(wanted, f'{{"child-pid": {child}}}')
+    os.closerange(0, _MOST_DESCRIPTORS)
+    _, status = os.waitpid(child, 0)
+    os._exit(_exit_code(status))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _be_first_process(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
+    program = os.fork()
+    if program == 0:
+        try:
+            _be_program(wanted, files)
+        except OSError as error:
+            _fail(wanted, error)
+    _close_all_but(wanted.status_fd, 0)  # the program's pipes are the program's alone: others wait for their end
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == program:
+            total = resource.getrusage(resource.RUSAGE_CHILDREN)
+            _tell(wanted, f"ended {status} {total.ru_utime + total.ru_stime}")
+            os._exit(_exit_code(status))
+
+
+def _close_all_but(kept: int, first: int) -> None:
+    os.closerange(first, kept)
+    os.closerange(max(first, kept + 1), _MOST_DESCRIPTORS)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _be_program(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
+    alone = wanted.rung == LANDLOCK
+    if wanted.status_fd != NONE:  # without one it is a module of ours, which talks to its parent
+        _close_all_but(wanted.status_fd, 3)
+    os.umask(0o022)
+    os.chdir(wanted.folder or "/")
+    if wanted.uid != NONE:
+        os.setgroups([])
+        os.setresgid(wanted.uid, wanted.uid, wanted.uid)
+        os.setresuid(wanted.uid, wanted.uid, wanted.uid)
+    _unpack(files)
+    for limit, value in _limits(wanted):
+        resource.setrlimit(limit, value)
+    kernel.drop_capabilities()
+    if alone:
+        landlock.restrict(wanted.readable, wanted.folder)
+    kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid() if alone else None))
+    _tell(wanted, "started")
+    environment = dict(entry.split("=", 1) for entry in wanted.environment)
+    try:
+        os.execve(wanted.argv[0], wanted.argv, environment)
+    except OSError as error:
+        os.write(2, f"{wanted.argv[0]}: {error.strerror}\n".encode(errors="replace"))
+        os._exit(NOT_FOUND)
+
+
+def _unpack(files: list[tuple[str, bytes]]) -> None:
+    for name, content in files:
+        parent = os.path.dirname(name)
+        if parent:
+            os.makedirs(parent, exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+
+
+def _limits(wanted: Plan) -> list[tuple[int, tuple[int, int]]]:
+    """Soft and hard; the hard limit of time comes a second later, for programs that ignore the signal."""
+    pairs = [
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NOFILE, wanted.open_files),
+        (resource.RLIMIT_FSIZE, wanted.file_bytes),
+    ]
+    if wanted.memory_bytes:
+        pairs.append((resource.RLIMIT_AS, wanted.memory_bytes))
+    if wanted.processes and wanted.rung != LANDLOCK:  # there it would count all that the user runs
+        pairs.append((resource.RLIMIT_NPROC, wanted.processes + (wanted.uid == NONE)))  # the first process is this user
+    limits = [(limit, (value, value)) for limit, value in pairs]
+    if wanted.cpu_s:
+        limits.append((resource.RLIMIT_CPU, (wanted.cpu_s, wanted.cpu_s + 1)))
+    return limits
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

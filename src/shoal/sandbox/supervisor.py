@@ -1,0 +1,292 @@
+"""Runs one program on one rung, watches over its limits, and leaves nothing of it behind."""
+
+import contextlib
+import fcntl
+import math
+import os
+import re
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shoal.errors import SandboxUnavailable
+from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
+from shoal.sandbox.launch_spec import NONE, Plan, pack_files
+from shoal.sandbox.launcher import PARENT
+from shoal.sandbox.mounts import MOST_FILES
+from shoal.sandbox.program import Ended, Finished, Limits, Program, Rung
+from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
+
+START_TIMEOUT_S = 20.0
+"""For setting up the sandbox, on however busy a machine."""
+END_TIMEOUT_S = 10.0
+"""For the kernel to take away what was killed."""
+WATCH_EVERY_S = 0.025
+OPEN_FILES = 64
+_CHUNK_BYTES = 1 << 16
+_CHILD = re.compile(rb'"child-pid": (\d+)')
+_ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
+
+
+def run_on(rung: Rung, program: Program, limits: Limits, stop: int | None = None) -> Finished:
+    """Runs a program to its end, or until the eventfd `stop` is written to.
+
+    Raises `SandboxUnavailable` when there can be no such sandbox, `ValueError` for files beyond the limit.
+    """
+    size_bytes = sum(map(len, program.all_files.values()))
+    if size_bytes > limits.file_bytes:
+        raise ValueError(
+            f"Program.files: expected at most {limits.file_bytes} bytes (Limits.file_bytes), got {size_bytes}"
+        )
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_work_folder()) if rung is Rung.LANDLOCK else WORK_FOLDER
+        files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
+        stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
+        status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        stack.callback(os.close, status_fd)
+        with contextlib.ExitStack() as theirs:
+            theirs.callback(os.close, their_status_fd)
+            info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+            theirs.callback(os.close, info_fd)
+            process = subprocess.Popen(
+                boxed(_plan(rung, program, limits, folder, their_status_fd, files_fd), info_fd),
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={PARENT: str(os.getpid())},
+                pass_fds=(their_status_fd, info_fd, files_fd),
+                start_new_session=True,
+            )
+        return stack.enter_context(_Watch(process, limits, rung, folder, status_fd, stop)).finished()
+
+
+@contextlib.contextmanager
+def _work_folder() -> Iterator[str]:
+    outer = os.path.realpath(tempfile.mkdtemp(prefix="shoal-"))
+    work = os.path.join(outer, "work")
+    os.mkdir(work)
+    try:
+        yield work
+    finally:
+        remove_tree(work)
+        os.rmdir(outer)
+
+
+@contextlib.contextmanager
+def _memory_file(name: str, content: bytes) -> Iterator[int]:
+    """A file in memory that nobody can change, at its start."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _plan(rung: Rung, program: Program, limits: Limits, folder: str, status_fd: int, files_fd: int) -> Plan:
+    first, *rest = program.command
+    return Plan(
+        rung=rung,
+        argv=[interpreter() if first == "python" else first, *rest],
+        environment=environment_of(program.environment, program.packages),
+        readable=visible(*program.packages, *program.readable),
+        folder=folder,
+        uid=NONE if rung is Rung.LANDLOCK else other_uid(),
+        status_fd=status_fd,
+        files_fd=files_fd,
+        cpu_s=math.ceil(limits.cpu_s),
+        memory_bytes=limits.memory_bytes,
+        processes=limits.processes,
+        file_bytes=limits.file_bytes,
+        open_files=OPEN_FILES,
+    )
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One running program. Use as a context manager; leaving it leaves nothing of the program.
+
+    Invariant: `ended` says why it was killed, and is set before anything is killed.
+    """
+
+    process: subprocess.Popen[bytes]
+    limits: Limits
+    rung: Rung
+    folder: str
+    status_fd: int
+    stop: int | None
+    said: bytearray = field(default_factory=bytearray)
+    """By the launcher."""
+    outputs: dict[int, bytearray] = field(default_factory=dict)
+    """By file descriptor: standard output, then standard error."""
+    launcher: int = NONE
+    """A pidfd of the process that was started here."""
+    first: int = NONE
+    """A pidfd of the sandbox's first process; of the program where it is alone."""
+    first_pid: int = NONE
+    started_s: float | None = None
+    ended: Ended | None = None
+    stopped: bool = False
+    cpu_s: float = 0.0
+
+    def __enter__(self) -> "_Watch":
+        self.launcher = os.pidfd_open(self.process.pid)
+        if self.rung is Rung.LANDLOCK:
+            self.first, self.first_pid = self.launcher, self.process.pid
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self.outputs[stream.fileno()] = bytearray()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.returncode is None:  # an error of our own, or Ctrl-C
+            self._kill()
+            self._kill_launcher()
+            self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        for descriptor in {self.launcher, self.first} - {NONE}:
+            os.close(descriptor)
+
+    def finished(self) -> Finished:
+        """Watches until the end."""
+        began_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            stops = () if self.stop is None else (self.stop,)
+            for descriptor in (*self.outputs, self.launcher, self.status_fd, *stops):
+                selector.register(descriptor, selectors.EVENT_READ)
+            self._watch(selector, began_s)
+        _, status, usage = os.wait4(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)  # taken here for its usage
+        wall_s = time.monotonic() - (self.started_s or began_s)
+        while self._listen():  # writers are gone: what the pipes hold is all there will be
+            pass
+        for descriptor in self.outputs:
+            while self._read(descriptor):
+                pass
+        if self.rung is Rung.LANDLOCK:
+            return self._finished(status, usage.ru_utime + usage.ru_stime, wall_s)
+        report = _ENDED.search(self.said)
+        status, cpu_s = (int(report[1]), float(report[2])) if report else (int(signal.SIGKILL), self.cpu_s)
+        return self._finished(status, cpu_s, wall_s)
+
+    def _watch(self, selector: selectors.BaseSelector, began_s: float) -> None:
+        """Returns when the launcher has ended, and with it all that it started."""
+        killed_s, next_s = None, began_s
+        while True:
+            ready = {key.fd for key, _ in selector.select(WATCH_EVERY_S)}
+            if self.status_fd in ready and self._listen() == b"":
+                selector.unregister(self.status_fd)
+            for descriptor in ready & self.outputs.keys():
+                if self._read(descriptor) == b"":
+                    selector.unregister(descriptor)
+            if self.launcher in ready:
+                return
+            if self.stop in ready:
+                self.stopped = True
+            now_s = time.monotonic()
+            if killed_s is not None:
+                if now_s > killed_s + END_TIMEOUT_S:
+                    self._kill_launcher()
+                continue
+            if now_s >= next_s:
+                next_s = now_s + WATCH_EVERY_S
+                self.ended = self.ended or self._limit_broken(now_s, began_s)
+            if self.ended or self.stopped:
+                killed_s = now_s
+                self._kill()
+
+    def _listen(self) -> bytes | None:
+        """What the launcher says; None for nothing yet, nothing for its end."""
+        try:
+            said = os.read(self.status_fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        self.said += said
+        child = _CHILD.search(self.said)
+        if self.first == NONE and child is not None:
+            self.first_pid = int(child[1])
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self.first = os.pidfd_open(self.first_pid)
+        if self.started_s is None and b"started\n" in self.said:
+            self.started_s = time.monotonic()
+        return said
+
+    def _read(self, descriptor: int) -> bytes | None:
+        """What the program writes; None for nothing yet, nothing for its end. Keeps what the limit leaves room for."""
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        room = self.limits.output_bytes - sum(map(len, self.outputs.values()))
+        self.outputs[descriptor] += chunk[:room]
+        if len(chunk) > room:
+            self.ended = self.ended or Ended.KILLED_OUTPUT
+        return chunk
+
+    def _limit_broken(self, now_s: float, began_s: float) -> Ended | None:
+        if self.started_s is None:
+            return Ended.KILLED_WALL if now_s > began_s + START_TIMEOUT_S else None
+        if now_s > self.started_s + self.limits.wall_s:
+            return Ended.KILLED_WALL
+        usage = usage_of(self.first_pid)
+        self.cpu_s = max(self.cpu_s, usage.cpu_s)
+        if usage.cpu_s > self.limits.cpu_s:
+            return Ended.KILLED_CPU
+        if usage.memory_bytes > self.limits.memory_bytes and unshared_bytes(usage.pids) > self.limits.memory_bytes:
+            return Ended.KILLED_MEMORY
+        own = self.rung is not Rung.LANDLOCK  # the first process, which is not the program's
+        if usage.tasks - own > self.limits.processes:
+            return Ended.KILLED_PROCESSES
+        return Ended.KILLED_FILES if self._files_broken() else None
+
+    def _files_broken(self) -> bool:
+        if self.rung is Rung.LANDLOCK:
+            return folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
+        if self.rung is Rung.BUBBLEWRAP:  # has no option for the number of files
+            with contextlib.suppress(OSError):
+                mount = os.statvfs(f"/proc/{self.first_pid}/root{self.folder}")
+                return mount.f_files - mount.f_ffree > MOST_FILES
+        return False
+
+    def _kill(self) -> None:
+        """Kills the sandbox's first process, and so all that is in it; the launcher outside then ends by itself."""
+        if self.first == NONE:
+            self._kill_launcher()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.first, signal.SIGKILL)
+
+    def _kill_launcher(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.launcher, signal.SIGKILL)
+
+    def _finished(self, status: int, cpu_s: float, wall_s: float) -> Finished:
+        if self.started_s is None and not self.stopped:
+            raise SandboxUnavailable(self._why_not_started())
+        code = os.waitstatus_to_exitcode(status)
+        ended = self.ended or (Ended.EXITED if code >= 0 else Ended.SIGNALLED)
+        late = -code == signal.SIGKILL and cpu_s >= math.ceil(self.limits.cpu_s)  # the kernel's hard limit
+        if ended is Ended.SIGNALLED and (late or -code == signal.SIGXCPU):
+            ended = Ended.KILLED_CPU
+        stdout, stderr = map(bytes, self.outputs.values())
+        exit_code = code if ended is Ended.EXITED else None
+        number = -code if ended is Ended.SIGNALLED else None
+        return Finished(ended, exit_code, number, stdout, stderr, wall_s, cpu_s, self.rung)
+
+    def _why_not_started(self) -> str:
+        said = self.said.decode(errors="replace").partition("failed ")[2].strip()
+        words = [bytes(output).decode(errors="replace").strip() for output in self.outputs.values()]
+        why = said or " ".join(filter(None, words))[-500:] or f"nothing was heard for {START_TIMEOUT_S:g} s"
+        return f"the {self.rung.value} sandbox could not be set up: {why}"

@@ -1,0 +1,93 @@
+"""Which of this node's own tasks a peer means; implements `interfaces.Recogniser`.
+
+Of a procedural task the receipt is drawn again, in a process of its own that may be killed: question and truth then
+come from here, and a claim that differs is a lie, signed by its author. Only the datasets that this node trains on,
+with the settings that it trains on, are drawn: what a peer can choose is a seed, never code, sizes or settings. Of a
+task without a receipt only the question is looked up among the node's own. Tasks that a function of the user's or a
+judge scores are nobody else's: what peers write does not get there.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from shoal.checker import is_confined, task_spec
+from shoal.errors import TaskError
+from shoal.interfaces import Claim, NotOurs, TaskService
+from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.library import ReasoningGymService
+from shoal.tasks.procedural_client import Drawer, NoReply, Spec
+from shoal.types import Message, Role, Split, Task
+
+REDRAW_TIMEOUT_S = 5.0
+
+
+class OwnTasks:
+    """Knows the tasks of some services. Use as a context manager: it may own a process that draws."""
+
+    def __init__(self, services: Iterable[TaskService], redraw_timeout_s: float = REDRAW_TIMEOUT_S) -> None:
+        services = list(services)
+        self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
+        self._listed: dict[str, tuple[Split, Task]] = {}
+        for service in services:
+            if isinstance(service, JsonlService):
+                for split in Split:
+                    self._listed.update({_question(task): (split, task) for task in service.tasks(split)})
+        # A drawer beside that of training: what a peer sends holds up nobody but peers.
+        self._drawer = Drawer(redraw_timeout_s) if self._specs else None
+
+    def close(self) -> None:
+        """Ends the process that draws."""
+        if self._drawer is not None:
+            self._drawer.close()
+
+    async def claim(self, task: Task) -> Claim:
+        """What to tell others of a task of this node. Raises `TaskError` for one that cannot be told."""
+        if task.receipt is None:
+            if _question(task) not in self._listed:
+                raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
+            return Claim(task.service, _question(task), task.answer)
+        spec = self._specs.get(task.receipt.dataset)
+        if spec is None or self._drawer is None:
+            raise TaskError(f"{task.service}: no dataset of this node")
+        if not spec.rewrite:
+            return Claim(task.service, task.messages[-1].content, task.answer, task.receipt)
+        question, _, _ = await asyncio.to_thread(self._drawer.redraw, spec, task.receipt)
+        return Claim(task.service, question, task.answer, task.receipt)
+
+    async def task(self, claim: Claim) -> Task | NotOurs:
+        """The training task of this node that asks the same, with this node's own prompt, truth and scorer."""
+        found = await self._found(claim)
+        return found if isinstance(found, NotOurs) or is_confined(task_spec(found)) else NotOurs.UNKNOWN_TASK
+
+    async def _found(self, claim: Claim) -> Task | NotOurs:
+        if claim.receipt is None:
+            split, task = self._listed.get(claim.question, (Split.TRAIN, None))
+            if task is None or task.answer != claim.truth:  # two files may differ without anybody lying
+                return NotOurs.UNKNOWN_TASK
+            return NotOurs.HELD_OUT if split is Split.EVAL else task
+        spec = self._specs.get(claim.receipt.dataset)
+        if spec is None or self._drawer is None or claim.receipt.config != spec.config or claim.receipt.index:
+            return NotOurs.UNKNOWN_TASK
+        return await asyncio.to_thread(self._redrawn, self._drawer, spec, claim)
+
+    def _redrawn(self, drawer: Drawer, spec: Spec, claim: Claim) -> Task | NotOurs:
+        """Blocks while it is drawn."""
+        assert claim.receipt is not None
+        try:
+            question, task, split = drawer.redraw(spec, claim.receipt)
+        except NoReply:
+            return NotOurs.TIMED_OUT
+        except TaskError as error:
+            other_release = "drawn with reasoning-gym" in str(error)
+            return NotOurs.UNKNOWN_TASK if other_release else NotOurs.NOT_DRAWN
+        if question != claim.question:
+            return NotOurs.WRONG_QUESTION
+        if task.answer != claim.truth:
+            return NotOurs.WRONG_TRUTH
+        return NotOurs.HELD_OUT if split is Split.EVAL else task
+
+
+def _question(task: Task) -> str:
+    """What is asked, as one text; the node's own system prompt is left out."""
+    asked: list[Message] = [message for message in task.messages if message.role is not Role.SYSTEM]
+    return "\n\n".join(message.content for message in asked)

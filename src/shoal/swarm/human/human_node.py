@@ -1,0 +1,245 @@
+"""Questions in, offers out: what a desk does between its page and the swarm.
+
+    listen   consumes frames of the exchange; the door admits them; the newest offers may be asked
+    weigh    scores what peers answered to a question that is asked; rests as long as it works
+    tell     writes status.json, reads banned.txt
+    share    looks every moment which questions are complete, signs them as offers, and publishes them
+
+A question is one of the node's own tasks, drawn for the page, or one that a peer offers and that is a task of this node
+too. Peers' answers are shown to those who have answered, with this node's verdict; nothing of a peer is believed.
+"""
+
+import asyncio
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.errors import ExchangeUnavailable, WireError
+from shoal.interfaces import Exchange, Recogniser, Scorer
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.human.questions import Given, NotTaken, Other, Pace, Question, Questions, State
+from shoal.swarm.identity import Identity
+from shoal.swarm.node_files import BANNED_FILE, Intake, read_lines, write_status
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.trust import Door, Letter, Reason
+from shoal.types import RewardStatus, Task
+
+INTAKE_BATCH = 32
+HEARD = 64
+"""Newest offers of peers that may be asked."""
+SHOWN_OTHERS = 8
+MOST_SCORING = 32
+"""Answers that wait for a verdict at once."""
+SHARE_EVERY_S = 0.25
+RETRY_S = 1.0
+OUTBOX = 64
+TELL_EVERY_S = 5.0
+MODEL = "people"
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a desk works with."""
+
+    exchange: Exchange
+    recogniser: Recogniser
+    scorer: Scorer
+    draw: Callable[[int], Task]
+    """One of the node's training tasks, by any number. Blocks; raises `TaskError`."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a desk did so far."""
+
+    answers: int = 0
+    shared: int = 0
+    unsent: int = 0
+    """Offers that were complete while the exchange was away for too long."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """An offer until it is shared. A frame that was sealed is kept: tried again, it counts once, whoever heard it."""
+
+    offer: Offer
+    frame: bytes | None = None
+
+
+class Desk:
+    """One event loop; `run` has to run for anything to be shared."""
+
+    def __init__(
+        self,
+        means: Means,
+        swarm: str,
+        identity: Identity,
+        folder: Path,
+        pace: Pace | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        seed: int | None = None,
+    ) -> None:
+        """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
+        self.questions = Questions(pace or Pace())
+        self.tally = Tally()
+        self.swarm = swarm
+        self.peer_id = identity.peer_id
+        self._means = means
+        self._clock = clock
+        self._rng = random.Random(seed)
+        self._seal = Seal(identity, swarm, session=int(clock() * 1000))
+        self._folder = folder
+        self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
+        self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
+        self._outbox: deque[Outgoing] = deque()
+        self._peers_turn = True
+        self._opening = asyncio.Lock()
+        self._unweighed: asyncio.Queue[tuple[Question, Offer]] = asyncio.Queue(HEARD)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the swarm can be reached now."""
+        return self._means.exchange.connected
+
+    async def run(self) -> None:
+        """Listens and shares for ever."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._listen(), name="desk: listening")
+            loops.create_task(self._weigh(), name="desk: weighing")
+            loops.create_task(self._share(), name="desk: sharing")
+            loops.create_task(self._tell(), name="desk: telling")
+
+    def status(self) -> dict[str, object]:
+        """What `shoal swarm status` shows."""
+        return {
+            "peer_id": self.peer_id,
+            "swarm": self.swarm,
+            "generator": GeneratorKind.PERSON.value,
+            "connected": self.connected,
+            "failure": self._means.exchange.failure,
+            "time_s": self._clock(),
+            "open": len(self.questions),
+            "dropped": self.questions.dropped,
+            **asdict(self.tally),
+            "refused": {reason.value: count for reason, count in self._door.refused.items()},
+            "banned": sorted(self._door.banned),
+        }
+
+    async def question_for(self, visitor: str) -> Question:
+        """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
+        async with self._opening:  # else a crowd that comes at once gets a question each
+            found = self.questions.next_for(visitor)
+            if found is None:
+                found = await self._opened()
+                self.questions.add(found)
+            return found
+
+    async def answer(self, question: Question, visitor: str, text: str) -> Given:
+        """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
+        self.questions.check(question, visitor, text)
+        if sum(len(one.scoring) for one in self.questions) >= MOST_SCORING:
+            raise NotTaken("many answers wait for their verdict; send yours again in a moment")
+        question.scoring.add(visitor)
+        try:
+            (reward,) = await self._means.scorer.score(question.task, [text])
+        finally:
+            question.scoring.remove(visitor)
+        given = Given(visitor, text, reward, self._clock())
+        if self.questions.state(question.id) is not State.OPEN:
+            raise NotTaken("this question is closed")
+        self.questions.take(question, given)
+        self.tally.answers += 1
+        return given
+
+    async def _opened(self) -> Question:
+        """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
+        self._peers_turn, peers = not self._peers_turn, self._peers_turn
+        while peers and self._heard:
+            letter, content = self._heard.pop()
+            if letter.peer_id in self._door.banned:
+                continue
+            task = await self._means.recogniser.task(content.claim)
+            if isinstance(task, Task):
+                question = await self._question(task)
+                if not self._unweighed.full():
+                    self._unweighed.put_nowait((question, content))
+                return question
+            self._door.refuse(letter.peer_id, Reason(task.value))
+        return await self._question(await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32)))
+
+    async def _question(self, task: Task) -> Question:
+        claim = await self._means.recogniser.claim(task)
+        return Question(secrets.token_urlsafe(12), task, claim, self._clock())
+
+    async def _weigh(self) -> None:
+        """One text at a time: an answer that hangs keeps visitors waiting no longer than one of their own."""
+        while True:
+            question, content = await self._unweighed.get()
+            for rollout in content.rollouts[:SHOWN_OTHERS]:
+                began_s = time.monotonic()
+                (reward,) = await self._means.scorer.score(question.task, [rollout.text])
+                if reward.status is not RewardStatus.SCORED:
+                    break
+                other = Other(content.generator.value, content.model, rollout.text, reward)
+                question.others = (*question.others, other)
+                await asyncio.sleep(time.monotonic() - began_s)
+
+    async def _listen(self) -> None:
+        intake = Intake()
+        while True:
+            for frame in await self._means.exchange.receive(INTAKE_BATCH):
+                letter = self._door.admit(frame, self._clock())
+                intake.read(letter)
+                if isinstance(letter, Letter) and isinstance(letter.content, Offer):
+                    self._heard.append((letter, letter.content))
+            await intake.pause()
+
+    async def _share(self) -> None:
+        while True:
+            for question in self.questions.due(self._clock()):
+                self._outbox.append(Outgoing(offer_of_people(question, self._clock())))
+                if len(self._outbox) > OUTBOX:
+                    self._outbox.popleft()
+                    self.tally.unsent += 1
+            pause_s = SHARE_EVERY_S
+            while self._outbox:
+                if not await self._publish(self._outbox[0]):
+                    pause_s = RETRY_S
+                    break
+                self._outbox.popleft()
+            await asyncio.sleep(pause_s)
+
+    async def _tell(self) -> None:
+        """Writes status.json, and reads whom to hear no more."""
+        while True:
+            self._door.banned.update(read_lines(self._folder / BANNED_FILE))
+            write_status(self._folder, self.status())
+            await asyncio.sleep(TELL_EVERY_S)
+
+    async def _publish(self, outgoing: Outgoing) -> bool:
+        """Whether an offer needs no other try."""
+        if not self.connected:
+            return False
+        try:
+            if outgoing.frame is None:
+                outgoing.frame = self._seal.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
+            await self._means.exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
+        except ExchangeUnavailable:
+            return False
+        except WireError:  # too large, though its answers are not
+            self.tally.unsent += 1
+            return True
+        self.tally.shared += 1
+        return True
+
+
+def offer_of_people(question: Question, now_s: float) -> Offer:
+    """The answers to a question as an offer. Of the people nothing is in it but what they wrote."""
+    rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
+    return Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, now_s)

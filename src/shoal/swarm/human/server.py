@@ -1,0 +1,248 @@
+"""The page and what it asks for, over HTTP.
+
+    GET  /                  the page; style.css and desk.js beside it
+    POST /api/question      {"pass": ID or null} -> what to answer; a question is passed over for good
+    POST /api/answer        {"question": ID, "text": ...} -> the verdict, and what others said
+    GET  /api/state/ID      whether the answers are an offer yet
+    GET  /api/status        how the desk is doing
+
+A visitor is a cookie; so that a new cookie is no new allowance, addresses and all visitors together have rates too.
+What people and peers wrote leaves as JSON, and the script shows it as text.
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib.resources import files
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.errors import ChildDied, TaskError
+from shoal.swarm.human.human_node import Desk
+from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, Question, is_right
+from shoal.swarm.trust import Bucket
+from shoal.types import Reward, Role
+
+COOKIE = "visitor"
+MOST_BODY_BYTES = 8 * MOST_CHARACTERS
+REMEMBERED = 4096
+"""Visitors and addresses whose rates are remembered."""
+SHOWN_CHARACTERS = 1000
+"""Of another's answer."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_STATIC = {
+    "/": ("index.html", "text/html"),
+    "/style.css": ("style.css", "text/css"),
+    "/desk.js": ("desk.js", "text/javascript"),
+}
+
+T = TypeVar("T")
+
+
+class Next(msgspec.Struct, forbid_unknown_fields=True):
+    """Wants a question."""
+
+    passed: str | None = msgspec.field(default=None, name="pass")
+
+
+class Said(msgspec.Struct, forbid_unknown_fields=True):
+    """Answers a question."""
+
+    question: str
+    text: str
+
+
+class Refused(Exception):
+    """A request that is not granted, with HTTP's status and a sentence for the visitor."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Rates:
+    """Who may ask how often: each visitor, each address, and all together."""
+
+    def __init__(self, clock: Callable[[], float], *, visitor_per_s: float = 0.5, burst: float = 10) -> None:
+        """An address, which a school may share, has ten times a visitor's rate; all together a hundred times."""
+        self._clock = clock
+        self._visitor = (visitor_per_s, burst)
+        self._known: OrderedDict[str, Bucket] = OrderedDict()
+        self._all = Bucket(100 * visitor_per_s, 20 * burst)
+
+    def check(self, visitor: str, address: str) -> None:
+        """Raises `Refused` for one request too many."""
+        rate, burst = self._visitor
+        own = self._bucket(f"visitor {visitor}", rate, burst).take(self._clock())
+        if not (own and self._bucket(f"address {address}", 10 * rate, 5 * burst).take(self._clock())):
+            raise Refused(429, "slowly, please: wait a few seconds")
+        if not self._all.take(self._clock()):
+            raise Refused(503, "too many people are here; try again in a minute")
+
+    def _bucket(self, key: str, rate: float, burst: float) -> Bucket:
+        bucket = self._known.setdefault(key, Bucket(rate, burst))
+        self._known.move_to_end(key)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return bucket
+
+
+class DeskServer:
+    """`app` is the ASGI application."""
+
+    def __init__(self, desk: Desk, rates: Rates | None = None) -> None:
+        self._desk = desk
+        self._rates = rates or Rates(time.monotonic)
+        static = [Route(path, _static(name, kind)) for path, (name, kind) in _STATIC.items()]
+        self.app = Starlette(
+            routes=[
+                *static,
+                Route("/api/question", self._question, methods=["POST"]),
+                Route("/api/answer", self._answer, methods=["POST"]),
+                Route("/api/state/{id}", self._state),
+                Route("/api/status", self._status),
+            ],
+            exception_handlers={Refused: _refusal},
+        )
+
+    async def _question(self, http: Request) -> Response:
+        wanted, visitor = await _read(http, Next), http.cookies.get(COOKIE, "")
+        fresh = not _is_visitor(visitor)
+        if fresh:
+            visitor = secrets.token_urlsafe(16)
+        self._rates.check(visitor, _address(http))
+        passed = self._desk.questions.get(wanted.passed) if wanted.passed else None
+        if passed is not None:
+            passed.passed_by.add(visitor)
+        try:
+            question = await self._desk.question_for(visitor)
+        except (TaskError, ChildDied) as error:
+            raise Refused(503, f"no question can be drawn: {error}") from error
+        answer = _json(_asked(question, visitor))
+        if fresh:
+            answer.set_cookie(COOKIE, visitor, max_age=30 * 86_400, httponly=True, samesite="strict")
+        return answer
+
+    async def _answer(self, http: Request) -> Response:
+        said, visitor = await _read(http, Said), http.cookies.get(COOKIE, "")
+        if not _is_visitor(visitor):
+            raise Refused(403, "ask for a question first")
+        self._rates.check(visitor, _address(http))
+        question = self._desk.questions.get(said.question)
+        if question is None:
+            raise Refused(404, "this question is closed; take the next one")
+        try:
+            given = await self._desk.answer(question, visitor, said.text)
+        except NotTaken as error:
+            raise Refused(409, str(error)) from error
+        except ChildDied as error:
+            raise Refused(503, f"no verdict: {error}") from error
+        return _json(_verdict(question, visitor, given))
+
+    async def _state(self, http: Request) -> Response:
+        state = self._desk.questions.state(http.path_params["id"])
+        if state is None:
+            raise Refused(404, "nobody remembers this question")
+        return _json({"state": state.value})
+
+    async def _status(self, _: Request) -> Response:
+        desk = self._desk
+        return _json(
+            {
+                "swarm": desk.swarm,
+                "peer_id": desk.peer_id,
+                "connected": desk.connected,
+                "open": len(desk.questions),
+                "answers": desk.tally.answers,
+                "shared": desk.tally.shared,
+            }
+        )
+
+
+def _asked(question: Question, visitor: str) -> dict[str, object]:
+    system = [message.content for message in question.task.messages if message.role is Role.SYSTEM]
+    return {
+        "id": question.id,
+        "task": question.task.service,
+        "instructions": "\n\n".join(system),
+        "question": question.claim.question,
+        "tries_left": question.tries_left(visitor),
+        "answers": len(question.answers),
+    }
+
+
+def _verdict(question: Question, visitor: str, given: Given) -> dict[str, object]:
+    """Others are shown to who is done, or they would be copied."""
+    left = question.tries_left(visitor)
+    own = {one.text for one in question.of(visitor)}
+    others = [] if left else [(one.generator, one.model, one.text, one.reward) for one in question.others]
+    if not left:
+        people = [one for one in question.answers if one.visitor != visitor and one.text not in own]
+        others += [("person", "", one.text, one.reward) for one in people]
+    return {
+        **_judged(given.reward),
+        "tries_left": left,
+        "truth": question.task.answer if not left else None,
+        "others": [
+            {"generator": kind, "model": model, "text": text[:SHOWN_CHARACTERS], **_judged(reward)}
+            for kind, model, text, reward in others
+        ],
+    }
+
+
+def _judged(reward: Reward) -> dict[str, object]:
+    return {"status": reward.status.value, "reward": round(reward.value, 4), "right": is_right(reward)}
+
+
+async def _read(http: Request, type_: type[T]) -> T:
+    """The JSON of a request, which no form of another site can send. Raises `Refused`."""
+    if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(415, "expected JSON")
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise Refused(413, f"an answer has at most {MOST_CHARACTERS} characters")
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Refused(400, str(error)) from error
+
+
+def _is_visitor(cookie: str) -> bool:
+    return 16 <= len(cookie) <= 64 and cookie.isascii()
+
+
+def _address(http: Request) -> str:
+    return http.client.host if http.client else ""
+
+
+def _json(value: dict[str, object], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, HEADERS, "application/json")
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return _json({"error": str(error)}, error.status)
+
+
+def _static(name: str, kind: str) -> Callable[[Request], Response]:
+    body = files("shoal.swarm.human").joinpath("static", name).read_bytes()
+
+    def answer(_: Request) -> Response:
+        return Response(body, 200, HEADERS, kind)
+
+    return answer

@@ -1,0 +1,185 @@
+"""What judge and takers sign and send: size, then schema, then signature, then use.
+
+    taker -> judge   Ask        for a challenge
+    judge -> taker   Challenge  the questions, and until when
+    taker -> judge   Answers
+    judge -> taker   Verdict
+    judge -> all     Sitting    the commitment, before; `Revealed` after
+
+The signature covers the kind of message, so that none passes for another; a taker's messages name the judge they are
+for, so that no judge can pass them on.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shoal import wire
+from shoal.errors import WireError
+from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
+from shoal.swarm.judge.condition import Arm
+from shoal.types import Message, RewardStatus
+
+MOST_BYTES = 256 * 1024
+"""Of a signed message. A judge whose challenges do not fit in does not start; a taker cuts answers that would not."""
+MOST_NAME_CHARACTERS = 100
+MOST_ANSWER_CHARACTERS = 16_384
+_PURPOSE = b"shoal judge\x00"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Specialty:
+    """One dataset with the settings that its questions are drawn with."""
+
+    dataset: str
+    dataset_version: str
+    config: str  # JSON object, keys sorted
+    system_prompt: str = ""
+    rewrite: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """What the judge says before any challenge of a sitting: all that its questions depend on, the seed as a hash."""
+
+    number: int
+    opens_s: float  # Unix time
+    closes_s: float
+    reveals_s: float
+    commitment: bytes
+    each: int
+    """Questions of every specialty in a challenge."""
+    specialties: tuple[Specialty, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revealed:
+    """The seed of a sitting that is over."""
+
+    number: int
+    seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Wants a challenge for a model, as it is after `round` training rounds."""
+
+    judge: str
+    """Peer id."""
+    model: str
+    arm: Arm
+    round: int
+    sent_s: float  # Unix time
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.model) <= MOST_NAME_CHARACTERS or not self.model.isprintable():
+            raise ValueError(f"model: expected 1 to {MOST_NAME_CHARACTERS} printable characters")
+        if not 0 <= self.round < 2**40:
+            raise ValueError(f"round: expected 0 or more, got {self.round}")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, as chat messages."""
+
+    specialty: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Questions for one model of one peer."""
+
+    id: str
+    sitting: int
+    peer_id: str
+    ask: Ask
+    attempt: int
+    """Of this peer and model in this sitting, from 0."""
+    deadline_s: float  # Unix time
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One text per question, in order."""
+
+    judge: str
+    challenge: str
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if any(len(text) > MOST_ANSWER_CHARACTERS for text in self.texts):
+            raise ValueError(f"answers: expected at most {MOST_ANSWER_CHARACTERS} characters each")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What one answer is worth; it passes with 1."""
+
+    specialty: str
+    value: float
+    status: RewardStatus
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answer is right. One that hangs or breaks the scorer is not: else one could leave out the hard
+        questions by answering them so."""
+        return self.status is RewardStatus.SCORED and self.value >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a challenge. `score` is pass@1: the share of its questions that were answered right."""
+
+    challenge: str
+    score: float
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What a judge committed to and revealed: signed `Sitting`s, newest first, and signed `Revealed`s."""
+
+    sittings: tuple[bytes, ...]
+    seeds: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One challenge of a sitting that is over: the taker's signed words, and what the judge made of them."""
+
+    sitting: int
+    attempt: int
+    ask: bytes
+    answers: bytes | None
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    author: bytes
+    signature: bytes
+    body: bytes
+
+
+def signed(identity: Identity, message: object) -> bytes:
+    """The bytes of a message with its author's signature."""
+    body = wire.encode(message)
+    return wire.encode(_Signed(identity.public_key, identity.sign(_covered(type(message), body)), body))
+
+
+def opened(data: bytes, type_: type[T], *, author: str | None = None) -> tuple[str, T]:
+    """Who signed a message, and the message. Raises `WireError` for anything else, and for another author."""
+    frame = wire.decode(data, _Signed, MOST_BYTES)
+    if not is_signed_by(frame.author, frame.signature, _covered(type_, frame.body)):
+        raise WireError(f"expected a {type_.__name__} with its author's signature")
+    peer_id = peer_id_of(frame.author)
+    if author is not None and peer_id != author:
+        raise WireError(f"{type_.__name__}: expected one of {author}, got one of {peer_id}")
+    return peer_id, wire.decode(frame.body, type_, MOST_BYTES)
+
+
+def _covered(type_: type, body: bytes) -> bytes:
+    return _PURPOSE + type_.__name__.encode() + b"\x00" + body

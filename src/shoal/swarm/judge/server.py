@@ -1,0 +1,102 @@
+"""The judge over HTTP.
+
+    GET  /                   the leaderboard
+    GET  /leaderboard.json   the same for programs
+    GET  /ledger             `Ledger`: commitments, and the seeds of sittings that are over
+    POST /challenge          a signed `Ask` -> a signed `Challenge`
+    POST /verdict            signed `Answers` -> a signed `Verdict`
+    GET  /sittings/N         ids of the challenges of a sitting that is over
+    GET  /transcripts/ID     `Transcript`: what was asked, answered and marked
+
+Messages are the wire bytes of `shoal.swarm.judge.messages`; errors are one line of text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from shoal import wire
+from shoal.swarm.judge import page
+from shoal.swarm.judge.judging import Judge, Refused
+from shoal.swarm.judge.messages import MOST_BYTES
+
+WIRE = "application/octet-stream"
+_HEADERS = {
+    "Content-Security-Policy": page.POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class JudgeServer:
+    """`app` is the ASGI application."""
+
+    def __init__(self, judge: Judge, specialties: Sequence[str]) -> None:
+        """`specialties` are the columns of the leaderboard."""
+        self._judge = judge
+        self._specialties = tuple(specialties)
+        self.app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/style.css", self._style),
+                Route("/leaderboard.json", self._leaderboard),
+                Route("/ledger", self._ledger),
+                Route("/challenge", self._challenge, methods=["POST"]),
+                Route("/verdict", self._verdict, methods=["POST"]),
+                Route("/sittings/{number:int}", self._sitting),
+                Route("/transcripts/{id}", self._transcript),
+            ],
+            exception_handlers={Refused: _refusal},
+        )
+
+    async def _page(self, _: Request) -> Response:
+        standings = self._judge.book.standings(self._judge.now_s())
+        html = page.leaderboard_html(self._judge.peer_id, standings, self._specialties)
+        return HTMLResponse(html, headers=_HEADERS)
+
+    async def _style(self, _: Request) -> Response:
+        return Response(page.STYLE, media_type="text/css", headers=_HEADERS)
+
+    async def _leaderboard(self, _: Request) -> Response:
+        standings = [
+            {**asdict(one), "specialties": dict(one.specialties)}
+            for one in self._judge.book.standings(self._judge.now_s())
+        ]
+        body = msgspec.json.encode({"judge": self._judge.peer_id, "standings": standings})
+        return Response(body, media_type="application/json", headers=_HEADERS)
+
+    async def _ledger(self, _: Request) -> Response:
+        return Response(wire.encode(self._judge.ledger()), media_type=WIRE)
+
+    async def _challenge(self, http: Request) -> Response:
+        return Response(await self._judge.challenge(await _body(http)), media_type=WIRE)
+
+    async def _verdict(self, http: Request) -> Response:
+        return Response(await self._judge.verdict(await _body(http)), media_type=WIRE)
+
+    async def _sitting(self, http: Request) -> Response:
+        return Response(wire.encode(self._judge.transcripts(http.path_params["number"])), media_type=WIRE)
+
+    async def _transcript(self, http: Request) -> Response:
+        return Response(wire.encode(self._judge.transcript(http.path_params["id"])), media_type=WIRE)
+
+
+async def _body(http: Request) -> bytes:
+    """Raises `Refused` at the first byte too many."""
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"expected at most {MOST_BYTES} bytes")
+    return bytes(body)
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return Response(f"{error}\n", status_code=error.status, media_type="text/plain", headers=_HEADERS)

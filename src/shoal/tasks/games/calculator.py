@@ -1,0 +1,134 @@
+"""Arithmetic with a calculator, which the model calls as its chat template has tools called."""
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+import msgspec
+
+from shoal.interfaces import Chat
+from shoal.tasks.games.seeded_game import DrawnGame, Posed
+from shoal.types import Message, Outcome, Role, Task, ToolCall
+
+TOOLS = msgspec.json.encode(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "calculator",
+                "description": "The exact value of an expression of numbers, + - * / and parentheses.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"expression": {"type": "string"}},
+                    "required": ["expression"],
+                },
+            },
+        }
+    ]
+).decode()
+MOST_CHARACTERS = 200
+MOST_DIGITS = 200
+_NUMBER = re.compile(r"-?\d+(?:/\d+)?(?!\d)")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class CalculatorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How hard the questions are."""
+
+    terms: int = 4
+    digits: int = 3
+    turns: int = 6
+    """Answers in one rollout; several calls may be in each."""
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.terms <= 20 and 1 <= self.digits <= 9 and self.turns >= 1):
+            raise ValueError("expected 2 to 20 terms of 1 to 9 digits, and at least 1 turn")
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """No more is hidden than the answer."""
+
+
+class Calculator(DrawnGame):
+    """The reward is 1 when the last number of the first answer without a call is the value."""
+
+    parameters = CalculatorParameters
+
+    def posed(self, rng: random.Random) -> Posed:
+        """Sums, differences and products of whole numbers."""
+        given = self._parameters
+        expression = str(rng.randrange(1, 10**given.digits))
+        for _ in range(given.terms - 1):
+            sign, number = rng.choice("+-*"), rng.randrange(1, 10**given.digits)
+            whole = f"({expression})" if sign == "*" and " " in expression else expression
+            expression = f"{whole} {sign} {number}"
+        answer = value_of(expression)
+        return Posed(f"What is {expression}? Use the calculator, then answer with the number.", Nothing(), answer)
+
+    async def play(self, task: Task, chat: Chat) -> Outcome:
+        """Calls are answered until there is none."""
+        messages = list(task.messages)
+        for _ in range(self._parameters.turns):
+            said = await chat.answer(messages, tools=TOOLS)
+            if not said.tool_calls:
+                numbers = _NUMBER.findall(said.content.replace(",", "")[-MOST_CHARACTERS:])
+                return Outcome(reward=float(bool(numbers) and numbers[-1] == task.answer))
+            messages += [said, *(Message(Role.TOOL, _result(call), tool_call_id=call.id) for call in said.tool_calls)]
+        return Outcome(reward=0.0)
+
+    @property
+    def _parameters(self) -> CalculatorParameters:
+        assert isinstance(self._given, CalculatorParameters)
+        return self._given
+
+
+def value_of(expression: str) -> str:
+    """The exact value. Raises `ValueError` with what is wrong.
+
+    >>> value_of("(2 + 3) * 4"), value_of("1 / 3")
+    ('20', '1/3')
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"expected at most {MOST_CHARACTERS} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("expected an expression of numbers, + - * / and parentheses") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    if max(abs(value.numerator), value.denominator).bit_length() > 4 * MOST_DIGITS:
+        raise ValueError(f"more than {MOST_DIGITS} digits")
+    return str(value)
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_value(left), _value(right))
+    raise ValueError("expected an expression of numbers, + - * / and parentheses")
+
+
+class _Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    expression: str
+
+
+def _result(call: ToolCall) -> str:
+    """What the tool says; what is wrong with a call is said to the model, which may try again."""
+    if call.name != "calculator":
+        return f"error: there is no tool {call.name[:40]!r}, only calculator"
+    try:
+        return value_of(msgspec.json.decode(call.arguments, type=_Arguments).expression)
+    except (msgspec.MsgspecError, ValueError) as error:
+        return f"error: {error}"

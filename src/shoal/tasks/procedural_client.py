@@ -1,0 +1,181 @@
+"""The main process's side of drawing reasoning-gym questions; `shoal.tasks.procedural_worker` is the other side.
+
+Why another process: questions are reproducible only under a fixed PYTHONHASHSEED (see `shoal.procedural`), some
+settings make a generator loop for ever, some generators print or run snippets, and the import takes a second and
+110 MB. The child holds no state that a draw depends on, so it may be killed at any moment.
+"""
+
+import contextlib
+import os
+import subprocess
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from shoal import wire
+from shoal.errors import TaskError
+from shoal.net.process import BlockingChild
+from shoal.types import Receipt, Split, Task
+
+DRAW_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+# Stated here and not taken from `shoal.procedural`: importing that loads reasoning-gym.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything a reasoning-gym question depends on besides split, seed and index."""
+
+    dataset: str
+    config: str  # JSON object, keys sorted
+    system_prompt: str = ""
+    rewrite: tuple[tuple[str, str], ...] = ()
+    info: str = "{}"
+    """Of its tasks: their scorer, where it is not the dataset's own."""
+
+
+class NoReply(TaskError):
+    """The child took too long or died; whether there is such a question is not known."""
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Are these settings right? `params` is a JSON object."""
+
+    dataset: str
+    params: str
+    level: int | None
+
+
+class Draw(msgspec.Struct, frozen=True, tag="draw"):
+    """One question, please."""
+
+    spec: Spec
+    split: Split
+    seed: int
+    index: int
+
+
+class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
+    """The question of a receipt, please."""
+
+    spec: Spec
+    receipt: Receipt
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The config of a `Check`, the task of a `Draw` or `Redraw`, or why there is none."""
+
+    config: str = ""
+    task: Task | None = None
+    question: str = ""
+    """Of a `Redraw`: as the dataset gives it, before it is rewritten."""
+    split: Split | None = None
+    """Of a `Redraw`: where the question belongs."""
+    error: str = ""
+
+
+class Drawer:
+    """One child process that draws; callers from any thread take turns. Use as a context manager.
+
+    The child starts at once and imports while the caller does other things; it is started anew when it died. It ends
+    with the thread that started it at the latest.
+    """
+
+    def __init__(self, draw_timeout_s: float = DRAW_TIMEOUT_S) -> None:
+        """A draw that takes longer than `draw_timeout_s` is a `TaskError`: some settings never give a question."""
+        self._draw_timeout_s = draw_timeout_s
+        self._turn = threading.Lock()
+        self._child: _Child | None = _Child()
+
+    def __enter__(self) -> "Drawer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, while there is one."""
+        return self._child.pid if self._child else None
+
+    def config_json(self, dataset: str, params: str, level: int | None) -> str:
+        """The dataset's checked settings as JSON. Raises `TaskError` naming what is wrong."""
+        return self._ask(Check(dataset, params, level), dataset).config
+
+    def draw(self, spec: Spec, split: Split, seed: int, index: int) -> Task:
+        """A pure function of its arguments. Raises `TaskError` when there is no such question."""
+        task = self._ask(Draw(spec, split, seed, index), spec.dataset).task
+        assert task is not None
+        return task
+
+    def redraw(self, spec: Spec, receipt: Receipt) -> tuple[str, Task, Split]:
+        """The raw question of a receipt, the task that `spec` makes of it, and the split it belongs to.
+
+        Raises `TaskError` when this process has another release of the dataset, or the receipt gives no question, and
+        `NoReply` when it cannot tell.
+        """
+        reply = self._ask(Redraw(spec, receipt), spec.dataset)
+        assert reply.task is not None
+        assert reply.split is not None
+        return reply.question, reply.task, reply.split
+
+    def close(self) -> None:
+        """Ends the child."""
+        with self._turn:
+            if self._child is not None:
+                self._child.kill()
+                self._child = None
+
+    def _ask(self, request: Check | Draw | Redraw, dataset: str) -> Reply:
+        with self._turn:
+            try:
+                reply = self._answer(wire.encode(request))
+            except TimeoutError:
+                self._discard()
+                raise NoReply(
+                    f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
+                ) from None
+            except ConnectionError as error:
+                self._discard()
+                raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
+        if reply.error:
+            raise TaskError(reply.error)
+        return reply
+
+    def _answer(self, frame: bytes) -> Reply:
+        """The reply to a frame, of a second child when the first has died."""
+        with contextlib.suppress(ConnectionError):
+            return self._running().reply(frame, self._draw_timeout_s)
+        self._discard()
+        return self._running().reply(frame, self._draw_timeout_s)
+
+    def _running(self) -> "_Child":
+        if self._child is None:
+            self._child = _Child()
+        return self._child
+
+    def _discard(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+
+class _Child(BlockingChild):
+    """A running `python -m shoal.tasks.procedural_worker`."""
+
+    def __init__(self) -> None:
+        quiet = subprocess.DEVNULL
+        super().__init__("shoal.tasks.procedural_worker", [], {**os.environ, **ENVIRONMENT}, output=quiet)
+        self._ready = False
+
+    def reply(self, frame: bytes, timeout_s: float) -> Reply:
+        """Raises `TimeoutError` or `ConnectionError`."""
+        if not self._ready:
+            self.receive(START_TIMEOUT_S)
+            self._ready = True
+        return wire.decode(self.ask(frame, timeout_s), Reply)

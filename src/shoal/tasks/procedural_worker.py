@@ -1,0 +1,81 @@
+"""Draws procedural tasks in a process of its own, `python -m shoal.tasks.procedural_worker --fd N`."""
+
+import argparse
+import json
+import socket
+
+from shoal import procedural, wire
+from shoal.errors import TaskError
+from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.tasks.holdout import prompt, rewritten, split_of
+from shoal.tasks.procedural_client import Check, Draw, Redraw, Reply, Spec
+from shoal.types import Receipt, Split, Task, seed_for
+
+EVAL_SHARE = 0.2
+MAX_ATTEMPTS = 256
+
+
+def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
+    """The task at `index`: the first of a path of seeds whose question belongs to the split.
+
+    Questions are held out by their text, so the splits share none however few there are. The run's seed moves the
+    training questions only: all runs are compared on the same held-out ones. Raises `TaskError`.
+    """
+    reason = f"none of {MAX_ATTEMPTS} questions drawn belongs to the {split} split; these settings allow too few"
+    run = (seed,) if split is Split.TRAIN else ()
+    for attempt in range(MAX_ATTEMPTS):
+        # 31 bits: what every generator in use accepts, numpy's included.
+        item_seed = seed_for(split, spec.dataset, spec.config, *run, index, attempt) >> 32
+        receipt = Receipt(spec.dataset, procedural.VERSION, spec.config, item_seed, 0)
+        try:
+            entry = procedural.entry_of(receipt)
+        except procedural.DrawFailed as error:
+            reason = str(error)
+            continue
+        question = rewritten(entry.question, spec.rewrite)
+        if split_of(question, EVAL_SHARE) is split:
+            messages = prompt(spec.system_prompt, question)
+            return Task(f"{spec.dataset}/{split}/{index}", spec.dataset, messages, entry.truth, spec.info, receipt)
+    raise TaskError(f"{spec.dataset}: {reason}")
+
+
+def redrawn(spec: Spec, receipt: Receipt) -> Reply:
+    """The question and the task of a receipt. Raises `TaskError`."""
+    entry = procedural.entry_of(receipt)
+    question = rewritten(entry.question, spec.rewrite)
+    messages = prompt(spec.system_prompt, question)
+    task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
+    task = Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
+    return Reply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
+
+
+def reply_to(request: Check | Draw | Redraw) -> Reply:
+    """What the main process is told."""
+    try:
+        if isinstance(request, Check):
+            params = json.loads(request.params)
+            return Reply(config=procedural.config_json(request.dataset, params, request.level))
+        if isinstance(request, Redraw):
+            return redrawn(request.spec, request.receipt)
+        return Reply(task=drawn_task(request.spec, request.split, request.seed, request.index))
+    except TaskError as error:
+        return Reply(error=str(error))
+
+
+def main() -> None:
+    """Answers requests until the main process closes the socket."""
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    with socket.socket(fileno=parser.parse_args().fd) as connection:
+        send_frame(connection, wire.encode(Reply()))
+        serve(connection, lambda frame: [wire.encode(reply_to(_request(frame)))])
+
+
+def _request(frame: bytes) -> Check | Draw | Redraw:
+    request: Check | Draw | Redraw = wire.decode(frame, Check | Draw | Redraw)  # type: ignore[arg-type]
+    return request
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Where task services register and ask for work: the registry over HTTP, in a thread of its own.
+
+    GET    /openapi.json                 the protocol, for other languages
+    GET    /v1/status                    who serves what
+    POST   /v1/members                   Hello -> Welcome
+    POST   /v1/members/MEMBER/work       Ask -> Work, after `beat_s` at the latest; the heartbeat
+    POST   /v1/members/MEMBER/results    Results -> Acknowledged
+    DELETE /v1/members/MEMBER            leaves
+
+All but the first want `Authorization: Bearer TOKEN`. A thread, because a run draws its first questions before its event
+loop exists, and because a busy loop must not let heartbeats look late.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.errors import ConfigError, TaskError
+from shoal.net.listening import is_loopback, listening_socket, url_of
+from shoal.tasks.openapi import document
+from shoal.tasks.remote_protocol import (
+    BEAT_S,
+    LEASE_S,
+    Acknowledged,
+    Ask,
+    Failed,
+    Hello,
+    Job,
+    Lost,
+    Registry,
+    Result,
+    Results,
+    UnknownMember,
+    Welcome,
+    Work,
+)
+
+MOST_BODY_BYTES = 64 << 20
+STOP_GRACE_S = 1
+T = TypeVar("T")
+
+
+class ServiceLost(TaskError):
+    """Whoever worked on a job is gone, or says that trying again may help."""
+
+
+class ServiceLate(TaskError):
+    """Nothing came within the deadline."""
+
+
+class Hub:
+    """The registry and those who wait for it; everything runs on one event loop."""
+
+    def __init__(self, names: Collection[str], *, token: str = "", beat_s: float = BEAT_S, lease_s: float = LEASE_S):
+        """With a `token`, whoever serves must have it."""
+        self.registry = Registry(names, lease_s=lease_s)
+        self.registry.on_work = self._wake
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
+        """Of each service: jobs by what became of them."""
+        self._token = token
+        self._beat_s, self._lease_s = beat_s, lease_s
+        self._events: dict[str, asyncio.Event] = {}
+        self._closing = False
+        routes = [
+            Route("/openapi.json", self._document),
+            Route("/v1/status", self._guarded(self._status)),
+            Route("/v1/members", self._guarded(self._join), methods=["POST"]),
+            Route("/v1/members/{member}/work", self._guarded(self._work), methods=["POST"]),
+            Route("/v1/members/{member}/results", self._guarded(self._results), methods=["POST"]),
+            Route("/v1/members/{member}", self._guarded(self._leave), methods=["DELETE"]),
+        ]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+
+    async def call(self, name: str, job: Job, timeout_s: float) -> Result:
+        """What a service makes of a job. Raises `ServiceLost` and `ServiceLate`."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[Result | Lost] = loop.create_future()
+
+        def done(result: Result | Lost) -> None:
+            if not waiting.done():
+                waiting.set_result(result)
+
+        kind = type(job).__name__.removesuffix("Job").lower()
+        ticket = self.registry.submit(name, job, due_s=loop.time() + timeout_s, done=done)
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await waiting
+        except TimeoutError:
+            self.counts[name][f"{kind} late"] += 1
+            raise ServiceLate(f"{name}: nothing came of a {kind} within {timeout_s:g} s") from None
+        finally:
+            self.registry.withdraw(ticket)
+        if isinstance(result, Lost):
+            self.counts[name][f"{kind} lost"] += 1
+            raise ServiceLost(f"{name}: {result.reason}")
+        if isinstance(result, Failed):
+            self.counts[name][f"{kind} failed: {result.whose}"] += 1
+            if result.retry:
+                raise ServiceLost(f"{name}: {result.reason}")
+        else:
+            self.counts[name][f"{kind} done"] += 1
+        return result
+
+    def close(self) -> None:
+        """Answers all who wait for work, and gives out none any more."""
+        self._closing = True
+        for event in self._events.values():
+            event.set()
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self._expire(), name="leases of task services")
+        yield
+        watching.cancel()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 6)
+            self.registry.expire(asyncio.get_running_loop().time())
+
+    def _wake(self, member: str) -> None:
+        event = self._events.get(member)
+        if event is not None:
+            event.set()
+
+    async def _join(self, http: Request) -> Response:
+        hello = await _body(http, Hello)
+        member = self.registry.join(hello, asyncio.get_running_loop().time())
+        return _json(Welcome(member, self._beat_s, self._lease_s))
+
+    async def _work(self, http: Request) -> Response:
+        member, ask = http.path_params["member"], await _body(http, Ask)
+        loop = asyncio.get_running_loop()
+        event = self._events[member] = asyncio.Event()
+        hangup = loop.create_task(_hangs_up(http), name="a task service waits for work")
+        hangup.add_done_callback(lambda _: event.set())
+        try:
+            self.registry.heard(member, ask, loop.time())
+            work = Work([], [])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._beat_s):
+                    while not self._closing:
+                        work = self.registry.work(member, ask.holding, loop.time())
+                        if work.jobs or work.cancelled:
+                            break
+                        event.clear()
+                        await event.wait()
+                        if hangup.done():
+                            self.registry.hung_up(member, loop.time())
+                            break
+        finally:
+            hangup.cancel()
+            if self._events.get(member) is event:
+                del self._events[member]
+        return _json(work)
+
+    async def _results(self, http: Request) -> Response:
+        body = await _body(http, Results)
+        return _json(Acknowledged(self.registry.results(http.path_params["member"], body.results)))
+
+    async def _leave(self, http: Request) -> Response:
+        self.registry.leave(http.path_params["member"])
+        return Response(status_code=204)
+
+    async def _status(self, _: Request) -> Response:
+        return _json({name: self.status_of(name) for name in self.registry})
+
+    def status_of(self, name: str) -> dict[str, object]:
+        """One service: its processes, what waits and runs, and what became of its jobs."""
+        members = self.registry.members_of(name)
+        waiting, running = self.registry.load_of(name)
+        return {
+            "members": len(members),
+            "version": members[0].version if members else None,
+            "max_running": self.registry.max_running_of(name),
+            "waiting": waiting,
+            "running": running,
+            "jobs": dict(self.counts[name]),
+        }
+
+    async def _document(self, _: Request) -> Response:
+        return _json(document())
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The answer, for who has the token; errors as JSON with a sentence."""
+
+        async def guarded(http: Request) -> Response:
+            given = http.headers.get("authorization", "").removeprefix("Bearer ")
+            if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+                return _json({"error": "expected the orchestrator's token as Authorization: Bearer TOKEN"}, 401)
+            try:
+                return await answer(http)
+            except UnknownMember as error:
+                return _json({"error": str(error)}, 404)
+            except TaskError as error:
+                return _json({"error": str(error)}, 409)
+            except ConfigError as error:
+                return _json({"error": str(error)}, 413)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                return _json({"error": str(error)}, 400)
+
+        return guarded
+
+
+class ServingHub:
+    """A hub in a thread. A context manager; `on_members` is called in that thread."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        beat_s: float = BEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """Listens at once. Raises `ConfigError` when the port is taken, or others reach it and there is no token."""
+        if not is_loopback(host) and not token:
+            raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
+        self.hub = Hub(names, token=token, beat_s=beat_s, lease_s=lease_s)
+        self._listening = listening_socket(host, port)
+        self.url = url_of(self._listening)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="task services", daemon=True)
+        settings = uvicorn.Config(
+            self.hub.app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_GRACE_S
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread.start()
+
+    def __enter__(self) -> "ServingHub":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread; services find nobody there and go on trying."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.hub.close)
+            self._server.should_exit = True
+        self._thread.join()
+
+    def call(self, name: str, job: Job, timeout_s: float) -> Result:
+        """As `Hub.call`, from any thread but the hub's; blocks."""
+        return asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop).result()
+
+    async def called(self, name: str, job: Job, timeout_s: float) -> Result:
+        """As `Hub.call`, from another event loop."""
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop)
+        )
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.serve(sockets=[self._listening]))
+
+
+async def _hangs_up(http: Request) -> None:
+    """Returns when whoever asks is gone; its body has been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(http: Request, kind: type[T]) -> T:
+    data = bytearray()
+    async for part in http.stream():
+        data += part
+        if len(data) > MOST_BODY_BYTES:
+            raise ConfigError(f"body: expected at most {MOST_BODY_BYTES} bytes")
+    return msgspec.json.decode(data, type=kind)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -1,0 +1,82 @@
+"""The trainer process as the main process sees it; imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shoal import wire
+from shoal.config import ModelConfig, TrainConfig
+from shoal.errors import ChildDied, TrainerError
+from shoal.net.process import Child, torch_environment
+from shoal.trainer import messages as m
+from shoal.trainer.messages import ANSWER_TIMEOUT_S
+from shoal.types import Sample
+
+A = TypeVar("A", bound=m.Answer)
+ADVICE = "go on with --resume"
+
+
+class TrainerProcess:
+    """Asks the trainer for one thing at a time. Every method raises `TrainerError`, or `ChildDied` when it is gone."""
+
+    def __init__(self, child: Child, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """`timeout_s` is of each answer; then the trainer counts as gone."""
+        self._child = child
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    def child(log: Path, threads: int, gpus: Sequence[str] = ()) -> Child:
+        """The process, not yet started; `gpus` has one for each rank."""
+        return Child("trainer", "shoal.trainer.worker", [], log, torch_environment(threads, gpus), advice=ADVICE)
+
+    async def start(
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        threads: int,
+        max_tokens: int | None = None,
+    ) -> m.Started:
+        """Loads the model. `max_tokens` of one answer is needed with `train.loss_mean = "budget"`."""
+        sections = (model.model_dump_json(), train.model_dump_json())
+        request = m.Start(str(model_dir), *sections, temperature, threads, max_tokens)
+        return await self._ask(request, m.Started)
+
+    async def step(self, groups: Sequence[tuple[Sample, ...]], version: int | None = None) -> m.StepStats:
+        """One training step, after `version` was published."""
+        return (await self._ask(m.Step(tuple(groups), version), m.Stepped)).stats
+
+    async def logprobs(
+        self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> tuple[tuple[float, ...], ...]:
+        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
+        request = m.Logprobs(tuple(tuple(row) for row in rows), temperature)
+        return (await self._ask(request, m.Scored)).logprobs
+
+    async def publish(self, path: Path, *, push: bool = True) -> float:
+        """Writes the weights to a safetensors file; seconds it took. `push` says whether it counts as a push."""
+        return (await self._ask(m.Publish(str(path), push), m.Done)).seconds
+
+    async def save(self, directory: Path) -> float:
+        """Writes weights, optimizer and counters into an existing directory; seconds it took."""
+        return (await self._ask(m.Save(str(directory)), m.Done)).seconds
+
+    async def load(self, directory: Path) -> float:
+        """Goes on from what `save` wrote; seconds it took."""
+        return (await self._ask(m.Load(str(directory)), m.Done)).seconds
+
+    async def _ask(self, request: m.Request, expected: type[A]) -> A:
+        try:
+            frame = await self._child.ask(wire.encode(request), self._timeout_s)
+        except TimeoutError:
+            raise ChildDied(
+                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; {ADVICE}"
+            ) from None
+        answer = m.answer_from(frame)
+        if isinstance(answer, m.Failed):
+            raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
+        if not isinstance(answer, expected):
+            raise TrainerError(f"the trainer answered {type(request).__name__} with {type(answer).__name__}")
+        return answer

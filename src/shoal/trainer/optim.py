@@ -1,0 +1,134 @@
+"""AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import TrainConfig
+from shoal.errors import TrainerError
+from shoal.trainer.ranks import like, whole
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer update did."""
+
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    update_norm: float
+    """Norm of the change of the weights."""
+    taken: bool
+    """False when the gradient was not finite: weights, moments and schedule are as before."""
+
+
+def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> float:
+    """Of update number `update` (from 0), which is number `since_reset` after the last reset (None: there was none).
+
+    The rate rises linearly over the first `warmup_steps` updates and again over `rewarm_updates` after each reset:
+    Adam's first step after a reset is lr * sign(gradient), whatever the gradient's size.
+
+    >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
+    >>> [learning_rate(config, k, None) for k in range(5)]
+    [0.25, 0.5, 0.75, 1.0, 1.0]
+    >>> [learning_rate(config, 10 + k, k) for k in range(3)]
+    [0.5, 1.0, 1.0]
+    """
+    rate = config.lr
+    if update < config.warmup_steps:
+        rate *= (update + 1) / config.warmup_steps
+    if since_reset is not None and since_reset < config.rewarm_updates:
+        rate *= (since_reset + 1) / config.rewarm_updates
+    return rate
+
+
+class Optimizer:
+    """AdamW over the trainable parameters of a model.
+
+    Invariant: `updates` counts the updates that were taken since the start of the run, across resets and resumes; with
+    the moments it determines every later update.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, also: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`also` are parameters beside those of the model, by names that it has not."""
+        self._config = config
+        # parameters() names tied weights once.
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(also or {})
+        matrices = [p for p in self._named.values() if p.ndim >= 2]
+        vectors = [p for p in self._named.values() if p.ndim < 2]
+        # Norms and biases are not decayed: pulling a norm's scale to zero is no regularisation.
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
+        self.updates = 0
+        self._since_reset: int | None = None
+
+    def clear_gradient(self) -> None:
+        """Forgets what was accumulated since the last update."""
+        self._adam.zero_grad()
+
+    def update(self) -> Update:
+        """Clips the accumulated gradient, takes one update and clears the gradient."""
+        parameters = list(self._named.values())
+        grad_norm = float(whole(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)))
+        lr = learning_rate(self._config, self.updates, self._since_reset)
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            self._adam.zero_grad()
+            return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        before = [p.detach().clone() for p in parameters]
+        self._adam.step()
+        torch._foreach_sub_(before, [p.detach() for p in parameters])
+        update_norm = float(whole(nn.utils.get_total_norm(before)))
+        self._adam.zero_grad()
+        self.updates += 1
+        if self._since_reset is not None:
+            self._since_reset += 1
+        return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
+
+    def pushed(self) -> None:
+        """Forgets the moments if the config wants that at a push of weights."""
+        if self._config.reset_optimizer_at_push:
+            self._adam.state.clear()
+            self._since_reset = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments by parameter name, sharded as the parameters are, and the counters."""
+        tensors = {"updates": torch.tensor(self.updates)}
+        tensors["since_reset"] = torch.tensor(-1 if self._since_reset is None else self._since_reset)
+        for name, parameter in self._named.items():
+            moments = self._adam.state.get(parameter, {})
+            for key in (*MOMENTS, "step"):
+                if key in moments:
+                    tensors[f"{key}/{name}"] = moments[key].detach()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from a `state` of whole tensors. Raises `TrainerError` when it is that of another model."""
+        wanted = {f"{key}/{name}": p for name, p in self._named.items() for key in MOMENTS}
+        unknown = {key for key in tensors if "/" in key and not key.startswith("step/")} - wanted.keys()
+        if unknown or not {"updates", "since_reset"} <= tensors.keys():
+            raise TrainerError(f"optimizer state: expected that of this model, got {sorted(unknown or tensors)[:1]}")
+        for key in tensors.keys() & wanted.keys():
+            if tensors[key].shape != wanted[key].shape:
+                raise TrainerError(
+                    f"optimizer state {key}: expected shape {tuple(wanted[key].shape)}, got {tuple(tensors[key].shape)}"
+                )
+        self._adam.state.clear()
+        for name, parameter in self._named.items():
+            found = {key: tensors[f"{key}/{name}"] for key in (*MOMENTS, "step") if f"{key}/{name}" in tensors}
+            if found:
+                step = found.pop("step").clone().to(parameter.device)
+                moments = {key: like(value.clone(), parameter) for key, value in found.items()}
+                self._adam.state[parameter] = {**moments, "step": step}
+        self.updates = int(tensors["updates"])
+        since = int(tensors["since_reset"])
+        self._since_reset = None if since < 0 else since

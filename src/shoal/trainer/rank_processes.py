@@ -1,0 +1,59 @@
+"""The other ranks of a trainer as its first rank sees them: processes that are asked everything it is asked."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from shoal.errors import ChildDied
+from shoal.net.process import BlockingChild, rank_environment
+from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, Failed, answer_from
+
+
+class Followers:
+    """Ranks 1 .. count - 1, started at once; they end with this process."""
+
+    def __init__(self, count: int, device: str) -> None:
+        """Each on a device of that kind."""
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
+        self.meeting = Path(self._folder.name) / "meeting"
+        """The file through which the ranks find each other."""
+        signal.signal(signal.SIGTERM, self._terminated)
+        self._all = [self._started(index, count, device) for index in range(1, count)]
+
+    def _started(self, index: int, count: int, device: str) -> BlockingChild:
+        where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
+        return BlockingChild("shoal.trainer.worker", where, rank_environment(index), own_group=False)
+
+    def send(self, frame: bytes) -> None:
+        """Has all do what this rank is about to do. Raises `ChildDied`."""
+        for index, follower in enumerate(self._all, 1):
+            try:
+                follower.send(frame, ANSWER_TIMEOUT_S)
+            except OSError:
+                raise ChildDied(f"rank {index} of the trainer has ended") from None
+
+    def agreed(self, own: Answer) -> Answer:
+        """This rank's answer; that of a follower if only the follower failed."""
+        for index, follower in enumerate(self._all, 1):
+            gone = False
+            try:
+                answer = answer_from(follower.receive(ANSWER_TIMEOUT_S))
+            except OSError:  # a timeout is one
+                answer, gone = Failed("it has ended"), True
+            if isinstance(answer, Failed) and (gone or not isinstance(own, Failed)):
+                own = Failed(f"rank {index} of the trainer: {answer.reason}")
+        return own
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        """Ends this process as the signal would have, without leaving the folder behind."""
+        self._folder.cleanup()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def end(self) -> None:
+        """Ends them."""
+        for follower in self._all:
+            follower.end()
+        self._folder.cleanup()

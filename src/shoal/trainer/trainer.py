@@ -1,0 +1,395 @@
+"""The trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
+
+Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs under autocast, so that small updates
+are not rounded away, and the published file holds bfloat16. Logprobs, losses and statistics are always float32.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
+from shoal.errors import ConfigError, TrainerError
+from shoal.model.loading import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
+from shoal.trainer import critic, lora
+from shoal.trainer.loss import Streams, log_linear_prox, token_loss
+from shoal.trainer.loss_weights import Size, loss_mean, size_of, token_weight
+from shoal.trainer.messages import StepStats
+from shoal.trainer.micro_batch import MicroBatch, Minibatch, micro_batch
+from shoal.trainer.optim import Optimizer, Update
+from shoal.trainer.packing import even_slices, micro_batches
+from shoal.trainer.ranks import ALONE, Ranks, like
+from shoal.trainer.regularisers import kl, to_go
+from shoal.trainer.step_stats import Totals
+from shoal.types import Sample
+
+WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+VALUE_HEAD = "value_head"
+
+
+class Trainer:
+    """Takes training steps on a model.
+
+    Invariant: the weights after a step depend on the weights, moments and counters before it and on the step's groups,
+    and on nothing else; so a run that is resumed and replays its log arrives at the same weights.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        skip_uninformative: bool = True,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`temperature` and `max_tokens` are the rollouts'.
+
+        With several `ranks` each has a trainer, and every call below is made on all of them.
+        Rows that give no gradient are not computed if `skip_uninformative`. The model as it is at `path` is the
+        reference of `train.kl`. Raises `ModelError` and `ConfigError`.
+        """
+        self.device = resolve_device(model.device)
+        self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
+        if train.lora.rank:
+            lora.add_adapters(self.model, train.lora)
+        ranks.shard(self.model, self.device)
+        self._ranks = ranks
+        self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
+        self._dtype = DTYPES[model.dtype]
+        self._config = train
+        self._temperature = temperature
+        if loss_mean(train) == "budget" and max_tokens is None:
+            raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
+        self._budget_tokens = max_tokens or 0
+        # With a regulariser or a critic rows without advantage have a gradient too.
+        self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0 or train.advantage == "gae"
+        self._skip_uninformative = skip_uninformative and not self._regularised
+        self._value_head = self._new_value_head() if train.advantage == "gae" else None
+        self._reference = load_model(path, device=self.device) if train.kl.coefficient > 0 else None
+        self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained, tied ones once."""
+        trained = (*self.model.parameters(), *self._value_head_parameters().values())
+        return sum(p.numel() for p in trained if p.requires_grad)
+
+    def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None) -> StepStats:
+        """Takes one step of `train.minibatches` updates over the rows of each group, in order.
+
+        `version` is the newest that was published; the log-linear proximal weights need it.
+        Raises `TrainerError` for rows that this model cannot read.
+        """
+        started = time.perf_counter()
+        self._check(groups)
+        self._optimizer.clear_gradient()  # a step that failed half-way may have left a part of it
+        slices = even_slices(len(groups), self._config.minibatches)
+        minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
+        loss = self._config.loss
+        wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
+        totals = Totals(self.device)
+        if self._value_head is not None:
+            minibatches = self._judged(minibatches, totals)
+        elif wants_prox:
+            # The training forward of the first update is itself the proximal one.
+            minibatches = [self._with_prox(m) if k else m for k, m in enumerate(minibatches)]
+        updates: list[Update] = []
+        for k, minibatch in enumerate(minibatches):
+            self.accumulate(minibatch, totals, version=version, fresh=k == 0 or wants_prox)
+            # Without a gradient nothing is learned: moments and schedule stay as they are.
+            if minibatch.informative:
+                updates.append(self._optimizer.update())
+        totals.add_up(self._ranks)
+        return totals.stats(
+            updates,
+            minibatches=len(minibatches),
+            tokens=sum(minibatch.tokens for minibatch in minibatches),
+            skipped_tokens=sum(minibatch.skipped_tokens for minibatch in minibatches),
+            seconds=time.perf_counter() - started,
+        )
+
+    def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1.
+
+        At temperature 1 what `Engine.score` gives for the same weights, up to rounding.
+        """
+        result: list[list[float]] = []
+        with torch.no_grad(), self._precision():
+            for row in rows:
+                logp_T, _ = packed_logprobs(self.model, self._long(row), [len(row)], temperature=temperature)
+                result.append(logp_T[1:].tolist())
+        return result
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name, float32, tied ones once, sharded with several ranks; adapters are added to those that
+        they adapt."""
+        if self._config.lora.rank:
+            return lora.merged_tensors(self.model)
+        seen: set[int] = set()
+        result: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                result[name] = tensor.detach()
+        return result
+
+    def write_weights(self, path: Path) -> None:
+        """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
+
+        Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
+        """
+        # Gathered before anything is written: a rank that fails to write must leave no other one waiting.
+        weights = self._ranks.gathered(self.tensors())
+        adapters, settings = lora.adapter_files(self.model, self._config.lora) if self._config.lora.rank else ({}, "")
+        adapters = self._ranks.gathered(adapters)
+        if not self._ranks.first:
+            return
+        if adapters:
+            file, settings_file = lora.adapter_paths(path)
+            _write(file, adapters)
+            settings_file.write_text(settings)
+        _write(path, {name: _as(tensor, self._dtype) for name, tensor in weights.items()})
+
+    def pushed(self) -> None:
+        """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
+        self._optimizer.pushed()
+
+    def save(self, directory: Path) -> None:
+        """Writes float32 weights, moments and counters into an existing directory; any number of ranks reads them."""
+        weights, state = self._ranks.gathered(self._trained()), self._ranks.gathered(self._optimizer.state())
+        if self._ranks.first:
+            _write(directory / WEIGHTS_FILE, weights)
+            _write(directory / OPTIMIZER_FILE, state)
+
+    def load(self, directory: Path) -> None:
+        """Goes on from what `save` wrote. Raises `TrainerError` when it is missing or of another model."""
+        weights, state = _read(directory / WEIGHTS_FILE), _read(directory / OPTIMIZER_FILE)
+        own = self._trained()
+        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+            raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
+        self._optimizer.load_state(state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(like(weights[name], tensor))
+
+    def _trained(self) -> dict[str, Tensor]:
+        """What is trained and in no other file: the weights, or the adapters, and the value head."""
+        weights = lora.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
+        return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
+
+    def _new_value_head(self) -> nn.Linear:
+        """Gives 0 for everything, so that the first advantages are the rewards."""
+        head = nn.Linear(self.model.get_output_embeddings().weight.shape[1], 1).to(self.device)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def _value_head_parameters(self) -> dict[str, nn.Parameter]:
+        if self._value_head is None:
+            return {}
+        return {f"{VALUE_HEAD}.{name}": p for name, p in self._value_head.named_parameters()}
+
+    def _check(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Refuses what the model would answer with an index error or with nonsense."""
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        for row in (row for group in groups for row in group):
+            low, high = min(row.tokens), max(row.tokens)
+            if low < 0 or high >= vocabulary:
+                raise TrainerError(f"row of tokens: expected ids in 0..{vocabulary - 1}, got {low}..{high}")
+            if longest is not None and len(row.tokens) > longest:
+                raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
+
+    def minibatch(self, rows: Sequence[Sample], whole: Size | None = None) -> Minibatch:
+        """The rows of one update, packed, and this rank's share of them.
+
+        `whole` is the size of the update when these are a part of its rows.
+        """
+        size, mean = whole or size_of(rows), loss_mean(self._config)
+        trained = [sum(row.mask) for row in rows]
+        wanted = [
+            row
+            for row, count in zip(rows, trained, strict=True)
+            if count and (any(row.advantages) or not self._skip_uninformative)
+        ]
+        packed = micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
+
+        def packed_rows(part: Sequence[int]) -> MicroBatch:
+            chosen = [wanted[i] for i in part or (0,)]
+            weights = [token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
+            return micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
+
+        return Minibatch(
+            batches=tuple(packed_rows(part) for part in self._ranks.share(packed)),
+            informative=any(self._regularised or any(row.advantages) for row in wanted),
+            tokens=sum(trained),
+            skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
+        )
+
+    def _outputs(
+        self, batch: MicroBatch, *, with_entropy: bool = False, model: PreTrainedModel | None = None
+    ) -> TokenOutputs:
+        with self._precision():
+            return packed_outputs(
+                model or self.model,
+                batch.tokens_T,
+                batch.lengths,
+                at=batch.at_N,
+                temperature=self._temperature,
+                with_entropy=with_entropy,
+                entropy_gradient=self._config.entropy_bonus > 0,
+                value_head=self._value_head if model is None else None,
+            )
+
+    def _with_prox(self, minibatch: Minibatch) -> Minibatch:
+        """With the logprobs under the present weights."""
+        with torch.no_grad():
+            batches = tuple(replace(batch, prox_N=self._outputs(batch).logp_N) for batch in minibatch.batches)
+        return replace(minibatch, batches=batches)
+
+    def _judged(self, minibatches: Sequence[Minibatch], totals: Totals) -> list[Minibatch]:
+        """With logprobs and values under the present weights, and advantages by GAE instead of the rewards.
+
+        The advantages of the whole step are whitened together.
+        """
+        judged = [
+            replace(minibatch, batches=tuple(self._judged_batch(batch) for batch in minibatch.batches))
+            for minibatch in minibatches
+        ]
+        batches = [batch for minibatch in judged for batch in minibatch.batches]
+        values = [batch.value_N for batch in batches if batch.value_N is not None]
+        returns = [batch.return_N for batch in batches if batch.return_N is not None]
+        totals.explained_variance = critic.explained_variance(values, returns)
+        white = iter(critic.whitened([batch.advantage_N for batch in batches]))
+        return [
+            replace(minibatch, batches=tuple(replace(batch, advantage_N=next(white)) for batch in minibatch.batches))
+            for minibatch in judged
+        ]
+
+    @torch.no_grad()
+    def _judged_batch(self, batch: MicroBatch) -> MicroBatch:
+        """One micro-batch of rows whose `advantage_N` is their reward."""
+        outputs = self._outputs(batch)
+        assert outputs.value_N is not None
+        reward_N = critic.at_row_ends(batch.advantage_N, batch.row_N)
+        if self._reference is not None and self._config.kl.where == "reward":
+            reward_N = reward_N - self._config.kl.coefficient * self._kl(batch, batch.behav_N)
+        advantage_N, return_N = critic.gae(
+            reward_N, outputs.value_N, batch.row_N, len(batch.lengths), self._config.critic.gae_lambda
+        )
+        return replace(
+            batch, prox_N=outputs.logp_N, value_N=outputs.value_N, advantage_N=advantage_N, return_N=return_N
+        )
+
+    def accumulate(
+        self,
+        minibatch: Minibatch,
+        totals: Totals,
+        *,
+        version: int | None = None,
+        fresh: bool,
+    ) -> None:
+        """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
+        config = self._config
+        for batch in minibatch.batches:
+            outputs = self._outputs(batch, with_entropy=True)
+            logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
+            assert entropy_N is not None
+            before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
+            prox_N, all_N = before_N, torch.ones_like(logp_N, dtype=torch.bool)
+            if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
+                if version is None:
+                    raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
+                prox_N = log_linear_prox(logp_N, batch.behav_N, batch.version_N, version)
+            penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
+            streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, all_N, batch.row_N, rows=len(batch.lengths))
+            terms = token_loss(streams, config.loss)
+            loss_N = terms.loss_T + penalty_N - config.entropy_bonus * entropy_N
+            if outputs.value_N is not None:
+                assert batch.value_N is not None
+                assert batch.return_N is not None
+                value_loss_N = critic.value_loss(
+                    outputs.value_N, batch.value_N, batch.return_N, config.critic.value_clip
+                )
+                loss_N = loss_N + config.critic.coefficient * value_loss_N
+                totals.add_value_loss(value_loss_N.detach())
+            loss = (loss_N * batch.weight_N).sum()
+            # Sharding takes the mean over the ranks; the weights want the sum.
+            (loss * self._ranks.count).backward()  # type: ignore[no-untyped-call]
+            if batch.idle:
+                continue
+            gap_N = (before_N - batch.behav_N).abs() if fresh else None
+            # No version is drawn by version -1.
+            drawn_now_N = batch.version_N == (-1 if version is None else version)
+            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, drawn_now_N, kl_N, sum(batch.lengths))
+
+    def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the distance to the reference adds to the loss, the advantages less it, and the distance in nats."""
+        config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
+        if self._reference is None:
+            return zero_N, batch.advantage_N, zero_N
+        if config.where == "loss":
+            kl_N = self._kl(batch, logp_N)
+            return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
+        kl_N = self._kl(batch, batch.behav_N)
+        if self._value_head is not None:  # it came off the rewards that the advantages were made of
+            return zero_N, batch.advantage_N, kl_N
+        return zero_N, batch.advantage_N - config.coefficient * to_go(kl_N, batch.row_N, len(batch.lengths)), kl_N
+
+    def _kl(self, batch: MicroBatch, logp_N: Tensor) -> Tensor:
+        """The estimated distance to the reference, in nats."""
+        with torch.no_grad():
+            ref_N = self._outputs(batch, model=self._reference).logp_N
+        return kl(logp_N, ref_N, torch.ones_like(ref_N, dtype=torch.bool), self._config.kl.estimator)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
+
+    def _long(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def default_tokens_per_microbatch(device: str) -> int:
+    """Packing budget: on a GPU what fills it, on a CPU what stays near its caches."""
+    return 16384 if device.startswith("cuda") else 1024
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating tensors in `dtype`; integer buffers as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contiguous, unfinished, metadata={"format": "pt"})
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"{path}: cannot be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
+    return tensors

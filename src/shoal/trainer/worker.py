@@ -1,0 +1,166 @@
+"""The trainer process: `python -m shoal.trainer.worker --fd N`.
+
+Serves the requests of `shoal.trainer.messages` one after the other from an inherited socket, and ends when that socket
+closes, when it is told to, or when its parent is gone. What goes wrong with one request is answered with `Failed`.
+With `train.ranks` it is the first of several: it starts the others, and passes on to them all that it is asked.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shoal import wire
+from shoal.config import ModelConfig, TrainConfig
+from shoal.errors import ShoalError, TrainerError
+from shoal.model.loading import resolve_device
+from shoal.net.process import die_with_parent, receive_frame, send_frame
+from shoal.trainer.messages import (
+    Answer,
+    Done,
+    Failed,
+    Load,
+    Logprobs,
+    Publish,
+    Request,
+    Save,
+    Scored,
+    Start,
+    Started,
+    Step,
+    Stepped,
+    Stop,
+    request_from,
+)
+from shoal.trainer.rank_processes import Followers
+from shoal.trainer.ranks import ALONE, Ranks, join, leave
+from shoal.trainer.trainer import Trainer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves until the socket closes."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="shoal.trainer.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--meeting", type=Path)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    ranks = join(options.rank, options.ranks, options.meeting, options.device) if options.rank else ALONE
+    with socket.socket(fileno=options.fd) as connection:
+        Server(ranks).serve(connection)
+
+
+class Server:
+    """One rank of the trainer. The first one starts the others when it is told how many there are to be."""
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+        self._followers: Followers | None = None
+        self._trainer: Trainer | None = None
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answers each request until `Stop` or the end of the stream."""
+        while (received := receive_frame(connection)) is not None:
+            number, frame = received
+            answer, last = self._answer(frame)
+            send_frame(connection, wire.encode(answer), number)
+            if last:
+                break
+        if self._followers is not None:
+            self._followers.end()
+
+    def _answer(self, frame: bytes) -> tuple[Answer, bool]:
+        """The answer to a request, on which all ranks agree, and whether it is the last."""
+        try:
+            request = request_from(frame)
+            if isinstance(request, Stop):  # the others end when their sockets close
+                return Done(0.0), True
+            if isinstance(request, Start) and self._ranks.first:
+                self._gather(request)
+            if self._followers is not None:
+                self._followers.send(frame)
+        except (ShoalError, RuntimeError, OSError) as error:
+            return _failed(error), False
+        answer = self._own_answer(request)
+        if self._followers is not None:
+            answer = self._followers.agreed(answer)
+        return answer, False
+
+    def _own_answer(self, request: Request) -> Answer:
+        try:
+            if isinstance(request, Start):
+                self._trainer, started = start(request, self._ranks)
+                return started
+            return answer_to(request, self._trainer)
+        except (ShoalError, RuntimeError, ValueError, OSError, MemoryError) as error:
+            return _failed(error)
+
+    def _gather(self, request: Start) -> None:
+        """Starts the other ranks and meets them."""
+        if self._followers is not None:  # of a `Start` before this one, of which something failed
+            self._followers.end()
+            leave()
+        self._followers, self._ranks = None, ALONE
+        count = TrainConfig.model_validate_json(request.train_json).ranks
+        if count > 1:
+            device = resolve_device(ModelConfig.model_validate_json(request.model_json).device)
+            self._followers = Followers(count, device)
+            self._ranks = join(0, count, self._followers.meeting, device)
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, ShoalError):
+        return Failed(str(error))
+    # What torch, the disk or the memory refuse; the log keeps the traceback for our own bugs.
+    traceback.print_exception(error, file=sys.stderr)
+    return Failed(f"{type(error).__name__}: {error}")
+
+
+def start(request: Start, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
+    """The trainer that a `Start` asks for; ranks share the threads."""
+    torch.set_num_threads(max(1, request.threads // ranks.count))
+    trainer = Trainer(
+        request.model_path,
+        ModelConfig.model_validate_json(request.model_json),
+        TrainConfig.model_validate_json(request.train_json),
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        ranks=ranks,
+    )
+    return trainer, Started(trainer.parameters, trainer.device, trainer.tokens_per_microbatch)
+
+
+def answer_to(request: Request, trainer: Trainer | None) -> Answer:
+    """Does what a request asks. Raises `TrainerError` before `Start`."""
+    if trainer is None:
+        raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
+    started = time.perf_counter()
+    match request:
+        case Step(groups, version):
+            return Stepped(trainer.step(groups, version))
+        case Logprobs(rows, temperature):
+            return Scored(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
+        case Publish(path, push):
+            trainer.write_weights(Path(path))
+            if push:
+                trainer.pushed()
+        case Save(directory):
+            trainer.save(Path(directory))
+        case Load(directory):
+            trainer.load(Path(directory))
+    return Done(time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stderr.flush()
+    # Interpreter shutdown would free the weights one by one; everything that matters is on the disk.
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Weights on disk: published Versions and the trainer's checkpoints."""

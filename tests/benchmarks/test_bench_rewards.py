@@ -1,0 +1,14 @@
+"""The shortened run of `shoal bench rewards`."""
+
+from benchmarks import run_bench
+from benchmarks.hostile.corpus import CASES
+
+
+def test_what_a_score_costs_and_that_hostile_programs_are_contained():
+    report = run_bench("rewards", quick=True)
+    assert report["escaped"] == []
+    assert report["contained_share"] == 1
+    assert 5 <= report["hostile"] < len(CASES)
+    for name in ("sandbox_p50_ms", "unit_tests_per_s", "math_per_s", "overhead_us"):
+        assert report[name] > 0
+    assert report["math_plain_per_s"] > report["math_per_s"]

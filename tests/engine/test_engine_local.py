@@ -1,0 +1,564 @@
+"""The local engine against plain forwards of the same model, one sequence at a time."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from engine_models import plain, saved
+from shoal.engine.options import Limits, OnUpdate, PauseMode
+from shoal.engine.prometheus import exposition
+from shoal.engine.protocol import Choice
+from shoal.engine.request import Draft, Request, scoring
+from shoal.engine.response_bodies import whole_choice
+from shoal.engine.sampling import SamplingRows, Uniforms, drawn
+from shoal.engine.step_engine import LocalEngine
+from shoal.engine.weight_loading import checksum_of
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.model.loading import load_model
+from shoal.types import FinishReason, Sampling
+from shoal.weights.store import checksum
+
+VOCABULARY = 97
+MAX_MODEL_LEN = 160
+KINDS: dict[str, dict[str, object]] = {
+    "Qwen2": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "Llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "GPTNeoX": {},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 16},  # ties its embeddings
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: saved(kind, tmp_path_factory.mktemp(kind), **KINDS[kind]) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 weights from another seed."""
+    return saved("Qwen2", tmp_path_factory.mktemp("other"), seed=1, **KINDS["Qwen2"])
+
+
+def engine(path: Path, *, on_update: OnUpdate = OnUpdate.RECOMPUTE, seed: int = 0, **limits: int) -> LocalEngine:
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_running": 4, "chunk_tokens": 24, **limits}
+    return LocalEngine(load_model(path), Limits(**limits), on_update=on_update, seed=seed)
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.inference_mode()
+def forced(model: PreTrainedModel, prompt: Sequence[int], drawn: Sequence[int]) -> list[float]:
+    """Logprobs of the drawn tokens at temperature 1, by one full forward."""
+    logp_LV = model(torch.tensor([[*prompt, *drawn]])).logits[0].log_softmax(-1)
+    return [float(logp_LV[len(prompt) - 1 + i, token]) for i, token in enumerate(drawn)]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(2, VOCABULARY), k=length)
+
+
+def finish(engine: LocalEngine) -> list[Request]:
+    """Steps until nothing is left to do."""
+    done = []
+    while not engine.idle:
+        done += engine.step()
+    return done
+
+
+def spans_of(request: Request) -> list[tuple[int, int, int, int | None]]:
+    """The spans of an answer to a request for one completion, as a client decodes them."""
+    (choice,) = msgspec.json.decode(
+        msgspec.json.encode([whole_choice(request.drafts[0], flat=True)]), type=list[Choice]
+    )
+    return [msgspec.structs.astuple(span) for span in choice.weight_versions]
+
+
+def drafts(requests: Sequence[Request]) -> list[Draft]:
+    return [draft for request in requests for draft in request.drafts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_and_logprobs_equal_plain_forwards_while_requests_come_and_go(
+    kind: str, directories: dict[str, Path]
+) -> None:
+    served, model = engine(directories[kind]), plain(directories[kind])
+    chosen = random.Random(1)
+    requests = []
+    for i in range(8):
+        sampling = Sampling(chosen.choice([1, 5, 30, 120]), temperature=0)
+        requests.append(Request(prompt_of(chosen.choice([1, 7, 7, 38]), i), sampling, n=chosen.choice([1, 1, 3])))
+        served.submit(requests[-1])
+        for _ in range(chosen.randrange(6)):
+            served.step()
+    finish(served)
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, draft.prompt_ids, draft.sampling.max_tokens)
+        assert draft.logprobs == pytest.approx(forced(model, draft.prompt_ids, draft.drawn), abs=1e-4)
+        assert draft.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_of_sampled_tokens_and_scores_agree_with_a_full_forward(
+    kind: str, directories: dict[str, Path]
+) -> None:
+    served, model = engine(directories[kind]), plain(directories[kind])
+    requests = [Request(prompt_of(9, i), Sampling(25), n=3) for i in range(3)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    for draft in drafts(requests):
+        expected = forced(model, draft.prompt_ids, draft.drawn)
+        assert draft.logprobs == pytest.approx(expected, abs=1e-4)
+        asked = scoring([*draft.prompt_ids, *draft.drawn])
+        served.submit(asked)
+        finish(served)
+        assert asked.drafts[0].scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
+    assert len({tuple(draft.drawn) for draft in drafts(requests)}) == 9
+
+
+def answers(
+    path: Path, requests: Sequence[Request], *, reload_every: int | None = None, **limits: int
+) -> tuple[list[list[int]], list[list[float]], int]:
+    """Tokens, logprobs and interruptions, with the same weights loaded again every so many steps."""
+    served = engine(path, **limits)
+    for request in requests:
+        served.submit(request)
+    step = 0
+    while not served.idle:
+        if reload_every is not None and step % reload_every == reload_every - 1 and served.interruptions < 20:
+            served.update(served.slots.staged(served.version + 1, path, None))
+        served.step()
+        step += 1
+    found = drafts(requests)
+    return [d.drawn for d in found], [d.logprobs for d in found], served.interruptions
+
+
+def mixed_requests() -> list[Request]:
+    return [
+        Request(prompt_of(9), Sampling(60, temperature=0), n=2),
+        Request(prompt_of(30), Sampling(60, seed=5), n=3),
+        Request(prompt_of(3), Sampling(60, seed=5, temperature=0.7, top_p=0.9), n=2),
+        Request(prompt_of(5), Sampling(60, seed=6, top_k=5, min_p=0.05)),
+    ]
+
+
+def test_interrupted_answers_equal_uninterrupted_ones_when_weights_are_equal(directories: dict[str, Path]) -> None:
+    tokens, logprobs, _ = answers(directories["Qwen2"], mixed_requests())
+    again, logprobs_again, interruptions = answers(directories["Qwen2"], mixed_requests(), reload_every=3)
+    assert interruptions >= 10
+    assert again == tokens
+    for one, other in zip(logprobs_again, logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_seeded_request_draws_the_same_whatever_else_runs(directories: dict[str, Path]) -> None:
+    together, _, _ = answers(directories["Qwen2"], mixed_requests())
+    alone = [answers(directories["Qwen2"], [request], max_running=2)[0] for request in mixed_requests()]
+    assert together == [tokens for request in alone for tokens in request]
+
+
+def test_token_i_of_completion_j_is_decided_by_number_i_of_the_stream_of_seed_and_j(
+    directories: dict[str, Path],
+) -> None:
+    sampling = Sampling(15, seed=11, temperature=0.8, top_p=0.95)
+    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(6), sampling, n=3)])
+    model = plain(directories["Qwen2"])
+    for index in range(3):
+        uniforms, known = Uniforms(11, index), prompt_of(6)
+        for i in range(15):
+            with torch.inference_mode():
+                logits_1V = model(torch.tensor([known])).logits[0, -1:]
+            token_1, *_ = drawn(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
+            known.append(int(token_1))
+        assert tokens[index] == known[6:]
+
+
+def test_the_completions_of_a_seeded_request_differ(directories: dict[str, Path]) -> None:
+    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(5), Sampling(20, seed=1), n=4)])
+    assert len({tuple(drawn) for drawn in tokens}) == 4
+
+
+def test_tokens_after_an_update_follow_the_new_weights_and_their_versions_say_so(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(request)
+    for _ in range(10):
+        served.step()
+    served.update(served.slots.staged(3, other_weights, None))
+    finish(served)
+    (draft,) = request.drafts
+    old, new = plain(directories["Qwen2"]), plain(other_weights)
+    assert draft.drawn[:10] == greedy(old, request.prompt_ids, 10)
+    assert draft.drawn[10:] == greedy(new, [*request.prompt_ids, *draft.drawn[:10]], 20)
+    assert draft.completion().versions == (0,) * 10 + (3,) * 20
+    assert (served.version, served.interruptions) == (3, 1)
+    assert served.checksum == checksum(other_weights / "model.safetensors")
+
+
+def test_kept_kv_is_counted_and_new_requests_do_not_reuse_it(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP)
+    first = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(first)
+    for _ in range(10):
+        served.step()
+    served.update(served.slots.staged(1, other_weights, None))
+    prefilled = served.tokens_prefilled
+    second = Request(prompt_of(8), Sampling(10, temperature=0))
+    served.submit(second)
+    finish(served)
+    assert served.stale_sequences == 1
+    assert served.tokens_prefilled - prefilled == 8
+    assert first.drafts[0].completion().versions == (0,) * 10 + (1,) * 20
+    assert second.drafts[0].drawn == greedy(plain(other_weights), second.prompt_ids, 10)
+
+
+def test_tokens_drawn_on_kept_kv_say_how_old_it_is(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP)
+    first, later = (Request(prompt_of(8, seed), Sampling(30, temperature=0)) for seed in range(2))
+    served.submit(first)
+    for version in (3, 5):
+        for _ in range(10):
+            served.step()
+        served.update(served.slots.staged(version, other_weights, None))
+        served.submit(Request(prompt_of(9, version), Sampling(1)))
+    served.submit(later)
+    finish(served)
+    assert spans_of(first) == [(0, 0, 10, None), (3, 10, 20, 0), (5, 20, 30, 0)]
+    assert spans_of(later) == [(5, 0, 30, None)]
+    assert (served.stale_sequences, served.stale_tokens) == (2, 20)
+    assert b"shoal_engine_stale_tokens_total 20.0" in exposition(served.counts(), refused=0, failed_updates=0)
+
+
+def test_tokens_drawn_after_kept_kv_was_lost_are_not_labelled(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP, kv_tokens=MAX_MODEL_LEN + 140)
+    requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(2)]
+    for request in requests:
+        served.submit(request)
+    while not requests[1].drafts[0].drawn:
+        served.step()
+    served.update(served.slots.staged(1, other_weights, None))
+    finish(served)
+    assert served.preemptions == 1
+    assert [span[3] for span in spans_of(requests[0])] == [None, 0]
+    before, stale, fresh = spans_of(requests[1])
+    assert (before[0], before[3]) == (0, None)
+    assert (stale[0], stale[3]) == (1, 0)
+    assert (fresh[0], fresh[3]) == (1, None)
+    assert before[2] == stale[1] < stale[2] == fresh[1] < fresh[2] == 50
+
+
+def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
+    directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=OnUpdate.DRAIN, max_running=1)
+    requests = [Request(prompt_of(8), Sampling(10, temperature=0)) for _ in range(2)]
+    for request in requests:
+        served.submit(request)
+    served.step()
+    superseded: Future[int] = served.update(served.slots.staged(1, directories["Qwen2"], None))
+    newest: Future[int] = served.update(served.slots.staged(2, other_weights, None))
+    late: Future[int] = served.update(served.slots.staged(1, directories["Qwen2"], None))
+    finish(served)
+    assert superseded.result(0) == newest.result(0) == late.result(0) == 2
+    assert served.update(served.slots.staged(1, directories["Qwen2"], None)).result(0) == served.version == 2
+    assert "2 is served, expected no older one, got 1" in str(served.update_refusal(1))
+    assert requests[0].drafts[0].completion().versions == (0,) * 10
+    assert requests[1].drafts[0].completion().versions == (2,) * 10
+    assert requests[1].drafts[0].drawn == greedy(plain(other_weights), requests[1].prompt_ids, 10)
+
+
+def test_an_update_while_nothing_runs_interrupts_nothing(directories: dict[str, Path], other_weights: Path) -> None:
+    served = engine(directories["Qwen2"])
+    served.update(served.slots.staged(1, other_weights, None))
+    finish(served)
+    assert (served.version, served.interruptions, served.tokens_prefilled) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["Gemma", "Llama"])
+def test_tied_embeddings_stay_tied_when_weights_are_loaded(
+    kind: str, directories: dict[str, Path], tmp_path: Path
+) -> None:
+    other = saved(kind, tmp_path / "other", seed=3, **KINDS[kind])
+    served = engine(directories[kind])
+    served.update(served.slots.staged(1, other, None))
+    request = Request(prompt_of(6), Sampling(12, temperature=0))
+    served.submit(request)
+    finish(served)
+    assert request.drafts[0].logprobs == pytest.approx(
+        forced(plain(other), request.prompt_ids, request.drafts[0].drawn), abs=1e-4
+    )
+
+
+def test_weights_that_are_not_right_are_refused_and_change_nothing(
+    directories: dict[str, Path], other_weights: Path, tmp_path: Path
+) -> None:
+    served = engine(directories["Qwen2"])
+    before = {name: tensor.clone() for name, tensor in served.model.state_dict().items()}
+    tensors = load_file(other_weights / "model.safetensors")
+    good = tmp_path / "good.safetensors"
+    save_file(tensors, good)
+    name = "model.norm.weight"
+    wrong = {
+        "expected shape": {**tensors, name: tensors[name][:16].clone()},
+        "is missing": {key: value for key, value in tensors.items() if key != name},
+        "no tensor 'extra'": {**tensors, "extra": tensors[name].clone()},
+        "expected one of torch.float32, .*, got torch.float8_e4m3fn": {
+            **tensors,
+            name: tensors[name].to(torch.float8_e4m3fn),
+        },
+        "expected one of torch.float32, .*, got torch.complex64": {**tensors, name: tensors[name].to(torch.complex64)},
+        "not finite": {**tensors, name: tensors[name] * float("nan")},
+    }
+    for message, content in wrong.items():
+        bad = tmp_path / "bad.safetensors"
+        save_file(content, bad)
+        with pytest.raises(RequestRefused, match=message):
+            served.slots.staged(1, bad, None)
+    with pytest.raises(RequestRefused, match="expected checksum 00, got"):
+        served.slots.staged(1, good, "00")
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        served.slots.staged(1, tmp_path / "nowhere", None)
+    (tmp_path / "torn.safetensors").write_bytes(good.read_bytes()[:2000])
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        served.slots.staged(1, tmp_path / "torn.safetensors", None)
+    (tmp_path / "checksum").write_text("11")
+    with pytest.raises(RequestRefused, match="expected checksum 11"):
+        served.slots.staged(1, good, None)
+    assert served.slots.staged(1, good, checksum_of(good)).checksum == checksum(good)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in served.model.state_dict().items())
+
+
+def test_the_stop_token_is_the_last_token_and_has_a_logprob(directories: dict[str, Path]) -> None:
+    model = plain(directories["Qwen2"])
+    expected = greedy(model, prompt_of(8), 40)
+    stop = expected[5]
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(40, temperature=0, stop_token_ids=(stop, 0)))
+    served.submit(request)
+    finish(served)
+    completion = request.drafts[0].completion()
+    assert list(completion.token_ids) == expected[: expected.index(stop) + 1]
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_model_len=40)
+    requests = [Request(prompt_of(30), Sampling(1000)), Request(prompt_of(39), Sampling(1000))]
+    for request in requests:
+        assert served.refusal(request) is None
+        served.submit(request)
+    finish(served)
+    assert [len(draft.drawn) for draft in drafts(requests)] == [10, 1]
+    assert {draft.finish_reason for draft in drafts(requests)} == {FinishReason.LENGTH}
+    assert "1 to 39 tokens, got 40" in str(served.refusal(Request(prompt_of(40), Sampling(1))))
+
+
+def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"])
+    request = Request(prompt_of(8), Sampling(30, temperature=0))
+    served.submit(request)
+    for _ in range(5):
+        served.step()
+    served.pause(PauseMode.KEEP)
+    served.step()
+    assert len(request.drafts[0].drawn) == 5
+    assert served.idle
+    served.resume()
+    emptied = served.pause(PauseMode.WAIT)
+    with pytest.raises(EngineUnavailable, match="paused"):
+        served.submit(Request(prompt_of(8), Sampling(3)))
+    assert not emptied.done()
+    finish(served)
+    assert emptied.done()
+    assert request.drafts[0].drawn == greedy(plain(directories["Qwen2"]), request.prompt_ids, 30)
+    served.resume()
+    aborted = Request(prompt_of(8), Sampling(30, temperature=0), n=6)
+    served.submit(aborted)
+    for _ in range(5):
+        served.step()
+    assert served.pause(PauseMode.ABORT).done()
+    assert finish(served) == [aborted]
+    assert [len(draft.drawn) for draft in aborted.drafts] == [5, 5, 5, 5, 0, 0]
+    assert aborted.drafts[0].completion().finish_reason is FinishReason.ABORT
+
+
+def test_a_full_queue_is_refused(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_waiting=3)
+    served.submit(Request(prompt_of(4), Sampling(3), n=3))
+    with pytest.raises(EngineUnavailable, match="queue is full"):
+        served.submit(Request(prompt_of(4), Sampling(3)))
+
+
+def test_running_out_of_memory_preempts_and_loses_nothing(directories: dict[str, Path]) -> None:
+    served = engine(directories["Qwen2"], max_running=4, kv_tokens=MAX_MODEL_LEN + 140)
+    requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(4)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    assert served.preemptions > 0
+    model = plain(directories["Qwen2"])
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, draft.prompt_ids, 50)
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(directories: dict[str, Path]) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    conversation = prompt_of(30)
+    for turn in range(4):
+        before = (served.tokens_prefilled, served.prefix_tokens_reused)
+        request = Request(list(conversation), Sampling(7, temperature=0))
+        served.submit(request)
+        finish(served)
+        (draft,) = request.drafts
+        assert draft.drawn == greedy(model, conversation, 7)
+        assert draft.logprobs == pytest.approx(forced(model, conversation, draft.drawn), abs=1e-4)
+        reused = served.prefix_tokens_reused - before[1]
+        assert reused == (0 if turn == 0 else len(conversation) - 6)  # the last drawn token was never computed
+        assert served.tokens_prefilled - before[0] == len(conversation) - reused
+        conversation += [*draft.drawn, *prompt_of(5, turn)]
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.RECOMPUTE, OnUpdate.KEEP])
+def test_kv_of_ended_sequences_is_not_used_under_other_weights(
+    on_update: OnUpdate, directories: dict[str, Path], other_weights: Path
+) -> None:
+    served = engine(directories["Qwen2"], on_update=on_update)
+    for path, version in ((directories["Qwen2"], 1), (other_weights, 2)):
+        served.update(served.slots.staged(version, path, None))
+        first = Request(prompt_of(30), Sampling(20, temperature=0))
+        served.submit(first)
+        finish(served)
+        assert first.drafts[0].drawn == greedy(plain(path), prompt_of(30), 20)
+        assert served.prefix_tokens_reused == 0
+    running = Request(prompt_of(30), Sampling(20, temperature=0))
+    served.submit(running)
+    for _ in range(3):
+        served.step()
+    reused = served.prefix_tokens_reused
+    served.update(served.slots.staged(3, directories["Qwen2"], None))
+    served.step()  # loads; `running` now is of both weights under `keep`
+    finish(served)
+    after = Request(prompt_of(30), Sampling(20, temperature=0))
+    served.submit(after)
+    finish(served)
+    assert after.drafts[0].drawn == greedy(plain(directories["Qwen2"]), prompt_of(30), 20)
+    assert served.prefix_tokens_reused - reused == (29 if on_update is OnUpdate.RECOMPUTE else 0)
+
+
+def test_what_is_kept_of_ended_sequences_is_bounded_or_nothing(directories: dict[str, Path]) -> None:
+    for most_bytes in (0, 20_000):
+        served = engine(directories["Qwen2"], prefix_cache_bytes=most_bytes)
+        for i in range(20):
+            served.submit(Request(prompt_of(30, i), Sampling(10)))
+        finish(served)
+        size_bytes = served.counts().prefix_cache_bytes
+        assert size_bytes <= most_bytes
+        assert (size_bytes > 0) == (most_bytes > 0)
+
+
+def test_requests_with_one_prompt_prefill_it_once(directories: dict[str, Path]) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    requests = [Request(prompt_of(20), Sampling(count, temperature=0)) for count in (4, 9, 30)]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    assert served.tokens_prefilled == 20
+    for draft in drafts(requests):
+        assert draft.drawn == greedy(model, prompt_of(20), draft.sampling.max_tokens)
+
+
+@torch.inference_mode()
+def test_the_most_likely_tokens_are_those_of_the_distribution_that_was_drawn_from(
+    directories: dict[str, Path],
+) -> None:
+    served, model = engine(directories["Qwen2"]), plain(directories["Qwen2"])
+    samplings = [Sampling(6, temperature=0), Sampling(6, temperature=0.7), Sampling(6, top_k=3), Sampling(6, top_p=0.5)]
+    requests = [Request(prompt_of(8), sampling, alternatives=5) for sampling in samplings]
+    for request in requests:
+        served.submit(request)
+    finish(served)
+    for draft in drafts(requests):
+        assert len(draft.others) == 6
+        logits_LV = model(torch.tensor([[*draft.prompt_ids, *draft.drawn]])).logits[0]
+        for i, others in enumerate(draft.others):
+            whole_V = (logits_LV[draft.prompt_len - 1 + i] / (draft.sampling.temperature or 1)).log_softmax(-1)
+            assert [token for token, _ in others] == whole_V.topk(len(others)).indices.tolist()
+            log_kept = draft.log_kept[i] if draft.log_kept else 0.0
+            for token, logp in others:
+                assert logp + log_kept == pytest.approx(float(whole_V[token]), abs=1e-4)
+            assert dict(others).get(draft.drawn[i], draft.logprobs[i]) == pytest.approx(draft.logprobs[i], abs=1e-4)
+            assert draft.logprobs[i] + log_kept == pytest.approx(float(whole_V[draft.drawn[i]]), abs=1e-4)
+    assert [bool(draft.log_kept) for draft in drafts(requests)] == [False, False, True, True]
+    assert max(len(others) for others in requests[2].drafts[0].others) == 3
+
+
+def test_prompts_are_scored_in_chunks_through_interruptions_and_next_to_decoding(
+    directories: dict[str, Path],
+) -> None:
+    path = directories["Qwen2"]
+    served, model = engine(path), plain(path)  # chunks of 24
+    running = Request(prompt_of(9), Sampling(40, temperature=0))
+    served.submit(running)
+    served.step()
+    asked = Request(prompt_of(100), Sampling(5, temperature=0), n=3, score_alternatives=2)
+    alone = scoring(prompt_of(160))
+    for request in (asked, alone):
+        served.submit(request)
+    for _ in range(2):
+        served.step()
+    served.update(served.slots.staged(1, path, None))
+    finish(served)
+    tokens = prompt_of(100)
+    expected = forced(model, tokens[:1], tokens[1:])
+    assert asked.drafts[0].scores == pytest.approx(expected, abs=1e-4)
+    assert [len(tops) for tops in asked.drafts[0].score_others] == [2] * 99
+    assert all(top[0][1] >= score for top, score in zip(asked.drafts[0].score_others, expected, strict=True))
+    assert [draft.drawn for draft in asked.drafts] == [greedy(model, tokens, 5)] * 3
+    assert alone.drafts[0].scores == pytest.approx(forced(model, prompt_of(160)[:1], prompt_of(160)[1:]), abs=1e-4)
+    assert alone.drafts[0].drawn == []
+    assert running.drafts[0].drawn == greedy(model, prompt_of(9), 40)
+    assert served.tokens_drawn == 40 + 15
+
+
+@pytest.mark.parametrize("interruptions", [1, 20])
+def test_an_answer_interrupted_up_to_20_times_equals_the_uninterrupted_one(
+    interruptions: int, directories: dict[str, Path]
+) -> None:
+    path = directories["Qwen2"]
+    for sampling in (Sampling(60, temperature=0), Sampling(60, seed=3)):
+        whole = Request(prompt_of(12), sampling)
+        undisturbed = engine(path)
+        undisturbed.submit(whole)
+        finish(undisturbed)
+        cut = Request(prompt_of(12), sampling)
+        served = engine(path)
+        served.submit(cut)
+        for version in range(1, interruptions + 1):
+            served.step()
+            served.step()
+            served.update(served.slots.staged(version, path, None))
+        finish(served)
+        assert served.interruptions == interruptions
+        assert cut.drafts[0].drawn == whole.drafts[0].drawn
+        assert cut.drafts[0].logprobs == pytest.approx(whole.drafts[0].logprobs, abs=1e-4)
+        assert set(cut.drafts[0].completion().versions) == set(range(interruptions + 1))

@@ -1,0 +1,455 @@
+"""Many engines as one: fakes at the Protocol for every order of events, real processes for real deaths."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_server import changed_weights, serving
+from shoal.engine.http_client import HttpEngine
+from shoal.engine.pool import EnginePool
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
+from shoal.types import Completion, FinishReason, Sampling
+from shoal.weights.store import WeightStore
+from until import until
+
+PROMPT = [5, 6, 7, 8]
+NOWHERE = Path("nowhere")
+
+
+def true_token(context: Sequence[int]) -> int:
+    """What every engine draws after a context, under any weights: an answer is right or wrong as a whole."""
+    return (sum(context) * 31 + len(context)) % 97
+
+
+def true_answer(prompt: Sequence[int], length: int) -> tuple[int, ...]:
+    row = list(prompt)
+    for _ in range(length):
+        row.append(true_token(row))
+    return tuple(row[len(prompt) :])
+
+
+@dataclass
+class CountingEngine:
+    """Draws `true_token`s, one per turn of the event loop; can die, come back, hang, refuse weights and abort."""
+
+    version: int = 0
+    dead: bool = False
+    refuses: bool = False
+    hangs: bool = False
+    generation: int = 0
+    """Counts aborts: requests of an earlier one end."""
+    served: list[int] = field(default_factory=list)
+    pool: EnginePool | None = None
+    """That it is in: it says whether others take requests while this one loads weights."""
+
+    def answering(self) -> None:
+        if self.dead:
+            raise EngineUnavailable("dead")
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+    ) -> list[Completion]:
+        self.answering()
+        generation, row, versions = self.generation, list(prompt_ids), list[int]()
+        finish = FinishReason.LENGTH
+        while len(versions) < sampling.max_tokens:
+            await asyncio.sleep(0)
+            while self.hangs:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            self.answering()
+            if generation != self.generation:
+                finish = FinishReason.ABORT
+                break
+            row.append(true_token(row))
+            versions.append(self.version)
+        ids = tuple(row[len(prompt_ids) :])
+        return [Completion(ids, (-0.5,) * len(ids), tuple(versions), finish)] * n
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        self.answering()
+        return [-0.5] * (len(token_ids) - 1)
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        if self.pool is not None:
+            states = [seat.state for seat in self.pool.seats if seat.state != "away"]
+            assert "ready" in states or len(states) <= 1 or self.refuses, "all stopped at once"
+        await asyncio.sleep(0)
+        self.answering()
+        if self.refuses:
+            raise RequestRefused("bad weights")
+        self.version = version
+        self.served.append(version)
+
+    async def info(self) -> EngineInfo:
+        self.answering()
+        return EngineInfo(self.version, "", 64, 0.5, 10, 10, 0, 1, 0)
+
+    async def alive(self) -> None:
+        self.answering()
+
+    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+        self.answering()
+        self.generation += 1
+
+    async def aclose(self) -> None:
+        pass
+
+
+@dataclass
+class SilentEngine(CountingEngine):
+    """Says that it is alive, and keeps silent when it is asked to do something, for as long as it is told to."""
+
+    silent_info: bool = False
+    silent_load: bool = False
+    infos: int = 0
+    loads: list[int] = field(default_factory=list)
+    """Versions that it began to load."""
+    gone: int = -1
+    """A Version whose files are not there any more."""
+
+    async def info(self) -> EngineInfo:
+        self.infos += 1
+        while self.silent_info:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return await super().info()
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.loads.append(version)
+        while self.silent_load:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if version == self.gone:
+            raise RequestRefused("no such file")
+        await super().update_weights(version, path)
+
+
+async def joined(
+    engines: Sequence[CountingEngine], patience_s: float = 5.0, check_timeout_s: float = 30.0
+) -> EnginePool:
+    pool = EnginePool(patience_s=patience_s, check_every_s=0.005, check_timeout_s=check_timeout_s)
+    for i, engine in enumerate(engines):
+        await pool.join(str(i), engine)
+        engine.pool = pool
+    return pool
+
+
+def watched(
+    engines: Sequence[CountingEngine], body: Callable[[EnginePool], Awaitable[None]], check_timeout_s: float = 30.0
+) -> None:
+    """Runs `body` with a pool of the engines that is looked after."""
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            pool = await joined(engines, check_timeout_s=check_timeout_s)
+            watching = tasks.create_task(pool.watch())
+            await body(pool)
+            watching.cancel()
+
+    asyncio.run(run())
+
+
+def test_calls_of_one_session_go_to_one_engine() -> None:
+    async def body(pool: EnginePool) -> None:
+        for session in range(20):
+            before = {seat.name: engine.version for seat, engine in zip(pool.seats, engines, strict=True)}
+            assert before
+            asked = set()
+            for turn in range(3):
+                task = asyncio.create_task(pool.generate([turn], Sampling(5), session=f"s{session}"))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                asked |= {seat.name for seat in pool.seats if seat.load}
+                await task
+            assert len(asked) == 1
+
+    engines = [CountingEngine() for _ in range(5)]
+    watched(engines, body)
+
+
+def test_an_engine_that_dies_loses_no_request_and_is_brought_up_when_it_is_back() -> None:
+    async def body(pool: EnginePool) -> None:
+        asked = [asyncio.create_task(pool.generate([i], Sampling(40), n=2)) for i in range(60)]
+        await asyncio.sleep(0.002)
+        engines[0].dead = True
+        for i, task in enumerate(asked):
+            assert [c.token_ids for c in await task] == [true_answer([i], 40)] * 2
+        await until(lambda: pool.seats[0].state == "away")
+        await pool.update_weights(3, NOWHERE)
+        assert (engines[0].version, engines[1].version) == (0, 3)
+        assert (await pool.info()).version == 3
+        engines[0].dead = False
+        await until(lambda: pool.seats[0].state == "ready")
+        assert engines[0].version == 3
+
+    engines = [CountingEngine(), CountingEngine()]
+    watched(engines, body)
+
+
+def test_a_request_waits_for_the_only_engine_to_come_back() -> None:
+    async def body(pool: EnginePool) -> None:
+        engine.dead = True
+        waiting = asyncio.create_task(pool.generate([1], Sampling(3)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        engine.dead = False
+        assert (await waiting)[0].token_ids == true_answer([1], 3)
+
+    engine = CountingEngine()
+    watched([engine], body)
+
+
+def test_an_engine_that_hangs_gives_its_requests_back() -> None:
+    async def body(pool: EnginePool) -> None:
+        engines[0].hangs = True
+        asked = [asyncio.create_task(pool.generate([i], Sampling(9))) for i in range(20)]
+        await asyncio.sleep(0.02)
+        assert any(not task.done() for task in asked)
+        engines[0].dead = True  # it hangs, and its health says so
+        for i, task in enumerate(asked):
+            assert (await task)[0].token_ids == true_answer([i], 9)
+
+    engines = [CountingEngine(), CountingEngine()]
+    watched(engines, body)
+
+
+@pytest.mark.parametrize("silent", ["silent_info", "silent_load"])
+def test_an_engine_that_hangs_while_it_is_brought_back_holds_up_only_itself(silent: str) -> None:
+    async def body(pool: EnginePool) -> None:
+        await pool.update_weights(1, NOWHERE)
+        hanging.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        await pool.update_weights(2, NOWHERE)
+        setattr(hanging, silent, True)
+        before, hanging.dead = hanging.infos, False
+        await until(lambda: hanging.loads[-1] == 2 if silent == "silent_load" else hanging.infos > before)
+        dying.dead = True
+        await until(lambda: pool.seats[1].state == "away")
+        async with asyncio.timeout(10):
+            assert (await pool.generate([1], Sampling(3)))[0].token_ids == true_answer([1], 3)
+            await pool.update_weights(3, NOWHERE)
+            await pool.join("late", CountingEngine())
+        assert [(seat.name, seat.state, seat.version) for seat in pool.seats[2:]] == [
+            ("2", "ready", 3),
+            ("late", "ready", 3),
+        ]
+        setattr(hanging, silent, False)
+        await until(lambda: pool.seats[0].state == "ready")
+        assert pool.seats[0].version == hanging.version == 3
+
+    hanging, dying = SilentEngine(), CountingEngine()
+    watched([hanging, dying, CountingEngine()], body)
+
+
+def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
+    async def body(pool: EnginePool) -> None:
+        joining = asyncio.create_task(pool.join("late", late))
+        await until(lambda: late.infos == 1)
+        async with asyncio.timeout(10):
+            await pool.update_weights(1, NOWHERE)
+        late.silent_info = False
+        await joining
+        assert [seat.version for seat in pool.seats] == [1, 1]
+
+    late = SilentEngine(silent_info=True)
+    watched([CountingEngine()], body)
+
+
+def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:
+    async def body(pool: EnginePool) -> None:
+        engine.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        engine.silent_info, engine.dead = True, False
+        await until(lambda: engine.infos > before + 2)
+        assert pool.seats[0].state == "away"
+        engine.silent_info = False
+        await until(lambda: pool.seats[0].state == "ready")
+
+    engine = SilentEngine()
+    before = engine.infos
+    watched([engine, CountingEngine()], body, check_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("gone", [-1, 1])
+def test_an_engine_that_was_loading_weights_when_newer_ones_came_serves_those(gone: int) -> None:
+    async def body(pool: EnginePool) -> None:
+        late.dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        await pool.update_weights(1, NOWHERE)
+        late.silent_load, late.dead = True, False
+        await until(lambda: late.loads == [1])
+        async with asyncio.timeout(10):
+            await pool.update_weights(2, NOWHERE)
+        late.silent_load, late.gone = False, gone  # a run removes files once newer weights are served
+        await until(lambda: pool.seats[0].state == "ready")
+        assert (late.loads, pool.seats[0].version) == ([1, 2], 2)
+
+    late = SilentEngine()
+    watched([late, CountingEngine()], body)
+
+
+def test_a_refused_question_about_health_is_a_death_and_ends_nothing() -> None:
+    class Proxied(CountingEngine):
+        async def alive(self) -> None:
+            if self.dead:
+                raise RequestRefused("404 page not found")
+
+    async def body(pool: EnginePool) -> None:
+        engines[0].dead = True
+        await until(lambda: pool.seats[0].state == "away")
+        engines[0].dead = False
+        await until(lambda: pool.seats[0].state == "ready")
+
+    engines = [Proxied(), CountingEngine()]
+    watched(engines, body)
+
+
+def test_nothing_answers_for_longer_than_the_patience() -> None:
+    async def run() -> None:
+        engine = CountingEngine()
+        pool = await joined([engine], patience_s=0.1)
+        engine.dead = True
+        for asked in (pool.generate([1], Sampling(3)), pool.score([1, 2])):
+            with pytest.raises(EngineUnavailable, match=r"no engine for 0\.1 s; the last error: dead"):
+                await asked
+        with pytest.raises(EngineUnavailable, match="no engine"):
+            await pool.info()
+
+    asyncio.run(run())
+
+
+def test_a_refused_request_is_tried_once() -> None:
+    class Refusing(CountingEngine):
+        async def score(self, token_ids: Sequence[int]) -> list[float]:
+            self.served.append(-1)
+            raise RequestRefused("no such token")
+
+    async def body(pool: EnginePool) -> None:
+        with pytest.raises(RequestRefused, match="no such token"):
+            await pool.score([1, 2])
+        assert sum(len(engine.served) for engine in engines) == 1
+
+    engines = [Refusing(), Refusing()]
+    watched(engines, body)
+
+
+def test_weights_that_all_refuse_are_refused_and_the_old_ones_go_on() -> None:
+    async def body(pool: EnginePool) -> None:
+        await pool.update_weights(1, NOWHERE)
+        for engine in engines:
+            engine.refuses = True
+        with pytest.raises(RequestRefused, match="bad weights"):
+            await pool.update_weights(2, NOWHERE)
+        assert (await pool.generate([1], Sampling(3)))[0].versions == (1, 1, 1)
+
+    engines = [CountingEngine(), CountingEngine()]
+    watched(engines, body)
+
+
+def test_an_engine_that_alone_refuses_weights_gets_no_requests_until_it_takes_them() -> None:
+    async def body(pool: EnginePool) -> None:
+        engines[1].refuses = True
+        await pool.update_weights(2, NOWHERE)
+        for i in range(20):
+            assert (await pool.generate([i], Sampling(1)))[0].versions == (2,)
+        engines[1].refuses = False
+        await until(lambda: pool.seats[1].state == "ready")
+        assert engines[1].version == 2
+
+    engines = [CountingEngine(), CountingEngine()]
+    watched(engines, body)
+
+
+def test_an_engine_that_leaves_hands_its_answers_over_where_they_are() -> None:
+    async def body(pool: EnginePool) -> None:
+        asked = [asyncio.create_task(pool.generate([i], Sampling(50), n=2)) for i in range(40)]
+        await asyncio.sleep(0.002)
+        await pool.join("late", CountingEngine())
+        await pool.leave("0")
+        await pool.leave("1")
+        assert [seat.name for seat in pool.seats] == ["late"]
+        for i, task in enumerate(asked):
+            assert [c.token_ids for c in await task] == [true_answer([i], 50)] * 2
+
+    watched([CountingEngine(), CountingEngine()], body)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(2, 4))
+def test_no_order_of_deaths_aborts_updates_and_comings_loses_or_mixes_up_an_answer(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    engines = [CountingEngine() for _ in range(count)]
+
+    async def disturb(pool: EnginePool) -> None:
+        version = 0
+        for _ in range(25):
+            await asyncio.sleep(rng.choice([0, 0, 0.001, 0.004]))
+            victim = rng.choice(engines)
+            match rng.randrange(4):
+                case 0:
+                    victim.dead = sum(engine.dead for engine in engines) < count - 1
+                case 1:
+                    victim.dead = False
+                case 2:
+                    victim.generation += 1
+                case _:
+                    version += 1
+                    await pool.update_weights(version, NOWHERE)
+        for engine in engines:
+            engine.dead = False
+
+    async def body(pool: EnginePool) -> None:
+        asked = []
+        disturbing = asyncio.create_task(disturb(pool))
+        for i in range(40):
+            asked.append(asyncio.create_task(pool.generate([i], Sampling(rng.randint(1, 60), seed=i), n=2)))
+            await asyncio.sleep(rng.choice([0, 0.001]))
+        await disturbing
+        for i, task in enumerate(asked):
+            for completion in await task:  # its versions never decrease: a Completion checks that by itself
+                assert completion.token_ids == true_answer([i], len(completion.token_ids))
+                assert completion.finish_reason is FinishReason.LENGTH
+
+    watched(engines, body)
+
+
+def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async def ask(urls: list[str], pid: int) -> None:
+        pool = EnginePool()
+        for url in urls:
+            await pool.join(url, HttpEngine(url))
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(pool.watch())
+            asked = [tasks.create_task(pool.generate([*PROMPT, i % 90], Sampling(60, seed=i), n=2)) for i in range(150)]
+            await until(lambda: sum(task.done() for task in asked) >= 20)
+            assert all(seat.load for seat in pool.seats)
+            os.kill(pid, signal.SIGKILL)
+            answers = [await task for task in asked]
+            assert all(len(c.token_ids) == 60 for answer in answers for c in answer)
+            await until(lambda: [seat.state for seat in pool.seats] == ["away", "ready"])
+            await pool.update_weights(4, changed_weights(tiny_model_dir, WeightStore(tmp_path), 4))
+            (after,) = await pool.generate(PROMPT, Sampling(3))
+            assert after.versions == (4, 4, 4)
+            watching.cancel()
+        await pool.aclose()
+
+    with serving(tiny_model_dir, "--max-running", "16") as one, serving(tiny_model_dir, "--max-running", "16") as two:
+        asyncio.run(ask([one.url, two.url], one.pid))
+
+
+def test_an_engine_that_serves_another_run_is_not_taken_in() -> None:
+    async def join(version: int, recovered: int) -> int:
+        pool = EnginePool(initial=NOWHERE, recovered=recovered)
+        await pool.join("left over", CountingEngine(version=version))
+        return pool.seats[0].version
+
+    assert asyncio.run(join(7, recovered=7)) == 7
+    with pytest.raises(EngineUnavailable, match=r"got version 7: its weights are another run's"):
+        asyncio.run(join(7, recovered=0))

@@ -1,0 +1,93 @@
+"""The client of an engine against servers that are none: only what an engine itself refuses is refused."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.engine.asking import Asking
+from shoal.engine.detect_server import connected
+from shoal.engine.http_client import HttpEngine
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.types import Sampling
+from stub_server import Stub, stubbed
+
+DEEP = b'{"choices": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001
+
+
+def answer(**changed: object) -> bytes:
+    choice = {"index": 0, "token_ids": [5], "token_logprobs": [-0.5], "finish_reason": "stop"}
+    choice["weight_versions"] = [{"version": 0, "start": 0, "end": 1}]
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return json.dumps({"request_id": "", "choices": [{**choice, **changed}], "usage": usage}).encode()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (200, b"<html>welcome</html>"),
+        (200, b'{"choices": "\xff"}'),
+        (200, DEEP),
+        (200, b'{"choices": []}'),
+        (200, answer(finish_reason="gone")),
+        (200, answer(token_logprobs=None)),
+        (200, answer(token_logprobs=[-0.5, -0.5])),
+        (200, answer(token_logprobs=[0.5])),
+        (404, b"404 page not found"),
+        (429, b"too many"),
+        (502, DEEP),
+    ],
+)
+def test_an_answer_that_no_engine_gives_makes_the_engine_unavailable(given: tuple[int, bytes]) -> None:
+    async def ask() -> None:
+        async with stubbed(Stub(otherwise=given)) as url, HttpEngine(url) as engine:
+            with pytest.raises(EngineUnavailable):
+                await engine.generate([5], Sampling(1))
+
+    asyncio.run(ask())
+
+
+def test_health_that_a_proxy_answers_is_none() -> None:
+    async def ask() -> None:
+        for status in (400, 404, 503):
+            async with stubbed(Stub(otherwise=(status, b"not here"))) as url, HttpEngine(url) as engine:
+                with pytest.raises(EngineUnavailable, match=f"HTTP {status} of its health: not here"):
+                    await engine.alive()
+
+    asyncio.run(ask())
+
+
+def test_what_the_engine_refuses_is_refused() -> None:
+    async def ask() -> None:
+        for status in (400, 413):
+            async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, HttpEngine(url) as engine:
+                with pytest.raises(RequestRefused, match="no such token"):
+                    await engine.score([5])
+
+    asyncio.run(ask())
+
+
+def test_deep_nesting_of_another_projects_server_makes_it_unavailable() -> None:
+    async def ask() -> None:
+        async with stubbed(Stub(otherwise=(200, DEEP))) as url:
+            asking = Asking(url)
+            with pytest.raises(EngineUnavailable, match="something else than expected"):
+                await asking.ask("GET", "/", dict)
+            await asking.aclose()
+        async with stubbed(Stub(otherwise=(500, DEEP))) as url:
+            asking = Asking(url)
+            with pytest.raises(EngineUnavailable, match="HTTP 500"):
+                await asking.ask("GET", "/", dict)
+            await asking.aclose()
+
+    asyncio.run(ask())
+
+
+def test_a_proxy_whose_server_is_not_up_yet_is_no_wrong_configuration(tmp_path: Path) -> None:
+    async def ask() -> None:
+        async with stubbed(Stub(otherwise=(502, b"bad gateway"))) as url:
+            with pytest.raises(EngineUnavailable, match="HTTP 502: bad gateway"):
+                await connected(url, on_update="keep", model_dir=tmp_path, sampling=Sampling(8))
+
+    asyncio.run(ask())

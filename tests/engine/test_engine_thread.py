@@ -1,0 +1,152 @@
+"""The thread that steps an engine: nothing that one caller does ends it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine.options import Limits, OnUpdate, PauseMode
+from shoal.engine.request import Request
+from shoal.engine.routes import EngineServer
+from shoal.engine.step_engine import LocalEngine
+from shoal.engine.thread import EngineThread
+from shoal.model.loading import load_model
+from shoal.types import Sampling
+from until import until
+
+PROMPT = [5, 6, 7, 8]
+
+
+class Stepped:
+    """An engine in its thread, and what comes out of it."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self.steps = 0
+        self.finished: list[Request] = []
+        self.crashes: list[BaseException] = []
+        self.thread = EngineThread(engine, deliver=self._deliver, crashed=self.crashes.append)
+
+    def _deliver(self, finished: list[Request]) -> None:
+        self.steps += 1
+        self.finished += finished
+
+
+@pytest.fixture
+def stepped(tiny_model_dir: Path) -> Iterator[Stepped]:
+    torch.set_num_threads(1)
+    found = Stepped(LocalEngine(load_model(tiny_model_dir), Limits(128, max_running=4)))
+    found.thread.start()
+    yield found
+    found.thread.stop()
+    assert found.crashes == []
+
+
+def test_what_a_caller_has_called_fails_to_that_caller_alone(stepped: Stepped) -> None:
+    request = Request(PROMPT, Sampling(5))
+    stepped.thread.call(lambda: stepped.engine.submit(request)).result(10)
+    with pytest.raises(ZeroDivisionError):
+        stepped.thread.call(lambda: 1 // 0).result(10)
+    asyncio.run(until(lambda: stepped.finished == [request]))
+
+
+def test_a_request_that_cannot_begin_leaves_nothing_behind(stepped: Stepped) -> None:
+    wrong = Request([2**70], Sampling(5))
+    with pytest.raises(OverflowError):
+        stepped.thread.call(lambda: stepped.engine.submit(wrong)).result(10)
+    request = Request(PROMPT, Sampling(5))
+    stepped.thread.call(lambda: stepped.engine.submit(request)).result(10)
+    asyncio.run(until(lambda: stepped.finished == [request]))
+    assert stepped.thread.call(lambda: stepped.engine.idle).result(10)
+
+
+async def asked(server: EngineServer, path: str, query: str = "", body: object = None) -> tuple[int, Any]:
+    """Status and JSON of a POST to the application itself, which can be cancelled as a server's shutdown does."""
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode(), "headers": []}
+    told: list[MutableMapping[str, Any]] = []
+    received = iter([{"type": "http.request", "body": json.dumps(body or {}).encode()}])
+
+    async def receive() -> MutableMapping[str, Any]:
+        for message in received:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        told.append(message)
+
+    with contextlib.suppress(ZeroDivisionError):  # raised again once it is answered, for the log
+        await server.app(scope, receive, send)
+    return told[0]["status"], json.loads(b"".join(message.get("body", b"") for message in told))
+
+
+def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: Path) -> None:
+    crashes: list[BaseException] = []
+    engine = LocalEngine(load_model(tiny_model_dir), Limits(128))
+    server = EngineServer(engine, ready=lambda: None, crashed=crashes.append)
+
+    async def ask() -> None:
+        async with server.app.router.lifespan_context(server.app):
+            engine.pause(PauseMode.KEEP)
+            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 60}}
+            drawing = asyncio.create_task(asked(server, "/inference/v1/generate", body=body))
+            await until(lambda: engine.info().waiting == 1)
+            waiting = asyncio.create_task(asked(server, "/pause", "mode=wait"))
+            await asked(server, "/pause", "mode=keep")  # so that what the other waits for does not come
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asked(server, "/resume")
+            _, answer = await drawing
+            assert len(answer["choices"][0]["token_ids"]) == 60
+            assert crashes == []
+
+    asyncio.run(ask())
+
+
+def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model_dir: Path) -> None:
+    stepped = Stepped(LocalEngine(load_model(tiny_model_dir), Limits(128, max_running=4), on_update=OnUpdate.DRAIN))
+    engine, call = stepped.engine, stepped.thread.call
+    weights = engine.slots.staged(1, tiny_model_dir, None)
+    request = Request(PROMPT, Sampling(60))
+    stepped.thread.start()
+    call(lambda: engine.submit(request)).result(10)
+    asyncio.run(until(lambda: stepped.steps > 2))
+    call(lambda: engine.pause(PauseMode.KEEP)).result(10)
+    served = call(lambda: engine.update(weights)).result(10)
+    steps = stepped.steps
+    for _ in range(10):  # after each call the thread steps unless it has nothing to do
+        call(lambda: None).result(10)
+    assert stepped.steps == steps
+    assert (engine.version, engine.idle, served.done()) == (0, True, False)
+    call(engine.resume).result(10)
+    assert served.result(10) == engine.version == 1
+    asyncio.run(until(lambda: stepped.finished == [request]))
+    assert request.drafts[0].completion().versions == (0,) * 60
+    stepped.thread.stop()
+
+
+def test_weights_that_wait_are_served_when_what_they_wait_for_is_aborted_in_a_pause(tiny_model_dir: Path) -> None:
+    engine = LocalEngine(load_model(tiny_model_dir), Limits(128), on_update=OnUpdate.DRAIN)
+    engine.submit(Request(PROMPT, Sampling(60)))
+    engine.step()
+    engine.pause(PauseMode.KEEP)
+    served = engine.update(engine.slots.staged(1, tiny_model_dir, None))
+    assert engine.idle
+    engine.abort()
+    assert not engine.idle
+    engine.step()
+    assert (served.result(0), engine.idle, engine.paused) == (1, True, True)
+
+
+def test_what_nobody_expected_is_answered_as_json_that_says_what_went_wrong(tiny_model_dir: Path) -> None:
+    engine = LocalEngine(load_model(tiny_model_dir), Limits(128))
+    server = EngineServer(engine, ready=lambda: None, crashed=lambda _: None, tokenizer=lambda: 1 // 0)
+    status, answer = asyncio.run(asked(server, "/v1/completions", body={"prompt": "12"}))
+    message = "the engine could not answer: ZeroDivisionError: integer division or modulo by zero"
+    assert (status, answer) == (500, {"error": {"message": message, "code": 500}})

@@ -1,0 +1,262 @@
+"""Each promise of a run, broken on purpose in its log, is reported with the id of what broke it."""
+
+import asyncio
+import math
+import os
+import sqlite3
+
+import msgspec
+import pytest
+
+from buffer_values import group, open_buffer, run_group, train
+from shoal.errors import RunDirError
+from shoal.experience import RunMeta
+from shoal.experience.audit import KEPT_IDS, Check, audit
+from shoal.experience.log import FILE
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of 3 steps: g0..g5 consumed, g6 waiting, g7 failed, g8 dropped, g9 in flight."""
+
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=2, late="drop", groups_per_step=2, push_every=1))
+        for step in range(3):
+            for i in (2 * step, 2 * step + 1):
+                await run_group(buffer, f"g{i}")
+            await train(buffer, step, step)
+        await run_group(buffer, "g8")
+        await buffer.take(1, 3)
+        await buffer.drop(["g8"], "uninformative")
+        await run_group(buffer, "g6")
+        await buffer.admit("g7", "chain_sum")
+        await buffer.fail("g7", "service down")
+        await buffer.admit("g9", "chain_sum")
+        await buffer.close()
+
+    asyncio.run(main())
+    return tmp_path
+
+
+def plant(run_dir, *statements):
+    connection = sqlite3.connect(run_dir / FILE)
+    for statement in statements:
+        connection.execute(*statement) if isinstance(statement, tuple) else connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def plant_rollout(run_dir, rollout_id, **streams):
+    """Overwrites streams of a rollout's first turn with values that `types.Completion` would refuse."""
+    connection = sqlite3.connect(run_dir / FILE)
+    for rowid, body in connection.execute("SELECT rowid, body FROM rollouts").fetchall():
+        raw = msgspec.msgpack.decode(body[1:])
+        if raw["id"] == rollout_id:
+            raw["turns"][0]["completion"].update(streams)
+            changed = body[:1] + msgspec.msgpack.encode(raw)
+            connection.execute("UPDATE rollouts SET body = ? WHERE rowid = ?", (changed, rowid))
+    connection.commit()
+    connection.close()
+
+
+def offenders(run_dir, check):
+    """Of one check; no other check may complain, and the exit code says that one did."""
+    report = audit(run_dir)
+    assert set(report.findings) == {check}, report.sentences()
+    assert report.exit_code == 1
+    ids = report.findings[check].ids
+    text = "\n".join(report.sentences())
+    assert all(offender in text for offender in ids)
+    assert f"BROKEN {check}" in text
+    return ids
+
+
+def test_a_clean_run_is_clean_and_its_numbers_add_up(run_dir):
+    report = audit(run_dir)
+    assert report.ok, report.sentences()
+    assert report.exit_code == 0
+    assert (report.started, report.finished, report.failed, report.dropped, report.in_flight) == (10, 7, 1, 1, 1)
+    assert (report.consumed, report.steps, report.rollouts, report.staleness_max) == (6, 3, 16, 0)
+    assert "BROKEN" not in "".join(report.sentences())
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_a_run_that_goes_on_can_be_audited(tmp_path, eta):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=eta, late="drop", groups_per_step=2, push_every=1))
+        started = 0
+        for step in range(8):
+            while buffer.gate.capacity > 0:
+                await run_group(buffer, f"g{started}")
+                started += 1
+            await train(buffer, step, step)
+            report = await asyncio.to_thread(audit, tmp_path)
+            assert report.ok, report.sentences()
+            assert report.consumed == 2 * (step + 1)
+        await buffer.close()
+        return report.staleness_max
+
+    assert asyncio.run(main()) == eta
+
+
+def test_a_group_used_by_two_steps_is_reported(run_dir):
+    plant(
+        run_dir,
+        "CREATE TABLE again AS SELECT * FROM consumed",
+        "DROP TABLE consumed",
+        "ALTER TABLE again RENAME TO consumed",
+        "INSERT INTO consumed SELECT finished_seq, 2, 7, horizon, trained_from FROM consumed WHERE step = 1 LIMIT 1",
+    )
+    assert offenders(run_dir, Check.USED_ONCE) == ["g2"]
+
+
+def test_a_group_that_was_used_and_dropped_is_reported(run_dir):
+    plant(run_dir, "INSERT INTO ended VALUES ('g5', 'dropped', 'stale', 2)")
+    assert "g5" in audit(run_dir).findings[Check.USED_ONCE].ids
+
+
+def test_a_group_consumed_before_an_older_one_is_reported(run_dir):
+    for rollout_id in ("g6/0", "g6/1"):
+        plant_rollout(run_dir, rollout_id, versions=[2, 2])
+    plant(run_dir, "UPDATE consumed SET finished_seq = 8 WHERE finished_seq = 6", "UPDATE consumed SET horizon = 8")
+    assert offenders(run_dir, Check.OLDEST_FIRST) == ["g6"]
+
+
+def test_a_group_consumed_before_it_was_there_is_reported(run_dir):
+    plant(run_dir, "UPDATE consumed SET horizon = 5 WHERE step = 2")
+    assert offenders(run_dir, Check.OLDEST_FIRST) == ["g5"]
+
+
+def test_a_group_with_a_token_older_than_eta_is_reported(run_dir):
+    plant_rollout(run_dir, "g5/1", versions=[-1, 2])
+    plant(run_dir, "UPDATE consumed SET position = 9 WHERE finished_seq = 5")
+    assert offenders(run_dir, Check.STALENESS) == ["g5"]
+
+
+def test_a_group_with_tokens_newer_than_the_weights_it_trained_is_reported(run_dir):
+    plant_rollout(run_dir, "g4/0", versions=[2, 3])
+    assert offenders(run_dir, Check.STALENESS) == ["g4"]
+
+
+@pytest.mark.parametrize(
+    "streams", [{"token_ids": [1]}, {"logprobs": [-0.1] * 3}, {"versions": [0]}, {"token_ids": [], "versions": []}]
+)
+def test_streams_of_unequal_length_are_reported(run_dir, streams):
+    plant_rollout(run_dir, "g0/1", **streams)
+    assert offenders(run_dir, Check.STREAMS) == ["g0/1"]
+
+
+def test_a_version_that_decreases_within_a_rollout_is_reported(run_dir):
+    plant_rollout(run_dir, "g3/0", versions=[1, 0])
+    assert offenders(run_dir, Check.VERSIONS) == ["g3/0"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, 0.25])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_logprob_that_is_not_finite_or_above_0_is_reported(run_dir, bad, place):
+    logprobs = [-0.5, -0.5]
+    logprobs[place] = bad
+    plant_rollout(run_dir, "g6/1", logprobs=logprobs)
+    assert offenders(run_dir, Check.LOGPROBS) == ["g6/1"]
+
+
+def test_a_lost_start_is_reported(run_dir):
+    plant(run_dir, "DELETE FROM started WHERE group_id = 'g6'")
+    assert "g6" in offenders(run_dir, Check.ACCOUNTING)
+
+
+@pytest.mark.parametrize("group_id", ["g0", "g3", "g9"])
+def test_a_started_group_that_vanished_is_reported(run_dir, group_id):
+    plant(
+        run_dir,
+        f"DELETE FROM consumed WHERE finished_seq IN (SELECT finished_seq FROM groups WHERE group_id = '{group_id}')",
+        f"DELETE FROM groups WHERE group_id = '{group_id}'",
+        f"DELETE FROM started WHERE group_id = '{group_id}'",
+    )
+    assert any(f"started_seq {int(group_id[1]) + 1}" in offender for offender in offenders(run_dir, Check.ACCOUNTING))
+
+
+def test_a_finished_group_whose_rows_vanished_is_reported(run_dir):
+    plant(run_dir, "DELETE FROM groups WHERE group_id = 'g6'")
+    assert offenders(run_dir, Check.ACCOUNTING) == ["finished_seq 8"]
+
+
+def test_a_group_that_both_failed_without_a_trace_and_finished_is_reported(run_dir):
+    plant(run_dir, "INSERT INTO ended VALUES ('ghost', 'failed', 'none', 0)")
+    assert offenders(run_dir, Check.ACCOUNTING) == ["ghost"]
+
+
+def test_a_use_by_a_step_that_is_not_recorded_is_reported(run_dir):
+    plant(run_dir, "DELETE FROM steps WHERE step = 2")
+    assert offenders(run_dir, Check.ACCOUNTING) == ["finished_seq 5", "finished_seq 6"]
+
+
+def test_bytes_that_are_no_rollout_are_reported(run_dir):
+    plant(run_dir, ("UPDATE rollouts SET body = ? WHERE finished_seq = 2 AND position = 1", (b"\x01nonsense",)))
+    assert offenders(run_dir, Check.READABLE) == ["g1/1"]
+
+
+def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=0, late="drop", groups_per_step=60, push_every=1), max_running=60)
+        for i in range(60):
+            await run_group(buffer, f"g{i}")
+        await buffer.close()
+
+    asyncio.run(main())
+    for i in range(60):
+        plant_rollout(tmp_path, f"g{i}/0", logprobs=[1.0, 1.0])
+        plant_rollout(tmp_path, f"g{i}/1", logprobs=[1.0, 1.0])
+    finding = audit(tmp_path).findings[Check.LOGPROBS]
+    assert (finding.count, len(finding.ids)) == (120, KEPT_IDS)
+
+
+def test_with_mask_tokens_the_masked_ones_do_not_count_and_a_wrong_mask_is_reported(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=1, late="mask_tokens", groups_per_step=1, push_every=1))
+        await buffer.admit("a", "chain_sum")
+        await buffer.add(group("a", (0, 3)))
+        await train(buffer, 0, 3, n=1)
+        await buffer.close()
+
+    asyncio.run(main())
+    report = audit(tmp_path)
+    assert report.ok, report.sentences()
+    assert report.staleness_max == 1
+    plant(tmp_path, "UPDATE consumed SET trained_from = 0")
+    assert offenders(tmp_path, Check.STALENESS) == ["a"]
+
+
+def test_with_train_late_groups_are_measured_and_no_offence(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=0, late="train", groups_per_step=1, push_every=1))
+        await run_group(buffer, "a")
+        await train(buffer, 0, 5, n=1)
+        await buffer.close()
+
+    asyncio.run(main())
+    assert (audit(tmp_path).ok, audit(tmp_path).staleness_max) == (True, 5)
+
+
+def test_groups_taken_in_two_rounds_for_one_step_are_in_order(tmp_path):
+    """A later round may find an older group that was not there in the first."""
+
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1))
+        await buffer.admit("slow", "chain_sum")
+        buffer.publish(1)
+        await run_group(buffer, "quick")
+        await buffer.take(1, 1)
+        await buffer.add(group("slow", (0, 0)))
+        await buffer.take(1, 1)
+        await buffer.consumed(0, 1, ["quick", "slow"], version_after=2)
+        await buffer.close()
+
+    asyncio.run(main())
+    assert audit(tmp_path).ok
+
+
+def test_a_directory_without_a_run_is_one_clear_sentence(tmp_path):
+    with pytest.raises(RunDirError, match="holds no run"):
+        audit(tmp_path)
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,451 @@
+"""What the buffer promises to generation, to training and to a resumed run."""
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+from buffer_values import META, group, open_buffer, run_group, train
+from shoal import wire
+from shoal.errors import RunDirError
+from shoal.experience import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
+from shoal.experience.log import FILE, ConsumedGroup, StepRecord, insert_step
+from shoal.types import EXTERNAL, Message, Role
+
+
+def rows(run_dir, query):
+    connection = sqlite3.connect(run_dir / FILE)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def test_a_group_is_on_disk_before_it_can_be_taken(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        taker = asyncio.create_task(buffer.take(1, 0))
+        await run_group(buffer, "a")
+        (taken,) = await taker
+        assert rows(tmp_path, "SELECT group_id FROM groups") == [("a",)]
+        await buffer.close()
+        return taken
+
+    assert asyncio.run(main()) == group("a")
+
+
+def test_groups_with_the_oldest_token_come_first_then_those_committed_first(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        for group_id, version in [("b", 1), ("d", 2), ("c", 1), ("a", 0)]:
+            await run_group(buffer, group_id, (version, 3))
+        taken = await buffer.take(4, 1)
+        await buffer.close()
+        return [g.id for g in taken]
+
+    assert asyncio.run(main()) == ["a", "b", "c", "d"]
+
+
+def test_take_waits_until_enough_groups_are_there(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        taker = asyncio.create_task(buffer.take(2, 0))
+        await run_group(buffer, "a")
+        await asyncio.sleep(0.01)
+        assert not taker.done()
+        await run_group(buffer, "b")
+        assert [g.id for g in await taker] == ["a", "b"]
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_a_group_older_than_eta_is_dropped_counted_and_its_budget_freed(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "old", (0, 2), service="slow")
+        await run_group(buffer, "new", (1, 2))
+        accepted = buffer.gate.accepted
+        (taken,) = await buffer.take(1, 2)
+        assert taken.id == "new"
+        assert buffer.gate.accepted == accepted - 1
+        assert buffer.counts["slow"].dropped == {STALE: 1}
+        assert buffer.wasted_tokens == {"slow": 4}  # two rollouts of two tokens
+        await buffer.close()
+
+    asyncio.run(main())
+    assert task_counts(tmp_path)["slow"].dropped == {STALE: 1}
+
+
+def test_with_mask_tokens_late_groups_are_given_unless_no_token_is_left(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(1, "mask_tokens", 2, 1))
+        await run_group(buffer, "all late", (0, 0))
+        await run_group(buffer, "partly late", (0, 2))
+        (taken,) = await buffer.take(1, 2)
+        await buffer.consumed(0, 2, [taken.id], version_after=3)
+        await buffer.close()
+        return taken.id
+
+    assert asyncio.run(main()) == "partly late"
+    assert rows(tmp_path, "SELECT trained_from FROM consumed") == [(1,)]
+
+
+def test_with_train_every_group_is_given(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(1, "train", 2, 1))
+        await run_group(buffer, "a", (0, 0))
+        (taken,) = await buffer.take(1, 9)
+        await buffer.close()
+        return taken.id
+
+    assert asyncio.run(main()) == "a"
+
+
+def test_a_group_of_which_half_failed_is_kept_in_the_log_and_never_offered(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        assert not await run_group(buffer, "half", size=4, failed=2)
+        assert await run_group(buffer, "more", size=4, failed=1)
+        assert buffer.waiting == 1
+        assert (buffer.gate.accepted, buffer.gate.running) == (1, 0)
+        await buffer.close()
+
+    asyncio.run(main())
+    assert task_counts(tmp_path)["chain_sum"].failed == {TOO_FEW: 1}
+    assert rows(tmp_path, "SELECT COUNT(*) FROM rollouts") == [(8,)]
+
+
+def test_admission_waits_for_budget_and_serves_who_came_first(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(0, "drop", 1, 1))
+        await run_group(buffer, "a")
+        order = []
+
+        async def starter(group_id):
+            order.append((group_id, await buffer.admit(group_id, "chain_sum")))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(starter("b"))
+            tasks.create_task(starter("c"))
+            await asyncio.sleep(0.01)
+            assert order == []
+            await train(buffer, 0, 0, n=1)
+            await asyncio.sleep(0.01)
+            assert order == [("b", 1)]
+            await buffer.fail("b", "service down")
+        await buffer.close()
+        return order
+
+    assert asyncio.run(main()) == [("b", 1), ("c", 1)]
+
+
+def test_a_starter_cancelled_while_being_admitted_gives_its_place_to_the_next(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(0, "drop", 1, 1))
+        await buffer.admit("a", "chain_sum")
+        second = asyncio.create_task(buffer.admit("b", "chain_sum"))
+        third = asyncio.create_task(buffer.admit("c", "chain_sum"))
+        fourth = asyncio.create_task(buffer.admit("d", "chain_sum"))
+        await asyncio.sleep(0)
+        second.cancel()
+        failing = asyncio.create_task(buffer.fail("a", "gone"))
+        await asyncio.sleep(0)  # the gate admits c here, before c has run again
+        third.cancel()
+        await failing
+        assert await fourth == 0
+        assert buffer.gate.running == 1
+        await buffer.close()
+
+    asyncio.run(main())
+    assert task_counts(tmp_path)["chain_sum"].started == 2
+
+
+def test_a_group_is_offered_even_if_who_adds_it_is_cancelled(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        adding = asyncio.create_task(run_group(buffer, "a"))
+        await asyncio.sleep(0)
+        adding.cancel()
+        (taken,) = await buffer.take(1, 0)
+        await buffer.close()
+        return taken.id
+
+    assert asyncio.run(main()) == "a"
+
+
+def test_a_cancelled_take_loses_nothing(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        taker = asyncio.create_task(buffer.take(1, 0))
+        await asyncio.sleep(0)
+        taker.cancel()
+        await run_group(buffer, "a")
+        assert buffer.waiting == 1
+        (taken,) = await buffer.take(1, 0)
+        await buffer.close()
+        return taken.id
+
+    assert asyncio.run(main()) == "a"
+
+
+def test_a_group_cannot_be_consumed_twice(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        await buffer.take(1, 0)
+        with pytest.raises(ValueError, match="named twice"):
+            await buffer.consumed(0, 0, ["a", "a"], version_after=1)
+        await buffer.consumed(0, 0, ["a"], version_after=1)
+        with pytest.raises(ValueError, match="used before"):
+            await buffer.consumed(1, 0, ["a"], version_after=1)
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_the_log_itself_refuses_a_second_use_and_the_use_of_a_dropped_group(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        for group_id in "abcd":
+            await run_group(buffer, group_id)
+        await train(buffer, 0, 0)
+        await buffer.take(2, 1)
+        await buffer.drop(["c"], "uninformative")
+        await buffer.close()
+
+    asyncio.run(main())
+    connection = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    for seq in (1, 3):
+        connection.execute("BEGIN")
+        with pytest.raises(sqlite3.IntegrityError):
+            insert_step(connection, StepRecord(1, 1, 2), [ConsumedGroup(4, 4, 0), ConsumedGroup(seq, 4, 0)])
+        connection.execute("ROLLBACK")
+    connection.close()
+    assert rows(tmp_path, "SELECT finished_seq FROM consumed") == [(1,), (2,)]
+
+
+def test_a_group_taken_for_one_version_is_not_consumed_under_another(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        await buffer.take(1, 0)
+        with pytest.raises(ValueError, match="another version"):
+            await buffer.consumed(0, 5, ["a"], version_after=5)
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_groups_that_never_started_or_ended_before_are_refused(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        with pytest.raises(ValueError, match="never admitted"):
+            await buffer.add(group("x"))
+        await buffer.admit("a", "chain_sum")
+        with pytest.raises(ValueError, match="running already"):
+            await buffer.admit("a", "chain_sum")
+        await buffer.fail("a", "no")
+        with pytest.raises(ValueError, match="has ended"):
+            await buffer.fail("a", "no")
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
+    async def first():
+        buffer = open_buffer(tmp_path)
+        for group_id in "abcd":
+            await run_group(buffer, group_id)
+        await train(buffer, 0, 0)
+        await buffer.take(1, 1)  # c is taken and never consumed
+        await buffer.admit("e", "chain_sum")
+        await buffer.close()
+
+    async def second():
+        buffer = open_buffer(tmp_path, resume=True)
+        assert buffer.recovered.last_step == 0
+        assert buffer.recovered.version == 1
+        assert (buffer.recovered.waiting, buffer.recovered.interrupted) == (2, 1)
+        assert (buffer.gate.version, buffer.gate.accepted, buffer.gate.running) == (1, 4, 0)
+        assert [g.id for g in await buffer.groups_of(0)] == ["a", "b"]
+        assert [(s.step, s.version, s.version_after) for s in await buffer.steps_after()] == [(0, 0, 1)]
+        assert await buffer.steps_after(0) == []
+        ids = await train(buffer, 1, 1)
+        await buffer.close()
+        return ids
+
+    asyncio.run(first())
+    assert asyncio.run(second()) == ["c", "d"]
+    counts = task_counts(tmp_path)["chain_sum"]
+    assert (counts.started, counts.finished, counts.consumed, counts.in_flight) == (5, 4, 4, 0)
+    assert counts.dropped == {"interrupted": 1}
+
+
+def test_places_that_peers_took_let_no_more_own_groups_start_also_after_a_resume(tmp_path):
+    async def first():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        buffer.fill(1)
+        assert buffer.room == 2 * META.groups_per_step - 2
+        (own,) = await buffer.take(1, 0)
+        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group(f"{EXTERNAL}x")])
+        buffer.publish(1)
+        room = buffer.room
+        await buffer.close()
+        return room
+
+    async def second():
+        buffer = open_buffer(tmp_path, resume=True)
+        room = buffer.room
+        await buffer.close()
+        return room
+
+    assert asyncio.run(first()) == asyncio.run(second()) == 3 * META.groups_per_step - 2
+
+
+def test_replayed_groups_equal_those_that_were_trained(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        for group_id in "ab":
+            await run_group(buffer, group_id, (0, 1), size=3, failed=1)
+        groups = await buffer.take(2, 1)
+        await buffer.consumed(0, 1, [g.id for g in reversed(groups)], version_after=2)
+        assert await buffer.groups_of(0) == groups[::-1]
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_a_replay_that_gives_other_weights_is_noticed(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        assert await buffer.published(1, "aa")
+        assert await buffer.published(1, "aa")
+        assert not await buffer.published(1, "bb")
+        await buffer.checkpointed(4)
+        await buffer.sync()
+        await buffer.close()
+
+    asyncio.run(main())
+    assert rows(tmp_path, "SELECT step FROM checkpoints") == [(4,)]
+
+
+def test_an_existing_run_is_refused_without_resume_and_left_as_it_was(tmp_path):
+    asyncio.run(open_buffer(tmp_path).close())
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(RunDirError, match="--resume"):
+        open_buffer(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_run_cannot_go_on_under_another_bound(tmp_path):
+    asyncio.run(open_buffer(tmp_path).close())
+    with pytest.raises(RunDirError, match=r"async\.eta = 1; it cannot go on with 3"):
+        open_buffer(tmp_path, RunMeta(3, "drop", 2, 1), resume=True)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    buffer = open_buffer(tmp_path)
+    with pytest.raises(RunDirError, match="another process"):
+        open_buffer(tmp_path, resume=True)
+    asyncio.run(buffer.close())
+
+
+def test_a_file_that_is_no_log_is_one_clear_sentence(tmp_path):
+    (tmp_path / FILE).write_bytes(b"hello" * 1000)
+    with pytest.raises(RunDirError, match="is not a log"):
+        open_buffer(tmp_path, resume=True)
+
+
+def test_a_log_cut_off_while_it_was_created_starts_over(tmp_path):
+    (tmp_path / FILE).write_bytes(b"")
+    buffer = open_buffer(tmp_path, resume=True)
+    assert buffer.recovered.last_step is None
+    asyncio.run(buffer.close())
+
+
+def test_when_the_log_cannot_be_written_everybody_who_waits_hears_of_it(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path, RunMeta(0, "drop", 1, 1))
+        await buffer.admit("a", "chain_sum")
+        taker = asyncio.create_task(buffer.take(1, 0))
+        starter = asyncio.create_task(buffer.admit("b", "chain_sum"))
+        await asyncio.sleep(0)
+        raw = sqlite3.connect(tmp_path / FILE)
+        raw.execute("DROP TABLE groups")
+        raw.close()
+        with pytest.raises(RunDirError, match="cannot be written"):
+            await buffer.add(group("a"))
+        for waiting in (taker, starter):
+            with pytest.raises(RunDirError, match="cannot be written"):
+                await asyncio.wait_for(waiting, 5)
+        with pytest.raises(RunDirError, match="cannot be written"):
+            await buffer.admit("c", "chain_sum")
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_counts_per_step_and_task_add_up_to_those_of_the_run(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        for step in range(3):
+            await run_group(buffer, f"{step}-a")
+            await run_group(buffer, f"{step}-b", service="gcd")
+            await buffer.admit(f"{step}-c", "gcd")
+            await buffer.fail(f"{step}-c", "timed out")
+            await train(buffer, step, step)
+        await buffer.close()
+        return buffer.counts
+
+    counts = asyncio.run(main())
+    assert task_counts(tmp_path) == counts
+    steps = step_counts(tmp_path)
+    assert [(row.step, row.service) for row in steps] == [(s, t) for s in range(3) for t in ("chain_sum", "gcd")]
+    for service, total in counts.items():
+        mine = [row for row in steps if row.service == service]
+        assert sum(row.started for row in mine) == total.started
+        assert sum(row.finished for row in mine) == total.finished
+        assert sum(row.failed for row in mine) == total.failed.total()
+        assert sum(row.consumed for row in mine) == total.consumed
+
+
+def test_a_buffer_in_memory_writes_at_once():
+    async def main():
+        buffer = Buffer.in_memory(META, max_running=4)
+        adding = run_group(buffer, "a")
+        with pytest.raises(StopIteration):  # no suspension: a virtual clock sees no thread
+            adding.send(None)
+        assert buffer.waiting == 1
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_a_mistake_of_ours_is_not_called_a_full_disk(tmp_path):
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await run_group(buffer, "a")
+        with pytest.raises(sqlite3.IntegrityError):
+            await run_group(buffer, "a")
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_whatever_was_logged_can_be_read_again(tmp_path):
+    long = replace(group("a").rollouts[0], messages=(Message(Role.USER, "x" * (wire.MAX_BYTES + 1)),))
+
+    async def main():
+        buffer = open_buffer(tmp_path)
+        await buffer.admit("a", "chain_sum")
+        await buffer.add(replace(group("a"), rollouts=(long,)))
+        await buffer.close()
+        buffer = open_buffer(tmp_path, resume=True)
+        assert buffer.recovered.waiting == 1
+        await buffer.close()
+
+    asyncio.run(main())

@@ -1,0 +1,55 @@
+"""Each experiment, shortened, by the command that runs it; and that an interrupted one goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def experiment(name: str, results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{name}", "--quick", "--results", str(results), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "heading"),
+    [
+        ("areal_staleness", 6, "| eta | naive | decoupled | double_sided | AReaL naive | AReaL decoupled |"),
+        ("async_speedup", 2, "AReaL's throughput"),
+        ("interrupt", 3, "over drain"),
+        ("packing", 2, "useful, packed"),
+    ],
+)
+def test_an_experiment_writes_its_runs_a_table_and_a_plot(tmp_path: Path, name: str, runs: int, heading: str) -> None:
+    done = experiment(name, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == runs
+    assert heading in (tmp_path / "results.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    claim = (ROOT / "experiments" / name / "claim.md").read_text()
+    assert "## Claim" in claim
+    assert "## Found" in claim
+
+
+def test_an_interrupted_experiment_runs_only_what_is_missing(tmp_path: Path) -> None:
+    finished = (ROOT / "experiments" / "packing" / "results" / "runs.jsonl").read_text().splitlines()[0]
+    first = json.loads(finished) | {"key": "0", "sigma": 0.0, "marked": True}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(first) + '\n{"key": "1", "sig')  # cut off by a crash
+    done = experiment("packing", tmp_path, "--only", "1")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == first
+    assert json.loads(lines[-1])["key"] == "1"

@@ -1,0 +1,238 @@
+"""Sessions that are evicted, ended or guarded: a clear status, and what was drawn is there."""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway_engine import Served, served
+from shoal.gateway import Bounds
+from shoal.gateway.closed import HANDED_OUT_KEPT, ClosedSessions
+from shoal.gateway.server import MAX_BODY_BYTES
+from shoal.trainer.advantage import rows
+from shoal.types import Reward, Rollout
+from until import until
+
+ASK = {"messages": [{"role": "user", "content": "what is 3 + 4?"}]}
+Scenario = Callable[[Served, aiohttp.ClientSession], Awaitable[None]]
+
+
+def run(scenario: Scenario, *script: str | None, **options: Any) -> None:
+    async def main() -> None:
+        async with served(*script, **options) as one, aiohttp.ClientSession() as http:
+            await scenario(one, http)
+
+    asyncio.run(main())
+
+
+async def posted(http: aiohttp.ClientSession, url: str, body: object = None, key: str = "") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with http.post(url, json={} if body is None else body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+class Hands:
+    """A clock that is set by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_an_idle_session_is_evicted_and_what_it_drew_is_handed_out(tmp_path: Path) -> None:
+    clock = Hands()
+
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        _, idle = await posted(http, f"{one.url}/v1/sessions")
+        _, used = await posted(http, f"{one.url}/v1/sessions")
+        for opened in (idle, used):
+            await posted(http, f"{opened['openai_base_url']}/chat/completions", ASK)
+            clock.now_s += 60
+        clock.now_s += 30
+        await one.gateway.sessions.evict()
+        status, body = await posted(http, f"{idle['openai_base_url']}/chat/completions", ASK)
+        assert status == 410
+        assert "closed after 150 s without a request" in body["error"]["message"]
+        status, _ = await posted(http, f"{one.url}/v1/chat/completions", ASK, key=idle["api_key"])
+        assert status == 410
+        assert (await posted(http, f"{used['openai_base_url']}/chat/completions", ASK))[0] == 200
+        for _ in range(2):
+            status, exported = await posted(http, f"{idle['anthropic_base_url']}/end")
+            assert (status, exported["turns"][0]["token_ids"]) == (200, list(one.engine.drawn[0].token_ids))
+        assert len(one.gateway.sessions) == 1
+
+    run(scenario, clock=clock, bounds=Bounds(idle_s=120), closed_folder=tmp_path)
+    assert list(tmp_path.iterdir())
+
+
+def test_a_session_past_its_age_answers_no_more_and_hands_out_what_it_drew() -> None:
+    clock = Hands()
+
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        _, opened = await posted(http, f"{one.url}/v1/sessions", {"limits": {"age_s": 10.0}})
+        url = f"{opened['openai_base_url']}/chat/completions"
+        clock.now_s = 9.0
+        assert (await posted(http, url, ASK))[0] == 200
+        clock.now_s = 11.0
+        status, body = await posted(http, url, ASK)
+        assert status == 410
+        assert "within 10 s of its begin" in body["error"]["message"]
+        _, exported = await posted(http, f"{opened['anthropic_base_url']}/end")
+        assert [turn["token_ids"] for turn in exported["turns"]] == [list(one.engine.drawn[0].token_ids)]
+
+    run(scenario, clock=clock)
+
+
+def test_wrong_tokens_and_a_body_of_10_mb_leave_a_session_as_it_was() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        _, opened = await posted(http, f"{one.url}/v1/sessions")
+        wrong = opened["api_key"][:-1] + ("A" if opened["api_key"][-1] != "A" else "B")
+        for url, key in ((f"{one.url}/s/{wrong}/v1", ""), (f"{one.url}/v1", wrong)):
+            status, body = await posted(http, f"{url}/chat/completions", ASK, key)
+            assert status == 401
+            assert "URL or API key of an open session" in body["error"]["message"]
+        assert (await posted(http, f"{one.url}/s/{wrong}/end"))[0] == 401
+        url = f"{opened['openai_base_url']}/chat/completions"
+        large = io.BytesIO(b'{"messages": "' + b"x" * (10 << 20) + b'"}')
+        async with http.post(url, data=large) as answer:
+            assert answer.status == 413
+            assert f"at most {MAX_BODY_BYTES} bytes" in (await answer.json())["error"]["message"]
+        assert one.engine.received == []
+        assert (await posted(http, url, ASK))[0] == 200
+        _, exported = await posted(http, f"{opened['anthropic_base_url']}/end")
+        assert [turn["token_ids"] for turn in exported["turns"]] == [list(one.engine.drawn[0].token_ids)]
+
+    run(scenario, max_body_bytes=MAX_BODY_BYTES)
+
+
+def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_stays() -> None:
+    clock = Hands()
+
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        sessions = [one.gateway.sessions.open() for _ in range(4)]
+        urls = [f"{one.url}/s/{session.token}/v1/chat/completions" for session in sessions]
+        for url in urls[1:]:
+            clock.now_s += 1
+            await posted(http, url, ASK)
+        one.engine.delay_s = 0.3
+        busy = asyncio.create_task(posted(http, urls[1], ASK))
+        await until(lambda: len(one.engine.received) == 4)
+        held = [session.tokens_held for session in sessions]
+        one.gateway.sessions.bounds = Bounds(tokens=sum(held) - 1)
+        await one.gateway.sessions.evict()
+        assert [bool(session.ended) for session in sessions] == [True, False, True, False]
+        assert (await busy)[0] == 200
+        status, body = await posted(http, urls[2], ASK)
+        assert status == 410
+        assert "tokens" in body["error"]["message"]
+
+    run(scenario, clock=clock)
+
+
+def test_a_full_gateway_opens_no_session() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        statuses = [(await posted(http, f"{one.url}/v1/sessions"))[0] for _ in range(3)]
+        assert statuses == [200, 200, 503]
+
+    run(scenario, bounds=Bounds(sessions=2))
+
+
+def test_with_an_admin_key_strangers_open_nothing_and_sessions_need_no_more_than_their_own() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        for path in ("/v1/sessions", "/v1/chat/completions"):
+            for key in ("", "wrong", "schlüssel"):
+                status, body = await posted(http, one.url + path, ASK if "chat" in path else {}, key)
+                assert status == 401
+                assert "admin key" in body["error"]["message"]
+        async with http.get(f"{one.url}/metrics") as answer:
+            assert answer.status == 401
+        status, opened = await posted(http, f"{one.url}/v1/sessions", {}, "secret")
+        assert status == 200
+        assert (await posted(http, f"{opened['openai_base_url']}/chat/completions", ASK))[0] == 200
+        assert (await posted(http, f"{one.url}/v1/chat/completions", ASK, opened["api_key"]))[0] == 200
+        assert (await posted(http, f"{one.url}/v1/chat/completions", ASK, "secret"))[0] == 200
+
+    run(scenario, admin_key="secret", is_open=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        session = one.gateway.sessions.open()
+        url = f"{one.url}/s/{session.token}/v1/chat/completions"
+        gone = asyncio.create_task(posted(http, url, {**ASK, "stream": stream}))
+        await until(lambda: bool(one.engine.received))
+        gone.cancel()
+        await until(lambda: bool(session.ledger.generations))
+        await asyncio.sleep(0.1)  # in which it could be delivered
+        (lost,) = session.ledger.generations
+        assert lost.id not in session.ledger._delivered
+        (row,) = rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)
+        assert sum(row.mask) == len(lost.completion.token_ids)
+        # The same question from a client that does not say that it tries again: the answer it gets is what trains.
+        await posted(http, url, {**ASK, "stream": False} if not stream else ASK)
+        kept = {turn.completion for turn in session.ledger.turns()}
+        assert one.engine.drawn[1] in kept
+        trained = sum(sum(row.mask) for row in rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0))
+        assert trained == sum(len(completion.token_ids) for completion in kept)
+
+    run(scenario, "lost", "told", delay_s=0.2)
+
+
+def test_sub_agents_and_a_compacted_history_are_rows_of_one_session() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        session = one.gateway.sessions.open()
+        url = f"{one.url}/s/{session.token}/v1/chat/completions"
+        main = [*ASK["messages"]]
+
+        async def asked(messages: list[Any]) -> Any:
+            status, body = await posted(http, url, {"messages": messages})
+            assert status == 200
+            return body["choices"][0]["message"]
+
+        main.append(await asked(main))
+        sub = [{"role": "system", "content": "a sub-agent"}, {"role": "user", "content": "look"}]
+        first, second = await asyncio.gather(asked(sub), asked([*main, {"role": "user", "content": "meanwhile"}]))
+        await asked([*sub, first, {"role": "user", "content": "more"}])
+        main += [{"role": "user", "content": "meanwhile"}, second]
+        compacted = [{"role": "user", "content": "summary: it was 7"}]
+        compacted.append(await asked(compacted))
+        await asked([*compacted, {"role": "user", "content": "go on"}])
+        trained = rows(Rollout("r", session.ledger.messages(), session.ledger.turns(), Reward(1.0)), 1.0)
+        assert len(trained) == 3
+        assert sum(sum(row.mask) for row in trained) == sum(len(c.token_ids) for c in one.engine.drawn)
+
+    run(scenario, *"abcdef")
+
+
+def test_a_call_of_a_tool_that_nobody_offered_reaches_the_client() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        session = one.gateway.sessions.open()
+        url = f"{one.url}/s/{session.token}/v1/chat/completions"
+        status, body = await posted(http, url, {**ASK, "tools": tools})
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        assert (status, call["function"]["name"]) == (200, "fly")
+        error = {"role": "tool", "tool_call_id": call["id"], "content": "no tool is called fly"}
+        history = [*ASK["messages"], body["choices"][0]["message"], error]
+        assert (await posted(http, url, {"messages": history, "tools": tools}))[0] == 200
+        assert [generation.parent for generation in session.ledger.generations] == [None, 0]
+
+    run(scenario, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
+
+
+def test_many_sessions_are_handed_out_at_once_and_the_oldest_go(tmp_path: Path) -> None:
+    closed = ClosedSessions(tmp_path)
+    tokens = [f"session {i}" for i in range(HANDED_OUT_KEPT + 200)]
+    for token in tokens:
+        closed.keep(token, "ended", token.encode())
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(closed.hand_out, tokens)) == [token.encode() for token in tokens]
+    assert len(list(tmp_path.iterdir())) == HANDED_OUT_KEPT
+    assert closed.hand_out(tokens[-1]) == tokens[-1].encode()

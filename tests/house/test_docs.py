@@ -1,0 +1,135 @@
+"""The documents are true of the code: links, examples, commands, generated tables."""
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from test_layers import SOURCE, modules
+
+from shoal.config import parse
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCTESTED = [name for name, source in modules() if ">>> " in source]
+MODULES = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page that are marked with a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The addresses of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_between_documents_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for target in targets:
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name) if name else page
+        assert linked.exists(), f"{page.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_example_of_a_document_is_valid(page: Path) -> None:
+    for text in blocks(page, "toml"):
+        parse(tomllib.loads(text))
+    for text in blocks(page, "python"):
+        exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_has_a_configuration_to_begin_with() -> None:
+    assert len(blocks(ROOT / "README.md", "toml")) == 1
+
+
+def test_the_generated_tables_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "docs.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_readme_s_table_of_commands_is_the_command_line_s() -> None:
+    from shoal.cli import app
+
+    listed = re.findall(r"^\| `shoal (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
+    named += [group.name or group.typer_instance.info.name for group in app.registered_groups]
+    assert sorted(set(listed)) == sorted(named)
+
+
+def test_the_readme_s_commands_are_the_makefile_s() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)\b", "\n".join(blocks(page, "sh")))}
+    assert {"demo", "test"} <= used <= targets
+
+
+def test_functions_that_the_algorithms_name_exist() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+    assert len(named) >= 8
+    for module, name in named:
+        assert module in MODULES, module
+        assert name.partition(".")[0] in defined((SOURCE / module).read_text()), f"{module} has no {name}"
+    for name in re.findall(r"`loss\.(\w+)`", text):
+        assert name in defined((SOURCE / "trainer" / "loss.py").read_text())
+
+
+def test_the_papers_in_the_algorithms_are_settings_that_exist() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    table = text.partition("### Papers as settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!paper|---)(.*)$", table, re.MULTILINE)
+    assert len(rows) >= 10
+    for row in rows:
+        settings = re.findall(r"`([\w.]+ = [^`]+)`", row)
+        config = parse(
+            {"tasks": [{"name": "chain_sum"}]}, [f"train.{setting.replace(' = ', '=')}" for setting in settings]
+        )
+        assert settings[0] == f'loss.name = "{config.train.loss.name}"', row
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = " ".join(re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE))
+    named = {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", rows)}
+    assert {name.partition(".")[0] for name, _ in modules()} <= named
+
+
+@pytest.mark.parametrize("name", DOCTESTED)
+def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(f"shoal.{name}"))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+def test_every_constraint_is_one_pinned_version_with_torch_first_and_every_dependency_has_one() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0].startswith("torch==")
+    for line in lines:
+        assert re.fullmatch(r"[a-z0-9-]+==[\w.]+", line), line
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[^\w-]", text)[0] for text in needed}
+    assert names <= {line.partition("==")[0] for line in lines}
+
+
+def defined(source: str) -> set[str]:
+    """Names of the functions and classes of a module."""
+    return {
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }

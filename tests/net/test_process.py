@@ -1,0 +1,163 @@
+"""Child processes: what is told of one that ends or hangs, and that none is waited for without a bound."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from shoal.errors import ChildDied
+from shoal.net.process import BlockingChild, Child
+from shoal.trainer.client import TrainerProcess
+
+ECHO = """
+import socket, sys
+from shoal.net.process import die_with_parent, serve
+die_with_parent()
+serve(socket.socket(fileno=int(sys.argv[-1])), lambda frame: [frame])
+"""
+DEAF = """
+import os, signal, sys
+from shoal.net.process import die_with_parent
+die_with_parent()
+os.close(int(sys.argv[-1]))
+signal.pause()
+"""
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+class Script(Child):
+    """Runs a text instead of a module."""
+
+    def __init__(self, script: str, folder: Path, *, advice: str = "") -> None:
+        super().__init__("test", "", [], folder / "log", os.environ, advice=advice)
+        self._script = script
+
+    def command(self, fd: int) -> list[str]:
+        return [sys.executable, "-c", self._script, str(fd)]
+
+
+def stop(pid: int) -> None:
+    """Returns when the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("module", "last_words"), [("this", "Namespaces are one honking great idea"), ("colorsys", "code 0")]
+)
+def test_the_last_words_of_a_process_are_its_own_and_not_those_of_one_before_it(
+    tmp_path: Path, module: str, last_words: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("the last words of an earlier process\n")
+
+    async def run() -> None:
+        async with Child("short", module, [], log, os.environ) as child:
+            await child.line(60)
+
+    with pytest.raises(ChildDied) as raised:
+        asyncio.run(run())
+    assert last_words in str(raised.value)
+    assert "earlier" not in str(raised.value)
+
+
+def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Script("import signal; signal.pause()", tmp_path) as child:
+            with pytest.raises(ChildDied, match=r"has not answered Save for 0\.05 s; go on with --resume"):
+                await TrainerProcess(child, timeout_s=0.05).save(tmp_path)
+            assert (await child.died()).returncode == -signal.SIGKILL
+
+    asyncio.run(run())
+
+
+def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentence(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with TrainerProcess.child(tmp_path / "log", 1) as child:
+            asking = asyncio.create_task(TrainerProcess(child).save(tmp_path))
+            os.kill(child.pid, signal.SIGKILL)
+            watched = str(await child.died())
+            with pytest.raises(ChildDied) as raised:
+                await asking
+        assert str(raised.value) == watched == "the trainer process ended with signal 9; go on with --resume"
+
+    asyncio.run(run())
+
+
+@LOOPS
+def test_a_child_that_closes_its_socket_and_lives_is_killed(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(DEAF, tmp_path, advice="go on") as child:
+            with pytest.raises(ChildDied, match="closed its connection without ending, and was killed; go on"):
+                await child.ask(b"anybody there?", 120)
+            assert (await child.died()).returncode == -signal.SIGKILL
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(run(), 60))
+
+
+@LOOPS
+def test_the_answer_to_a_cancelled_ask_is_not_the_next_ones(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(ECHO, tmp_path) as child:
+            assert await child.ask(b"zeroth", 60) == b"zeroth"
+            stop(child.pid)
+            first = asyncio.create_task(child.ask(b"first" * 1_000_000, 60))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            os.kill(child.pid, signal.SIGCONT)
+            assert await child.ask(b"second", 60) == b"second"
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@LOOPS
+def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(ECHO, tmp_path) as child:
+            assert await child.ask(b"ready", 60) == b"ready"
+            stop(child.pid)
+            asking = asyncio.create_task(child.ask(bytes(4_000_000), 60))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+        assert (await child.died()).returncode == -signal.SIGKILL
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(run(), 60))
+
+
+def test_without_an_event_loop_the_deadlines_are_the_same() -> None:
+    child = BlockingChild(
+        "test_process", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
+    )
+    try:
+        assert child.ask(b"zeroth", 60) == b"zeroth"
+        stop(child.pid)
+        with pytest.raises(TimeoutError):
+            child.ask(b"first", 0.01)
+        with pytest.raises(TimeoutError):  # with more bytes than the socket holds
+            child.ask(bytes(4_000_000), 0.01)
+    finally:
+        assert child.kill() == -signal.SIGKILL
+    child = BlockingChild(
+        "test_process", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
+    )
+    stop(child.pid)
+    with pytest.raises(TimeoutError):
+        child.ask(b"first", 0.01)
+    os.kill(child.pid, signal.SIGCONT)
+    assert child.ask(b"second", 60) == b"second"
+    assert child.end() == 0
+
+
+if __name__ == "__main__":
+    exec(ECHO)

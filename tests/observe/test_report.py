@@ -1,0 +1,211 @@
+"""The picture and the page of a run, made from its run directory alone."""
+
+import asyncio
+import io
+import math
+from base64 import b64decode
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from buffer_values import open_buffer, run_group, train
+from shoal.config import parse, to_toml
+from shoal.errors import RunDirError
+from shoal.observe.metrics import JsonlTracker
+from shoal.observe.report import read_run, write_report
+from shoal.observe.report.records import moving_average
+
+NASTY = "<script>alert('x')</script>$a_b^"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its text, the tags, and every address it would ask for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text, self.tags, self.addresses = "", [], []
+        self.feed(path.read_text())
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in {"src", "href"}]
+
+
+def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", eta: int = 2) -> None:
+    """A run directory as a run of `steps` steps leaves it, the reward rising from 0 to 1."""
+    run_dir.mkdir(exist_ok=True)
+    config = parse({"run_dir": "runs/x", "tasks": [{"name": task}], "asynchrony": {"max_staleness": eta}})
+    (run_dir / "resolved.toml").write_text(to_toml(config))
+    tracker = JsonlTracker(run_dir / "metrics.jsonl", clock=iter(range(10**6)).__next__)
+    tracker.write("eval", {"step": 0, "sampled": 0.25, "greedy": 0.5})
+    for step in range(1, steps + 1):
+        reward = (step - 1) / max(1, steps - 1)
+        tracker.log(step, {"reward": reward, f"reward/{task}": reward, **OTHERS})
+    tracker.write("eval", {"step": steps, "sampled": 0.75, "greedy": None})
+    tracker.close()
+
+
+OTHERS = {
+    **{"version": 3, "staleness_mean": 0.5, "staleness_max": 2, "tokens_per_s": 1000.0, "samples_per_s": 100.0},
+    **{"engine_busy": 0.9, "trainer_busy": 0.8, "loss": 0.1, "grad_norm": 0.5, "entropy": 1.0, "ratio_mean": 1.0},
+    **{
+        "ratio_share/0-0.5": 0.1,
+        "ratio_share/0.5-2": 0.7,
+        "ratio_share/2-inf": 0.2,
+        "staleness/0": 5,
+        "staleness/1": 3,
+    },
+    **{"clipped_share": 0.0, "mismatch": 1e-5, "dropped_late": 1, "failed": 0, "late_tokens": 0},
+}
+
+
+def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
+    write_run(tmp_path, 100)
+    figures = read_run(tmp_path).summary()
+    assert figures["steps"] == 100
+    assert figures["reward_first"] == pytest.approx(4.5 / 99)  # mean of the first ten
+    assert figures["reward_last"] == pytest.approx(94.5 / 99)
+    assert (figures["accuracy_before"], figures["accuracy_after"]) == (0.25, 0.75)
+    assert (figures["greedy_before"], figures["greedy_after"]) == (0.5, 0.5)  # the only one that was run
+    assert (figures["dropped_late"], figures["staleness_max"], figures["version"]) == (100, 2, 3)
+
+
+def test_rates_are_means_over_the_time_and_not_over_the_steps(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=iter([0.0, 5.0, 6.0, 15.0]).__next__)
+    for step, rate in ((1, 1e9), (2, 100.0), (3, 10.0)):
+        tracker.log(step, {"samples_per_s": rate})
+    tracker.close()
+    assert read_run(tmp_path).summary()["samples_per_s"] == (100 * 1 + 10 * 9) / 10
+
+
+def test_a_step_that_was_repeated_after_a_crash_counts_once_as_it_was_last(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5)):
+        tracker.log(step, {"reward": reward})
+    tracker.close()
+    assert read_run(tmp_path).column("reward") == [0.1, 0.5, 0.3]
+
+
+def test_the_report_is_a_picture_and_a_page_with_the_same_picture(tmp_path: Path) -> None:
+    write_run(tmp_path, 30)
+    png, html = write_report(tmp_path)
+    page = Page(html)
+    (address,) = page.addresses
+    kind, _, data = address.partition(",")
+    assert kind == "data:image/png;base64"
+    assert b64decode(data) == png.read_bytes()
+    assert Image.open(io.BytesIO(png.read_bytes())).size == (2080, 1760)
+    assert "demo on chain_sum" in page.text
+    assert "max_staleness = 2" in page.text
+    assert 'name = "chain_sum"' in page.text  # the configuration
+
+
+def test_the_page_needs_no_network_and_runs_no_script_whatever_a_run_contains(tmp_path: Path) -> None:
+    run_dir = tmp_path / NASTY.replace("/", "|")
+    write_run(run_dir, 5, task=NASTY)
+    tracker = JsonlTracker(run_dir / "metrics.jsonl")
+    tracker.write("event", {"name": NASTY, "reason": "</table><img src='http://example.org'>"})
+    tracker.close()
+    page = Page(write_report(run_dir)[1])
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 1
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert NASTY in page.text
+    assert "default-src 'none'" in (run_dir / "report.html").read_text()
+
+
+def test_the_log_s_counts_are_in_the_page(tmp_path: Path) -> None:
+    async def main() -> None:
+        buffer = open_buffer(tmp_path)
+        for name in ("a", "b", "c"):
+            await run_group(buffer, name)
+        await train(buffer, 0, 0)
+        await buffer.close()
+
+    write_run(tmp_path, 1)
+    asyncio.run(main())
+    text = write_report(tmp_path)[1].read_text()
+    assert "<td>chain_sum</td><td>3</td><td>2</td><td>1</td><td>0</td><td>0</td><td>0</td>" in text
+
+
+def test_the_page_says_what_staleness_cost_each_task_and_how_ratios_were_distributed(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(
+            step,
+            {
+                **{"dropped_late/slow": 2, "wasted_tokens/slow": 700, "late_tokens/slow": 5, "dropped_late/fast": 0},
+                **{"ratio_share/0-0.5": 0.25, "ratio_share/0.5-inf": 0.75, "staleness/0": 4, "staleness/3": 1},
+            },
+        )
+    tracker.close()
+    text = write_report(tmp_path)[1].read_text()
+    assert "<td>slow</td><td>6</td><td>2,100</td><td>15</td>" in text
+    assert "<td>fast</td>" not in text
+    assert "<td>0.5 to inf</td><td>75.0%</td><td>75.0%</td><td>75.0%</td>" in text
+    assert "<td>3</td><td>3</td>" in text
+
+
+def test_a_run_without_a_step_gets_a_report_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    png, html = write_report(tmp_path)
+    assert "has not finished a training step yet, so there is nothing to draw." in Page(html).text
+    assert png.stat().st_size > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_of_few_steps_is_drawn(steps: int, tmp_path: Path) -> None:
+    write_run(tmp_path, steps)
+    _, html = write_report(tmp_path)
+    assert f"{steps} step" in Page(html).text
+
+
+def test_values_that_are_missing_or_all_zero_are_no_obstacle(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(step, {"reward": math.nan, "mismatch": 0.0, "clipped_share": 0.0, "staleness_max": 0})
+    tracker.close()
+    write_report(tmp_path)
+    assert "reward_first" not in read_run(tmp_path).summary()
+
+
+def test_more_tasks_than_colours_are_drawn(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(step, {"reward": 0.5, **{f"reward/task{i}": i / 12 for i in range(12)}})
+    tracker.close()
+    write_report(tmp_path)
+    assert len(read_run(tmp_path).tasks("reward")) == 12
+
+
+def test_a_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    (tmp_path / "resolved.toml").write_text("forgotten_setting = 1\n")
+    assert read_run(tmp_path).config is None
+    assert "forgotten_setting = 1" in Page(write_report(tmp_path)[1]).text
+
+
+def test_what_is_no_run_directory_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="expected a run directory, with metrics"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunDirError, match="expected a run directory"):
+        write_report(tmp_path / "missing")
+
+
+def test_a_report_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, 1)
+    (tmp_path / "report.png").mkdir()
+    with pytest.raises(RunDirError, match="expected to write the report there"):
+        write_report(tmp_path)
+
+
+def test_a_moving_average_looks_back_only_and_ignores_gaps() -> None:
+    assert moving_average([2.0, 4.0, 6.0], 2) == [2.0, 3.0, 5.0]
+    assert moving_average([2.0, math.nan, 6.0], 2) == [2.0, 2.0, 6.0]
+    assert math.isnan(moving_average([math.nan], 3)[0])

@@ -1,0 +1,316 @@
+"""Programs scored by unit tests: honest ones pass, and none passes by cheating, on every rung of this machine."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+import pytest
+
+from shoal.checker import Code
+from shoal.reward import code
+from shoal.reward.code import Job, Run, code_of, equal, reward, verdicts
+from shoal.reward.code_runner import Boxes
+from shoal.reward.in_sandbox.driver import EXITED
+from shoal.reward.service import CodeScorer
+from shoal.sandbox.backends import why_not
+from shoal.sandbox.program import Rung
+from shoal.types import Json, Reward, RewardStatus, Task
+
+T = TypeVar("T")
+ADD = "def add(a, b):\n    return a + b\n"
+CALLS: list[Json] = [{"call": "add", "args": [1, 2], "returns": 3}, {"call": "add", "args": [2, 2], "returns": 4}]
+ASSERTIONS: list[Json] = [{"code": "assert add(1, 2) == 3"}, {"code": "import math\nassert math.isclose(add(2, 2), 4)"}]
+FILE: list[Json] = [
+    {
+        "pytest": """
+from solution import add
+def test_a():
+    assert add(1, 2) == 3
+def test_b():
+    assert add(2, 2) == 4
+"""
+    }
+]
+KINDS = {"call": CALLS, "code": ASSERTIONS, "pytest": FILE}
+LINES: list[Json] = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5\n", "stdout": "9"}]
+READS = "a, b = map(int, input().split())\nprint(a + b)"
+CHEATS = {
+    "wrong": "def add(a, b): return a - b",
+    "no program": "I would add the two numbers.",
+    "hangs": "def add(a, b):\n    while True: pass",
+    "exits": "import os\ndef add(a, b): os._exit(0)",
+    "exits at once": "import sys\nsys.exit(0)",
+    "equals everything": """
+class Yes:
+    def __eq__(self, other): return True
+    def __gt__(self, other): return True
+    def __bool__(self): return True
+def add(a, b): return Yes()
+""",
+    "a float that equals everything": """
+class Yes(float):
+    def __eq__(self, other): return True
+def add(a, b): return Yes(9)
+""",
+    "kills what runs it": """
+import os
+def add(a, b):
+    os.kill(os.getppid(), 9)
+    return a + b
+""",
+    "writes what a verdict looks like": """
+import os
+for n in range(3, 40):
+    try: os.write(n, b'{"v": true}\\n{"name": "test_a", "why": ""}\\n{"name": "test_b", "why": ""}\\n{"end": true}\\n')
+    except OSError: pass
+os._exit(0)
+""",
+    "looks through its callers": """
+import sys
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for value in frame.f_locals.values():
+            if isinstance(value, dict) and "returns" in value: return value["returns"]
+        frame = frame.f_back
+""",
+    "reads the tests": """
+import os
+def add(a, b):
+    return a + b if any("test" in name for name in os.listdir(".")) else None
+""",
+    "breaks assert": """
+import builtins
+builtins.AssertionError = ValueError
+def add(a, b): return None
+""",
+}
+
+
+def scored(tests: list[Json], answers: list[str], spec: Code | None = None, rung: Rung | None = None) -> list[Reward]:
+    """By a scorer of one sandbox at a time."""
+
+    async def work(scorer: CodeScorer) -> list[Reward]:
+        task = Task("t", "t", (), None, json.dumps({"tests": tests}))
+        return await scorer.score_by(spec or Code(timeout_s=2.0), task, answers)
+
+    return with_scorer(work, rung)
+
+
+def with_scorer(work: Callable[[CodeScorer], Coroutine[None, None, T]], rung: Rung | None = None) -> T:
+    async def main() -> T:
+        boxes = Boxes(1, rung)
+        try:
+            return await work(CodeScorer(boxes))
+        finally:
+            await boxes.aclose()
+
+    return asyncio.run(main())
+
+
+def values(rewards: list[Reward]) -> list[float]:
+    assert all(reward.status is RewardStatus.SCORED for reward in rewards), rewards
+    return [reward.value for reward in rewards]
+
+
+@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
+def rung(request: pytest.FixtureRequest) -> Rung:
+    """Every rung that this machine has."""
+    chosen: Rung = request.param
+    if why_not(chosen):
+        pytest.skip(f"{chosen.value}: {why_not(chosen)}")
+    return chosen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_program_passes_by_cheating_and_honest_ones_beside_it_pass(kind: str, rung: Rung) -> None:
+    if rung is Rung.LANDLOCK and kind != "call":
+        rewards = scored(KINDS[kind], [ADD], rung=rung)
+        assert rewards[0].status is RewardStatus.FAILED
+        assert "install bubblewrap" in rewards[0].evidence
+        return
+    answers = [program for cheat in CHEATS.values() for program in (cheat, ADD)]
+    rewards = scored(KINDS[kind], answers, Code(timeout_s=1.0), rung)
+    assert dict(zip(CHEATS, values(rewards)[::2], strict=True)) == dict.fromkeys(CHEATS, 0.0)
+    assert values(rewards)[1::2] == [1.0] * len(CHEATS)
+
+
+def test_what_a_program_prints_is_compared_line_by_line(rung: Rung) -> None:
+    answers = [
+        READS,
+        f"```python\n{READS}\n```",
+        "print(3)",
+        "print('3 ')\nprint()",
+        "raise SystemExit('bad')",
+        "while 1: print(1)",
+    ]
+    rewards = scored(LINES, answers, rung=rung)
+    assert values(rewards) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert rewards[2].evidence.startswith("test 2 of 2: expected '9'")
+    assert rewards[4].evidence == "test 1 of 2: bad"
+    assert rewards[5].evidence == "test 1 of 2: printed too much"
+
+
+def test_partial_credit_is_the_share_of_tests_passed() -> None:
+    three = "print(3)"
+    assert values(scored(LINES, [three, READS], Code(partial=True))) == [0.5, 1.0]
+    assert scored(LINES, [three], Code(partial=True))[0].parts == (("tests_passed", 1.0), ("tests", 2.0))
+    only_small = "def add(a, b):\n    return 3"
+    for tests in KINDS.values():
+        assert values(scored(tests, [only_small, ADD], Code(partial=True))) == [0.5, 1.0]
+
+
+def test_tests_see_classes_errors_arguments_changed_in_place_and_printed_text() -> None:
+    program = """
+class TooMany(Exception): pass
+LIMIT = 2
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item):
+        if len(self.items) == LIMIT: raise TooMany("full")
+        self.items.append(item)
+    def __len__(self): return len(self.items)
+def double(items):
+    for i in range(len(items)): items[i] *= 2
+def hello(): print("hi")
+def divide(a, b): return a / b
+def pairs(n): return {(i, str(i)) for i in range(n)}
+"""
+    tests: list[Json] = [
+        {
+            "pytest": """
+import pytest
+import solution
+from solution import Stack, TooMany, divide, double, hello, pairs
+
+def test_stack():
+    stack = Stack()
+    stack.push(1)
+    stack.push([2])
+    assert len(stack) == solution.LIMIT
+    assert stack.items == [1, [2]]
+    with pytest.raises(TooMany, match="full"):
+        stack.push(3)
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_pairs(n):
+    assert pairs(n) == {(i, str(i)) for i in range(n)}
+
+def test_changed_in_place():
+    items = [1, 2]
+    double(items)
+    assert items == [2, 4]
+
+def test_printed(capsys):
+    hello()
+    assert capsys.readouterr().out == "hi\\n"
+
+def test_builtin_error():
+    with pytest.raises(ZeroDivisionError):
+        divide(1, 0)
+"""
+        }
+    ]
+    (reward,) = scored(tests, [program], Code(timeout_s=10.0))
+    assert (reward.value, reward.evidence, reward.parts[1]) == (1.0, "", ("tests", 6.0))
+
+
+def test_nothing_of_one_program_is_left_for_the_next(rung: Rung) -> None:
+    leaves = """
+import os, threading, time
+os.makedirs("deep/er"); open("deep/er/json.py", "w").write("x"); open("left", "w").write("x")
+try: os.chmod("deep", 0)
+except PermissionError: pass
+def add(a, b):
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                open("left", "w").write("x"); time.sleep(0.001)
+    except (OSError, PermissionError): pass
+    return a + b
+"""
+    looks = (
+        "import os\nname = 'left' in os.listdir('.') or os.path.exists('deep')\ndef add(a, b): return a + b + name\n"
+    )
+    began_s = time.monotonic()
+    rewards = scored(CALLS, [leaves, looks, leaves, looks], rung=rung)
+    assert values(rewards) == [1.0] * 4, rewards
+    assert time.monotonic() - began_s < 2.0  # nobody waited for what it left
+
+
+def test_two_that_hang_do_not_change_the_verdict_of_a_hundred_honest_ones() -> None:
+    hangs = "def add(a, b):\n    while True: pass\n"
+    honest = [f"{ADD}# {number}" for number in range(100)]
+
+    async def work(scorer: CodeScorer) -> list[Reward]:
+        task = Task("t", "t", (), None, json.dumps({"tests": CALLS}))
+        groups = [[hangs, *honest[:50]], [hangs, *honest[50:]]]
+        both = await asyncio.gather(*(scorer.score_by(Code(timeout_s=1.0), task, group) for group in groups))
+        return [reward for rewards in both for reward in rewards]
+
+    found = values(with_scorer(work))
+    assert found.count(1.0) == 100
+    assert (found[0], found[51]) == (0.0, 0.0)
+
+
+def test_a_template_takes_the_answer_in() -> None:
+    spec = Code(template="def add(a, b):\n    return a {answer} b\n")
+    assert values(scored(CALLS, ["+", "-", "+ 0 +", "* b +"], spec)) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_methods_of_a_class_are_called_on_a_fresh_object() -> None:
+    tests: list[Json] = [{"call": "Solution.count", "args": [], "returns": 1}] * 2
+    program = "class Solution:\n    n = 0\n    def count(self):\n        self.n += 1\n        return self.n\n"
+    assert values(scored(tests, [program])) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "is_equal"),
+    [
+        ({"t": [1, 2]}, [1, 2], True),
+        (1, 1.0, True),
+        (0.1 + 0.2, 0.3, True),
+        (0.31, 0.3, False),
+        (10**15 + 1, 10**15, False),
+        ({"i": hex(10**30)}, 10**30, True),
+        (True, 1, False),
+        (None, None, True),
+        ("1", 1, False),
+        ({"d": [["a", 1]]}, {"a": 1}, True),
+        ({"d": [[1, 2]]}, {"1": 2}, True),
+        ({"d": []}, {"a": 1}, False),
+        ({"f": "nan"}, 1.0, False),
+        ({"r": "<object>"}, "<object>", False),
+    ],
+)
+def test_a_value_equals_what_the_test_expects(value: object, expected: object, is_equal: bool) -> None:
+    assert equal(value, expected, 1e-9) is is_equal
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"v": {}}',
+        b'{"v": {"i": "no number"}}',
+        b'{"v": {"t": 1, "d": 2}}',
+        b'{"v": {"d": [[1, 2, 3]]}}',
+        b'{"v": {"d": [4]}}',
+        b'{"v": "\xff"}',
+        b'{"v": 1' + 400 * b"0" + b"}",
+        b'{"v": ' + 900 * b'{"t":' + b"1" + 900 * b"}" + b"}",
+    ],
+    ids=lambda line: line[:24].decode(errors="replace"),
+)
+def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_else(line: bytes) -> None:
+    tests = code.tests_in('{"tests": [{"call": "f", "returns": {"a": 1}}, {"call": "f", "returns": 0.5}]}')
+    found = verdicts(Job("call", b"", (b"",), 1.0, 1, parts=2), tests, [Run(EXITED, 0, (line + b"\n") * 2, b"")], 1e-9)
+    assert len(found) == 2
+    assert reward(found, partial=True).value == 0.0
+
+
+def test_the_last_fenced_block_is_the_program() -> None:
+    assert code_of("```\nfirst\n```\nthen\n```py\nsecond\n```\n") == "second\n"
+    assert code_of("```python\nunclosed") == "unclosed"

@@ -1,0 +1,96 @@
+"""The checkers of the worker processes, made ready for a task."""
+
+import pytest
+
+from shoal.checker import spec_of
+from shoal.errors import TaskError
+from shoal.reward.checker_registry import judge_of
+from shoal.reward.schema import check_schema, complaint
+from shoal.types import Json
+
+SCHEMA: dict[str, Json] = {
+    "type": "object",
+    "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+        "next": {"$ref": "#"},
+    },
+    "additionalProperties": False,
+}
+
+
+def value(spec: Json, answer: str, truth: str | None = None) -> float:
+    return judge_of(spec_of(spec, "here"), truth)(answer)[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "truth", "right", "wrong"),
+    [
+        ("exact", "Blue", " Blue\n", "blue"),
+        ({"name": "exact", "ignore_case": True}, "Blue", "blue", "red"),
+        ("contains", "blue", "It is blue.", "It is red."),
+        ("number", "2", "I say 2.0", "3"),
+        ("math", "1/2", "\\boxed{0.5}", "\\boxed{2}"),
+        ({"name": "regex", "pattern": "^[ab]+$"}, None, "abba", "abc"),
+        ({"name": "regex", "pattern": "[ab]+", "match": "full"}, None, "abba", "abc"),
+        ("regex", "^yes", "yes, sir", "no"),
+        ({"name": "format", "tags": ["a", "b"]}, None, "<a>1</a> <b>2</b>", "<b>2</b><a>1</a>"),
+        ({"name": "length", "at_most": 4}, None, "1234", "12345"),
+        ({"name": "length", "at_most": 2, "unit": "words"}, None, "one two", "one two three"),
+        ({"name": "language", "script": "latin"}, None, "It is 4.", "Это"),
+        ({"name": "json_schema", "schema": SCHEMA}, None, '{"name": "A", "age": 3}', '{"name": "A"}'),
+        ({"name": "json_schema", "schema": {}}, '{"a": 1}', '{"a": 1.0}', '{"a": true}'),
+        ({"name": "json_schema", "schema": {}}, None, "```json\n[1]\n```", "[1"),
+    ],
+)
+def test_a_right_answer_is_worth_one_and_a_wrong_one_nothing(
+    spec: Json, truth: str | None, right: str, wrong: str
+) -> None:
+    assert (value(spec, right, truth), value(spec, wrong, truth)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"name": "", "age": 3}, "$.name: expected a length of at least 1"),
+        ({"name": "A", "age": True}, "$.age: expected integer"),
+        ({"name": "A", "age": -1}, "$.age: expected at least 0"),
+        ({"name": "A", "age": 1, "tags": ["a", "c"]}, '$.tags[1]: expected one of ["a", "b"]'),
+        ({"name": "A", "age": 1, "tags": ["a", "a"]}, "$.tags: expected no item twice"),
+        ({"name": "A", "age": 1, "other": 1}, "$.other: not allowed"),
+        ({"name": "A", "age": 1, "next": {"name": "B"}}, "$.next: age is missing"),
+        ([], "$: expected object"),
+    ],
+)
+def test_a_schema_says_where_and_why_it_refuses(given: Json, why: str) -> None:
+    assert complaint(given, SCHEMA) == why
+
+
+def test_combined_schemas() -> None:
+    even = {"multipleOf": 2}
+    for schema, accepted, refused in (
+        ({"anyOf": [even, {"const": 3}]}, 3, 5),
+        ({"oneOf": [even, {"minimum": 10}]}, 11, 12),
+        ({"allOf": [even, {"maximum": 4}]}, 4, 6),
+        ({"not": even}, 3, 4),
+    ):
+        check_schema(schema)
+        assert complaint(accepted, schema) == ""
+        assert complaint(refused, schema) != ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "truth", "why"),
+    [
+        ("math", None, "expected a task with an answer, which math compares with"),
+        ("number", "none", "expected a number"),
+        ("regex", "(", "expected a regular expression"),
+        ({"name": "json_schema", "schema": {"if": {}}}, None, "keyword 'if' is not supported"),
+        ("code", None, "code is not checked by a worker process"),
+    ],
+)
+def test_a_task_that_cannot_be_judged_is_refused(spec: Json, truth: str | None, why: str) -> None:
+    with pytest.raises(TaskError, match=why):
+        judge_of(spec_of(spec, "here"), truth)

@@ -1,0 +1,86 @@
+"""Mathematics: exact where both sides are rational, by math-verify elsewhere."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.reward.mathematics import final_answer, mathematics, rational
+
+EQUAL = [
+    ("The answer is $1,234$.", "1234"),
+    ("6 * 3 = 18\n#### 18", "18"),
+    ("\\boxed{1\\,000\\,000}", "1000000"),
+    ("50%", "0.5"),
+    ("50\\%", "50"),
+    ("3 1/2", "7/2"),
+    ("\\boxed{1\\frac{1}{2}}", "1.5"),
+    ("\\boxed{\\frac12}", "0.5"),
+    ("\\boxed{12\\text{ cm}^2}", "12"),
+    ("\\boxed{90^\\circ}", "90"),
+    ("60 km/h", "60"),
+    ("I count 7", "7"),
+    ("\\boxed{x=5}", "5"),
+    ("\\boxed{\\text{B}}", "B"),
+    ("1e3", "1000"),
+]
+DIFFERENT = [
+    ("-7", "7"),
+    ("1/3", "0.333"),
+    ("\\boxed{2x}", "2"),
+    ("\\boxed{3\\pi}", "3"),
+    ("\\boxed{10,20}", "1020"),
+    ("\\boxed{\\text{Monday}}", "\\text{Tuesday}"),
+    ("", "3"),
+]
+SYMBOLIC = [
+    ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", 1.0),
+    ("\\boxed{[0,1]}", "[0,1)", 0.0),
+    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+    ("\\boxed{(2,1)}", "(1,2)", 0.0),
+    ("\\boxed{\\left(\\frac{1}{2},3\\right)}", "(0.5,3)", 1.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), EQUAL)
+def test_what_is_the_same_number_is_right(answer: str, truth: str) -> None:
+    assert mathematics(answer, truth)[0] == 1.0
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_what_is_another_number_or_none_is_wrong(answer: str, truth: str) -> None:
+    assert mathematics(answer, truth)[0] == 0.0
+
+
+@pytest.mark.parametrize(("answer", "truth", "value"), SYMBOLIC)
+def test_sets_intervals_and_expressions_are_compared_as_such(answer: str, truth: str, value: float) -> None:
+    assert mathematics(answer, truth)[0] == value
+
+
+def test_a_tower_of_powers_is_wrong_and_does_not_hang() -> None:
+    assert mathematics("\\boxed{9^{9^{9^9}}}", "1")[0] == 0.0
+
+
+@given(st.fractions(max_denominator=10**6))
+def test_every_fraction_is_read_back_however_it_is_written(value: Fraction) -> None:
+    sign = "-" if value < 0 else ""
+    latex = f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+    assert rational(latex) == rational(str(value)) == value
+    assert mathematics(f"so \\boxed{{{latex}}}", str(value)) == (1.0, "exact")
+
+
+def test_a_tolerance_is_relative() -> None:
+    assert mathematics("3.14", "3.1416")[0] == 0.0
+    assert mathematics("3.14", "3.1416", tolerance=1e-3)[0] == 1.0
+
+
+def test_the_last_box_with_matching_braces_counts() -> None:
+    assert final_answer("\\boxed{1} then \\boxed{\\frac{2}{3}} and \\boxed{") == "\\frac{2}{3}"
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_read_as_a_number_by_accident(text: str) -> None:
+    if not any(character.isdigit() for character in text):
+        assert rational(text) is None

@@ -1,0 +1,322 @@
+"""Answers are scored in processes that may hang, crash and be attacked, one answer at a time."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from shoal.config import RewardConfig, TaskConfig
+from shoal.procedural import names
+from shoal.reward.scorer import WorkerScorer
+from shoal.sandbox.backends import why_not
+from shoal.sandbox.program import Rung
+from shoal.tasks.library import ReasoningGymService
+from shoal.tasks.procedural_client import Drawer
+from shoal.types import Reward, RewardStatus, Split, Task
+from until import until
+
+T = TypeVar("T")
+HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers
+NUMBER = Task("quiz/1", "quiz", (), "42", '{"scorer": "number"}')
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Iterator[Callable[[str], Task]]:
+    """The first training task of a dataset."""
+    with Drawer() as drawer:
+
+        def task(name: str) -> Task:
+            return ReasoningGymService(TaskConfig(name=name), 0, drawer).draw(Split.TRAIN, 0)
+
+        yield task
+
+
+def run(
+    work: Callable[[WorkerScorer], Coroutine[None, None, T]],
+    workers: int = 1,
+    timeout_s: float = 20.0,
+    grace_s: float = 60,
+    *,
+    boxed: bool = True,
+) -> T:
+    """What `work` gives with a running scorer."""
+    config = RewardConfig(workers=workers, timeout_s=timeout_s)
+
+    async def main() -> T:
+        async with asyncio.timeout(grace_s), WorkerScorer(config, boxed=boxed) as scorer:
+            return await work(scorer)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def scored() -> Iterator[Callable[[Task, list[str]], list[Reward]]]:
+    """Rewards from one scorer that serves every test in which no worker is lost."""
+    with asyncio.Runner() as runner:
+        scorer = WorkerScorer(RewardConfig(timeout_s=20))
+        runner.run(scorer.start())
+        yield lambda task, answers: runner.run(scorer.score(task, answers))
+        assert scorer.stats.restarts == 0
+        runner.run(scorer.aclose())
+
+
+def values(rewards: list[Reward]) -> list[float | str]:
+    """Values of scored answers, the status of others."""
+    return [reward.value if reward.status is RewardStatus.SCORED else reward.status.value for reward in rewards]
+
+
+def test_the_truth_of_every_dataset_scores_one_and_an_empty_answer_nothing(
+    drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]]
+) -> None:
+    tasks = [drawn(name) for name in names()]
+    scores = {task.service: values(scored(task, [task.answer or "", " "])) for task in tasks}
+    assert {task.service for task in tasks if task.answer is None} == {"boxnet", "rush_hour"}
+    assert {name for name, score in scores.items() if score != [1.0, 0.0]} == {"boxnet", "rush_hour"}
+    assert len(scores) > 100
+
+
+def test_wrong_timed_out_and_failed_are_three_outcomes(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+    hopeless = Task("quiz/2", "quiz", (), "no number", '{"scorer": "number"}')
+
+    async def work(scorer: WorkerScorer) -> list[list[Reward]]:
+        hung = await scorer.score(coin, [coin.answer or "", HANG, "-7", coin.answer or ""])
+        rest = [await scorer.score(NUMBER, ["so 42.0", "43"]), await scorer.score(hopeless, ["1", "2"])]
+        assert (scorer.stats.scored, scorer.stats.timed_out, scorer.stats.failed) == (5, 1, 2)
+        assert scorer.stats.restarts == 1
+        return [hung, *rest]
+
+    hung, numbers, failed = run(work, timeout_s=1.0)
+    assert values(hung) == [1.0, "timed_out", 0.0, 1.0]
+    assert hung[1].evidence == "no verdict within 1 s"
+    assert values(numbers) == [1.0, 0.0]
+    assert values(failed) == ["failed", "failed"]
+    assert "expected a number" in failed[0].evidence
+
+
+def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[float | str]:
+        hung = asyncio.create_task(scorer.score(coin, [HANG]))
+        await asyncio.sleep(0.1)
+        honest = [await scorer.score(coin, [coin.answer or ""] * 8) for _ in range(12)]
+        assert not hung.done()
+        assert values(await hung) == ["timed_out"]
+        return [value for rewards in honest for value in values(rewards)]
+
+    assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
+
+
+def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[list[Reward]]:
+        return await asyncio.gather(scorer.score(coin, [HANG]), *(scorer.score(NUMBER, ["42"]) for _ in range(5)))
+
+    assert [values(rewards) for rewards in run(work, timeout_s=1.0)] == [["timed_out"], *[[1.0]] * 5]
+
+
+def test_a_worker_killed_in_the_middle_of_a_group_is_replaced_and_every_answer_scored(
+    drawn: Callable[[str], Task],
+) -> None:
+    integral = drawn("intermediate_integration")  # some 50 ms an answer
+
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        scoring = asyncio.create_task(scorer.score(integral, [integral.answer or ""] * 60))
+        await until(lambda: scorer.stats.run_p50_s > 0)  # the first verdict has come
+        assert not scoring.done()
+        os.kill(scorer.pids[0], signal.SIGKILL)
+        rewards = await scoring
+        assert scorer.stats.restarts == 1
+        return rewards
+
+    assert values(run(work)) == [1.0] * 60
+
+
+def test_an_answer_that_kills_its_worker_twice_is_failed_and_the_next_one_scored(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        scoring = asyncio.create_task(scorer.score(coin, [HANG, coin.answer or ""]))
+        for _ in range(2):
+            await until(lambda: bool(scorer.pids))
+            pid = scorer.pids[0]
+            await asyncio.sleep(0.5)  # by now it is busy with the first answer
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: pid not in scorer.pids)  # type: ignore[misc]
+        return await scoring
+
+    rewards = run(work)
+    assert values(rewards) == ["failed", 1.0]
+    assert "signal 9" in rewards[0].evidence
+
+
+PAYLOADS = (
+    "__import__('os').system('touch {path}')",
+    "[__import__('os').system('touch {path}')]",
+    "[[open('{path}', 'w')]]",
+    "(lambda: __import__('pathlib').Path('{path}').touch())()",
+    "exec(chr(111)+chr(115))",
+    "().__class__.__base__.__subclasses__()",
+    "sqrt(4).__class__",
+)
+EVALUATING = (
+    *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
+    *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"),
+)
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+def test_code_as_an_answer_runs_nothing(
+    name: str, drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]], tmp_path: Path
+) -> None:
+    task, target = drawn(name), tmp_path / "touched"
+    *attacks, honest = scored(task, [*(payload.format(path=target) for payload in PAYLOADS), task.answer or ""])
+    assert all(reward.value <= 0.01 and reward.status is RewardStatus.SCORED for reward in attacks)
+    assert values([honest]) == [1.0]
+    assert not target.exists()
+
+
+def test_an_answer_that_names_the_scorers_own_variables_gains_nothing(
+    drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]]
+) -> None:
+    answers = ["oracle_answer", "valid_solutions", "entry['answer']"]
+    for name in ("string_insertion", "spiral_matrix", "n_queens", "binary_matrix"):
+        assert values(scored(drawn(name), answers)) == [0.0] * 3
+
+
+def test_a_list_is_still_read_as_the_list_it_is(
+    drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]]
+) -> None:
+    matrix = drawn("binary_matrix")
+    rows = [[int(cell) for cell in row.split()] for row in (matrix.answer or "").split("\n")]
+    assert values(scored(matrix, [str(rows)])) == [0.1]
+
+
+def test_a_forged_task_is_failed(
+    drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]]
+) -> None:
+    receipt = drawn("chain_sum").receipt
+    assert receipt is not None
+    forged = [
+        Task("f", "f", (), "17000", receipt=receipt),
+        Task("f", "f", (), None, receipt=replace(receipt, dataset="nowhere")),
+        Task("f", "f", (), None, receipt=replace(receipt, config="[")),
+        Task("f", "f", (), "1", '{"scorer": "magic"}'),
+    ]
+    rewards = [scored(task, ["17000"])[0] for task in forged]
+    assert values(rewards) == ["failed"] * 4
+    assert "the receipt gives the truth" in rewards[0].evidence
+
+
+def test_a_cancelled_group_leaves_nothing_behind_for_the_next(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        scoring = asyncio.create_task(scorer.score(coin, [coin.answer or "", HANG]))
+        await asyncio.sleep(0.3)
+        scoring.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await scoring
+        return await scorer.score(NUMBER, ["41", "42"])
+
+    assert values(run(work)) == [0.0, 1.0]
+
+
+def worker_of(pid: int) -> psutil.Process:
+    """The process that scores: the innermost, where others make its sandbox."""
+    process = psutil.Process(pid)
+    while children := process.children():
+        (process,) = children
+    return process
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_a_worker_has_no_environment_no_files_and_no_right_to_write(boxed: bool) -> None:
+    async def work(scorer: WorkerScorer) -> None:
+        folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")
+        assert {os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.name in "012"} == {os.devnull}
+        assert len(list((folder / "fd").iterdir())) == 4
+        cwd = os.readlink(folder / "cwd")
+        assert cwd == "/" if boxed else cwd.endswith("(deleted)")
+        limits = (folder / "limits").read_text()
+        assert "Max file size             0 " in limits
+        assert "Max address space         2147483648 " in limits
+        status = (folder / "status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert "Seccomp:\t2" in status
+        assert "CapEff:\t0000000000000000" in status
+
+    run(work, boxed=boxed)
+
+
+@pytest.mark.skipif(all(why_not(rung) for rung in (Rung.BUBBLEWRAP, Rung.NAMESPACES)), reason="needs namespaces")
+def test_a_worker_sees_neither_the_disk_nor_the_network_nor_other_processes() -> None:
+    async def work(scorer: WorkerScorer) -> None:
+        folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")
+        for kind in ("mnt", "net", "pid", "ipc", "uts"):
+            assert os.readlink(folder / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+        root = folder / "root"
+        assert not (root / "proc").exists()
+        assert not (root / "etc" / "passwd").exists()
+        assert not (root / Path(__file__).relative_to("/")).exists()
+        assert list((root / "shoal-work").glob("*.py")) == []
+
+    run(work)
+
+
+def test_closing_in_the_middle_of_a_hang_leaves_no_process(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    async def work(scorer: WorkerScorer) -> None:
+        async with asyncio.TaskGroup() as group:
+            scoring = [group.create_task(scorer.score(coin, [HANG])) for _ in range(3)]
+            await asyncio.sleep(0.3)
+            for task in scoring:
+                task.cancel()
+
+    run(work, workers=2)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+CANNOT_START = """
+import asyncio, resource, pathlib, sys
+from shoal.config import RewardConfig
+from shoal.errors import ChildDied
+from shoal.reward.scorer import WorkerScorer
+from shoal.sandbox.program import Rung
+from shoal.sandbox.backends import why_not
+
+async def main():
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20), size + (24 << 20)))  # too little for a worker
+    try:
+        await WorkerScorer(RewardConfig(), pathlib.Path(sys.argv[1])).start()
+    except ChildDied as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_cannot_start_is_an_error_that_says_why(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CANNOT_START, str(tmp_path / "reward.log")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert re.search(r"the reward worker process ended with code 1: .*\w", done.stdout)

@@ -1,0 +1,336 @@
+"""Every checker through one scorer: what is run where, what is kept, and what other machines and models are asked."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import psutil
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from shoal.checker import Exact
+from shoal.config import RewardConfig
+from shoal.reward.cache import RewardCache
+from shoal.reward.llm_judge import Unanswered, score_in
+from shoal.reward.remote import RemoteScorer
+from shoal.reward.service import RewardService
+from shoal.types import Json, Message, Reward, RewardStatus, Role, Task
+from until import until
+
+T = TypeVar("T")
+ADD: Json = [{"call": "add", "args": [1, 2], "returns": 3}]
+
+
+def task(scorer: Json, answer: str | None = None, **info: Json) -> Task:
+    return Task("t/1", "t", (Message(Role.USER, "What is 3 + 4?"),), answer, json.dumps({"scorer": scorer, **info}))
+
+
+def run(work: Callable[[RewardService], Coroutine[None, None, T]], **config: object) -> T:
+    """What `work` gives with a running service."""
+
+    async def main() -> T:
+        async with asyncio.timeout(100), RewardService(RewardConfig.model_validate(config)) as service:
+            return await work(service)
+
+    return asyncio.run(main())
+
+
+def values(rewards: list[Reward]) -> list[float | str]:
+    return [reward.value if reward.status is RewardStatus.SCORED else reward.status.value for reward in rewards]
+
+
+def test_checkers_of_every_kind_are_weighed_together_and_their_parts_are_kept() -> None:
+    spec: Json = {
+        "name": "weighted",
+        "parts": [
+            {"scorer": "math", "weight": 0.75},
+            {"scorer": {"name": "length", "at_most": 20}, "weight": 0.25, "label": "short"},
+            {"scorer": {"name": "code", "template": "def add(a, b):\n    return {answer}\n"}, "weight": 2.0},
+        ],
+    }
+
+    async def work(service: RewardService) -> None:
+        rewards = await service.score(task(spec, "3", tests=ADD), ["3", "a + b", "a + b + 0 + 0 + 0 + 0"])
+        assert values(rewards) == [3.0, 2.25, 2.0]
+        assert dict(rewards[0].parts)["short"] == 1.0
+        assert dict(rewards[1].parts) == {
+            "math": 0.0,
+            "short": 1.0,
+            "code": 1.0,
+            "code/tests_passed": 1,
+            "code/tests": 1,
+        }
+        broken = await service.score(task({"name": "weighted", "parts": [{"scorer": "math"}]}, None), ["3"])
+        assert values(broken) == ["failed"]
+        assert broken[0].evidence.startswith("math: expected a task with an answer")
+        assert values(await service.score(task("magic"), ["3"])) == ["failed"]
+
+    run(work)
+
+
+def test_what_was_scored_is_not_scored_again_unless_it_was_no_score() -> None:
+    hangs: Json = {"name": "regex", "pattern": "(a+)+$"}
+
+    async def work(service: RewardService) -> None:
+        assert values(await service.score(task("math", "7"), ["7", "8", "7", "7"])) == [1.0, 0.0, 1.0, 1.0]
+        assert (len(service.cache), service.cache.hits) == (2, 0)
+        assert values(await service.score(task("math", "7"), ["8", "7"])) == [0.0, 1.0]
+        assert service.cache.hits == 2
+        assert values(await service.score(task("math", "8"), ["8", "7"])) == [1.0, 0.0]
+        for _ in range(2):  # a regular expression that backtracks for ever is stopped, and its outcome not kept
+            assert values(await service.score(task(hangs), ["aaa", "a" * 40 + "b"])) == [1.0, "timed_out"]
+        assert service.values["scorer_timed_out"] == 2
+        assert service.values["scorer_restarts"] == 1
+        assert 0 < service.values["scorer_cached_share"] < 1
+
+    run(work, timeout_s=1.0)
+
+
+def test_the_cache_keeps_the_most_recently_used() -> None:
+    cache = RewardCache(most=2)
+    for key in (b"a", b"b"):
+        cache.put(key, Reward(1.0))
+    assert cache.get(b"a") is not None
+    cache.put(b"c", Reward(0.0))
+    assert [cache.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    cache.put(b"d", Reward(0.0, RewardStatus.FAILED))
+    assert cache.get(b"d") is None
+
+
+def test_a_worker_is_replaced_after_so_many_answers() -> None:
+    from shoal.reward.scorer import WorkerScorer
+
+    async def main() -> None:
+        async with WorkerScorer(RewardConfig(), recycle_after=3) as scorer:
+            pids = set()
+            for _ in range(3):
+                pids |= set(scorer.pids)
+                assert values(await scorer.score(task("exact", "x"), ["x", "y"])) == [1.0, 0.0]
+            assert scorer.stats.restarts == 1
+            assert len(pids) == 1
+
+    asyncio.run(main())
+
+
+FUNCTIONS = """
+import os, time
+calls = []
+def longest(prompts, completions, answer, level, **columns):
+    assert prompts[0][-1]["role"] == "user" and "scorer" not in columns
+    assert answer == ["7"] * len(completions) and level == [3] * len(completions)
+    return [float(len(completion[0]["content"])) for completion in completions]
+def nothing_to_say(completions, **_): return [None for _ in completions]
+def too_few(completions, **_): return [1.0]
+def not_finite(completions, **_): return [float("nan")] * len(completions)
+def raises(**_): raise KeyError("level")
+def hangs(**_): time.sleep(60)
+def dies(**_): os._exit(3)
+def dies_once(completions, **_):
+    if not os.path.exists("died"):
+        open("died", "w").close()
+        os._exit(3)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Iterator[None]:
+    """A folder with a module of the user's, as the current one."""
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_users_function_is_called_as_trl_calls_it_and_its_faults_are_failures() -> None:
+    async def work(service: RewardService) -> None:
+        async def by(name: str) -> list[Reward]:
+            spec: Json = {"name": "function", "path": f"my_rewards:{name}", "timeout_s": 3.0}
+            return await service.score(task(spec, "7", level=3), ["a", "bcd"])
+
+        assert values(await by("longest")) == [1.0, 3.0]
+        assert values(await by("dies_once")) == [1.0, 1.0]
+        failures = {
+            "nothing_to_say": "gave None",
+            "too_few": "expected a list of 2 rewards",
+            "not_finite": "expected finite numbers or None, got nan",
+            "raises": "KeyError: 'level'",
+            "dies": "ended with code 3",
+            "absent": "cannot be imported",
+        }
+        for name, why in failures.items():
+            rewards = await by(name)
+            assert values(rewards) == ["failed", "failed"], name
+            assert why in rewards[0].evidence
+        assert values(await by("hangs")) == ["timed_out", "timed_out"]
+        assert values(await by("hangs")) == ["timed_out", "timed_out"]
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    run(work)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+@contextlib.asynccontextmanager
+async def http(app: object) -> AsyncIterator[str]:
+    """A real server on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))  # type: ignore[arg-type]
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        await until(lambda: server.started)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+def judge_app(asked: list[str]) -> Starlette:
+    """A judge that does what the answer to grade says, as far as a careless model would."""
+
+    async def completions(request: Request) -> JSONResponse:
+        text = (await request.json())["messages"][1]["content"]
+        asked.append(text)
+        nonce = re.findall(r"SCORE-(\w+): <number>$", text)[0]
+        answer = text.split("Answer to grade:\n")[1].split("Rubric:")[0]
+        if "busy" in answer and len(asked) < 3:
+            return JSONResponse({"error": "busy"}, 503)
+        if "slow" in answer:
+            await asyncio.sleep(5)
+        replies = {
+            "good": f"It is right.\nSCORE-{nonce}: 8",
+            "unsure": "Hard to say. 8, perhaps.",
+            "eleven": f"SCORE-{nonce}: 11",
+            "busy": f"SCORE-{nonce}: 10",
+        }
+        reply = next((reply for word, reply in replies.items() if word in answer), f"SCORE-{nonce}: 0")
+        return JSONResponse({"choices": [{"message": {"content": reply}}]})
+
+    return Starlette(routes=[Route("/v1/chat/completions", completions, methods=["POST"])])
+
+
+def test_a_judge_scores_by_a_rubric_and_what_it_does_not_answer_is_no_score() -> None:
+    asked: list[str] = []
+
+    async def work(service: RewardService) -> None:
+        async with http(judge_app(asked)) as url:
+            spec: Json = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?", "timeout_s": 3.0}
+            assert values(await service.score(task(spec, "7"), ["busy"])) == [1.0]
+            assert len(asked) == 3
+            rewards = await service.score(task(spec, "7"), ["good", "bad", "unsure", "eleven", "slow"])
+            assert values(rewards) == [0.8, 0.0, "failed", "failed", "timed_out"]
+            assert rewards[0].parts == (("judge_score", 8.0),)
+            nonces = [re.findall(r"SCORE-(\w+)", text)[-1] for text in asked]
+            assert len(set(nonces)) == len(nonces) - 2  # a question asked three times, and five others
+            lost: Json = {**spec, "url": f"{url}/nowhere"}  # type: ignore[dict-item]
+            assert values(await service.score(task(lost, "7"), ["good"])) == ["failed"]
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", "SCORE-ab: 7\nbut then again", "SCORE-cd: 7", "SCORE-ab: -1", "SCORE-ab: 7/10", "SCORE-ab: 7 SCORE-ab: 9"],
+)
+def test_only_a_last_line_of_the_right_form_is_a_judges_score(reply: str) -> None:
+    with pytest.raises(Unanswered):
+        score_in(reply, "ab", 10)
+    assert score_in("Well.\n**SCORE-ab: 7**\n", "ab", 10) == 7
+
+
+@contextlib.contextmanager
+def reward_server(token: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`shoal rewards serve` as a user starts it."""
+    command = [str(Path(sys.executable).with_name("shoal")), "rewards", "serve", "--port", "0", "--workers", "1"]
+    environment = {**os.environ, "SHOAL_REWARDS_TOKEN": token}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
+        try:
+            assert served.stdout is not None
+            yield served.stdout.readline().strip(), served
+        finally:
+            served.send_signal(signal.SIGINT)
+            served.wait(timeout=20)
+
+
+async def asked_for(url: str, body: bytes, token: str) -> int:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/score", data=body, headers=headers) as answer:
+        return answer.status
+
+
+def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_REWARDS_TOKEN", "secret")
+    code = task("code", None, tests=ADD)
+    answers = ["def add(a, b): return a + b", "def add(a, b): return 0"]
+    with reward_server("secret") as (one, first), reward_server("secret") as (other, _):
+
+        async def work(service: RewardService) -> None:
+            assert service.pids == []
+            assert values(await service.score(code, answers)) == [1.0, 0.0]
+            assert values(await service.score(task("math", "1/2"), ["0.5", "2"])) == [1.0, 0.0]
+            first.kill()
+            groups = [service.score(task("exact", str(number)), [str(number), "x"]) for number in range(8)]
+            assert [values(rewards) for rewards in await asyncio.gather(*groups)] == [[1.0, 0.0]] * 8
+            good = b'{"scorer": {"name": "exact"}, "answers": ["1"], "truth": "1"}'
+            assert await asked_for(other, good, "secret") == 200
+            assert await asked_for(other, good, "wrong") == 401
+            assert await asked_for(other, b"{", "secret") == 400
+            backwards = b'{"scorer": {"name": "code", "timeout_s": -1}, "answers": ["1"]}'
+            assert await asked_for(other, backwards, "secret") == 400
+            for forbidden in (
+                b'{"name": "function", "path": "os:system"}',
+                b'{"name": "judge", "url": "http://x", "model": "m", "rubric": "r"}',
+                b'{"name": "code", "timeout_s": 3600}',
+                b'{"name": "code", "memory_mb": 100000}',
+            ):
+                body = b'{"answers": ["1"], "scorer": {"name": "weighted", "parts": [{"scorer": %s}]}}' % forbidden
+                assert await asked_for(other, body, "secret") == 403
+            async with aiohttp.ClientSession() as session, session.get(f"{other}/metrics") as answer:
+                assert "shoal_rewards_answers_total" in await answer.text()
+            async with aiohttp.ClientSession() as session, session.get(f"{other}/health") as answer:
+                assert (await answer.json())["status"] == "ok"
+
+        run(work, urls=[one, other])
+
+
+def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_score() -> None:
+    bodies = [b"<html>", b'{"rewards": []}', b'{"rewards": "\xff"}']
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = bodies.pop() if bodies else b""
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            scorer = RemoteScorer([url, url, url, "http://127.0.0.1:9"])
+            rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
+            await scorer.aclose()
+        assert values(rewards) == ["failed"]
+        assert "http://127.0.0.1:" in rewards[0].evidence
+        assert not bodies
+
+    asyncio.run(main())
+
+
+def test_a_server_that_others_can_reach_wants_a_token() -> None:
+    command = [str(Path(sys.executable).with_name("shoal")), "rewards", "serve", "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 2
+    assert "set SHOAL_REWARDS_TOKEN" in done.stderr

@@ -1,0 +1,196 @@
+"""Task services in processes of their own under a real orchestrator: they are killed, they fail, they come back."""
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run_bench
+from benchmarks.crew import Process
+from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
+from benchmarks.work import CoinScorer
+from services_kill import NAMES, run
+from shoal.clock import run_virtual
+from shoal.errors import TaskError
+from shoal.model.chat_template import ChatRenderer
+from shoal.rollout.agents.host import Host
+from shoal.rollout.agents.runner import AgentRunner
+from shoal.rollout.agents.services import AWAY_S, BAD_IN_A_ROW, NO_PROCESS, Health, RemoteSource, remote_play
+from shoal.rollout.orchestrator import LocalSource
+from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
+from shoal.tasks.sdk import EnvironmentFailed
+from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
+
+HERE = Path(__file__).parents[1].joinpath("support")
+
+
+def test_killed_services_go_on_within_seconds_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    figures = asyncio.run(run(24, tmp_path / "run", kills=1))
+    assert figures["groups"] == 24
+    assert figures["doubled"] == 0
+    assert figures["audit_ok"], figures["audit"]
+    assert figures["recovered_s"].keys() == {NAMES[0]}
+    assert figures["recovered_s"][NAMES[0]] < 10
+    assert figures["off_target"] <= 0.05
+
+
+def test_the_orchestrator_benchmark_loses_nothing() -> None:
+    report = run_bench("orchestrator", quick=True)
+    assert {"concurrent", "lost", "overhead_us_per_rollout", "bytes_per_rollout"} <= report.keys()
+    assert report["lost"] == 0
+
+
+async def played(name: str, path: str, wanted, **options) -> list[Rollout]:
+    """The rollouts of the tasks of a served task that are wanted, over HTTP and on sessions."""
+    with ServingHub([name], lease_s=2.0) as hub:
+        process = Process(path, hub.url, name=name, folder=HERE)
+        try:
+            service = RemoteService(name, hub)
+            await asyncio.to_thread(service.present, 30.0)
+            tasks: list[Task] = [await service.drawn(Split.TRAIN, index) for index in range(40)]
+            made = tokenizer()
+            renderer = ChatRenderer(made, (made.eos_token_id,))
+            sampling = Sampling(64, seed=0)
+            async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
+                scorer = ServiceScorer({name: service}, CoinScorer())
+                runner = AgentRunner(host, remote_play(service), scorer, **options)
+                answered = await asyncio.gather(*map(partial(runner.rollouts, n=1), wanted(tasks)))
+                assert process.is_running
+                return [rollout for (rollout,) in answered]
+        finally:
+            process.kill()
+
+
+def one_of_each(tasks: list[Task]) -> list[Task]:
+    return list({task.messages[0].content.split()[0]: task for task in tasks}.values())
+
+
+def test_what_the_policy_did_is_trained_with_and_what_the_environment_did_is_not() -> None:
+    rollouts = asyncio.run(played("moods", "service_tasks:Moods", one_of_each, timeout_s=1.5))
+    came_to = {
+        rollout.messages[0].content.split()[0]: (rollout.status, rollout.reason.partition(":")[0], rollout.reward.value)
+        for rollout in rollouts
+    }
+    assert came_to.pop("hang")[0] is RolloutStatus.FAILED
+    assert came_to == {
+        "policy": (RolloutStatus.TRUNCATED, "policy", 0.0),
+        "environment": (RolloutStatus.FAILED, "environment", 0.0),
+        "raise": (RolloutStatus.FAILED, "environment", 0.0),
+        "reward": (RolloutStatus.FINISHED, "", 0.5),
+        "nothing": (RolloutStatus.FINISHED, "", 0.25),
+    }
+    assert all(len(rollout.turns) == 1 for rollout in rollouts)
+
+
+def test_a_service_that_rests_is_left_alone_for_longer_each_time_until_something_comes_of_it() -> None:
+    health = Health()
+    rests_s = [health.ended(usable=False) for _ in range(3 * BAD_IN_A_ROW)]
+    assert [rest_s for rest_s in rests_s if rest_s] == [5.0, 10.0, 20.0]
+    assert health.ended(usable=True) == 0
+    assert [health.ended(usable=False) for _ in range(BAD_IN_A_ROW)][-1] == 5.0
+
+
+def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives_up_what_it_ran() -> None:
+    told: list[tuple[float, bool]] = []
+
+    async def endless(task: Task) -> tuple[Rollout, ...]:
+        await asyncio.sleep(1e6)
+        return ()
+
+    async def main(hub: ServingHub) -> tuple[Rollout, ...]:
+        clock = asyncio.get_running_loop().time
+        source = RemoteSource(RemoteService("x", hub), endless, 2, lambda _, there: told.append((clock(), there)))
+        running = asyncio.create_task(source.rollouts(Task("x/0", "x", ())))
+        await asyncio.sleep(10)
+        source.served_by(0)
+        await asyncio.sleep(AWAY_S - 1)
+        source.served_by(1)  # started again soon enough: nobody notices
+        source.served_by(0)
+        rollouts = await running
+        source.served_by(1)
+        return rollouts
+
+    with ServingHub(["x"]) as hub:
+        rollouts = run_virtual(main(hub))
+    gone_s = 10 + 2 * AWAY_S - 1
+    assert told == [(gone_s, False), (gone_s, True)]
+    assert {(one.status, one.reason) for one in rollouts} == {(RolloutStatus.FAILED, f"service: {NO_PROCESS}")}
+
+
+class Broken:
+    """A service whose first questions cannot be drawn."""
+
+    name = "broken"
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures = failures
+
+    def draw(self, split: Split, index: int) -> Task:
+        if self.failures:
+            raise self.failures.pop()
+        return Task(f"broken/{split}/{index}", self.name, ())
+
+    async def drawn(self, split: Split, index: int) -> Task:
+        return self.draw(split, index)
+
+
+async def nothing(task: Task) -> tuple[Rollout, ...]:
+    return ()
+
+
+def test_a_service_of_the_run_s_own_process_that_asks_for_another_attempt_gets_it_and_lends_its_share() -> None:
+    told: list[tuple[str, bool]] = []
+    failing = Broken([EnvironmentFailed("the server left", retry=True)])
+    source = LocalSource(failing, nothing, lambda name, present: told.append((name, present)))
+    assert asyncio.run(source.draw(3)).id == "broken/train/3"
+    assert told == [("broken", False), ("broken", True)]
+    failing.failures.append(EnvironmentFailed("no such game"))
+    with pytest.raises(TaskError, match="broken: no question at 4: no such game"):
+        asyncio.run(source.draw(4))
+
+
+def test_a_service_that_can_draw_no_question_lends_its_share_and_is_asked_ever_less_often() -> None:
+    told: list[tuple[str, bool]] = []
+
+    async def main() -> float:
+        failing = Broken([TaskError("no question")] * 8)
+        source = RemoteSource(failing, nothing, 1, lambda name, present: told.append((name, present)))
+        await source.draw(0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == sum((1, 2, 4, 8, 16, 32, 60, 60))
+    assert told == [("broken", False), ("broken", True)]
+
+
+def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_before_is_given_up(
+    tmp_path: Path,
+) -> None:
+    os.environ["MORTAL_FLAG"] = str(tmp_path / "died")
+
+    async def main() -> Rollout:
+        with ServingHub(["mortal"], lease_s=1.0, beat_s=0.3) as hub:
+            processes = [Process("service_tasks:Mortal", hub.url, name="mortal", folder=HERE)]
+            try:
+                service = RemoteService("mortal", hub)
+                await asyncio.to_thread(service.present, 30.0)
+                task = await service.drawn(Split.TRAIN, 0)
+                made = tokenizer()
+                renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
+                async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
+                    runner = AgentRunner(host, remote_play(service), CoinScorer(), timeout_s=30.0)
+                    rolling = asyncio.create_task(runner.rollouts(task, 1))
+                    await asyncio.to_thread(processes[0].wait)
+                    processes.append(Process("service_tasks:Mortal", hub.url, name="mortal", folder=HERE))
+                    (rollout,) = await rolling
+                assert hub.hub.counts["mortal"]["rollout lost"] == 1
+                return rollout
+            finally:
+                for process in processes:
+                    process.kill()
+
+    rollout = asyncio.run(main())
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
+    assert len(rollout.turns) == 2, "of the second attempt only"

@@ -1,0 +1,32 @@
+"""The demo as a newcomer runs it: from nothing to a better model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shoal.experience.audit import audit
+
+FIGURES = {
+    *("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "reward_first", "reward_last", "wall_s"),
+    *("warm_start_s", "steps", "samples_per_s", "staleness_max", "run_dir"),
+}
+
+
+def test_the_demo_makes_its_model_once_and_a_few_steps_make_it_better(tmp_path: Path) -> None:
+    """A shortened run: 60 of the 400 steps."""
+    command = [sys.executable, "-m", "shoal.cli", "demo", "--json", "--run-dir", "run", "--train.steps=60"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures.keys() >= FIGURES
+    assert figures["warm_start_s"] > 0
+    assert figures["accuracy_after"] > figures["accuracy_before"]
+    assert "What was learned is a skill" in done.stdout
+    assert (tmp_path / "run" / "report.png").stat().st_size > 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+    assert audit(tmp_path / "run").ok
+    (made,) = (tmp_path / "cache" / "shoal").iterdir()
+    assert (made / "model.safetensors").is_file()

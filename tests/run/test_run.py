@@ -1,0 +1,204 @@
+"""Whole runs through the command line: real engine, trainer, scorer and log."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.experience.audit import audit
+
+CONFIG = """
+[[tasks]]
+name = "gcd"
+service = "jsonl"
+path = "{data}"
+scorer = "contains"
+
+[model]
+path = "{model}"
+
+[rollout]
+group_size = 4
+max_tokens = 8
+
+[train]
+steps = 6
+groups_per_step = 2
+lr = 1e-3
+
+[eval]
+every_steps = 3
+questions = 4
+
+[checkpoint]
+every_steps = 2
+"""
+OUTCOME = {
+    *("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "reward_first", "reward_last"),
+    *("wall_s", "steps", "samples_per_s", "staleness_max", "parity", "run_dir"),
+}
+
+
+def shoal(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line, as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A configuration that trains a tiny model for a few steps on questions of its own."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"say {letter}{n}", "answer": letter} for letter in "abcdefgh" for n in range(8)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG.format(data=data, model=tiny_model_dir))
+    return path
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: Path, eta: int) -> None:
+    done = shoal(
+        "train", str(config), "--run_dir=run", f"--asynchrony.max_staleness={eta}", "--json", cwd=config.parent
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert outcome.keys() == OUTCOME
+    assert outcome["steps"] == 6
+    assert outcome["staleness_max"] <= eta
+    report = audit(config.parent / "run")
+    assert report.ok, report.sentences()
+    assert report.consumed == 12
+    assert (config.parent / "run" / "model" / "model.safetensors").is_file()
+    assert (config.parent / "run" / "resolved.toml").is_file()
+    kinds = [json.loads(line)["kind"] for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("step") == 6
+    assert kinds.count("eval") >= 2
+
+
+def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(config: Path) -> None:
+    assert shoal("train", str(config), "--run_dir=run", cwd=config.parent).returncode == 0
+    exported = shoal("export", "run", "--jsonl", "rollouts.jsonl", cwd=config.parent)
+    assert exported.returncode == 0, exported.stderr
+    rows = [json.loads(line) for line in (config.parent / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(row["consumed_step"] is not None for row in rows) == 12 * 4
+    assert shoal("report", "run", cwd=config.parent).returncode == 0
+    assert (config.parent / "run" / "report.html").is_file()
+    evaluated = shoal("eval", str(config), "--model.path=run/model", "--json", cwd=config.parent)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert {"sampled", "greedy", "questions"} <= json.loads(evaluated.stdout.splitlines()[-1]).keys()
+    again = shoal(
+        "train", str(config), "--model.path=run/model", "--run_dir=second", "--train.steps=1", cwd=config.parent
+    )
+    assert again.returncode == 0, again.stderr
+
+
+def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many_versions(config: Path) -> None:
+    done = shoal(
+        *("train", str(config), "--run_dir=run", "--train.push_every=2", "--train.minibatches=2"),
+        *("--train.reset_optimizer_at_push=true", "--train.rewarm_updates=2", "--asynchrony.late=mask_tokens"),
+        cwd=config.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [
+        json.loads(line)
+        for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"step"' in line
+    ]
+    assert [step["version"] for step in steps if step["kind"] == "step"] == [0, 0, 1, 1, 2, 2]
+    assert audit(config.parent / "run").ok
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["--train.lrr=1"], "unknown setting 'train.lrr'; did you mean 'train.lr'?"),
+        (["--model.path=./nowhere"], "model directory './nowhere' does not exist"),
+        (["--tasks.0.service=reasoning_gym", "--tasks.0.name=gdc"], "did you mean 'gcd'?"),
+        (["--engine.max_model_len=6"], "expected prompts shorter than the model's context of 6 tokens"),
+        (["--rollout.max_tokens=0"], "rollout.max_tokens"),
+        (["--run_dir=/proc/nowhere/run"], "/proc/nowhere/run cannot be written"),
+        (["--run_dir=full"], "full exists already; resume it with --resume or choose another run_dir"),
+        (["--resume"], "run holds no run to resume"),
+        (['--engine.urls=["http://127.0.0.1:9"]'], "no engine at http://127.0.0.1:9"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2_and_leaves_nothing(
+    config: Path, overrides: list[str], sentence: str
+) -> None:
+    (config.parent / "full").mkdir()
+    (config.parent / "full" / "something").touch()
+    before = sorted(config.parent.rglob("*"))
+    done = shoal("train", str(config), "--run_dir=run", *overrides, cwd=config.parent)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert sorted(config.parent.rglob("*")) == before
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_name(config: Path, tiny_model_dir: Path) -> None:
+    bare = config.parent / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_model_dir / name).read_bytes())
+    done = shoal("train", str(config), f"--model.path={bare}", cwd=config.parent)
+    assert done.returncode == 2
+    assert "has no tokenizer.json" in done.stderr
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(config: Path) -> None:
+    before = sorted(config.parent.rglob("*"))
+    done = shoal("train", str(config), "--run_dir=run", "--dry-run", "--json", cwd=config.parent)
+    plan = json.loads(done.stdout)
+    assert plan["rollouts_per_step"] == 8
+    assert plan["staleness_bound"] == 2
+    assert plan["parameters"] > 0
+    assert plan["trainer_memory_mb"] == round(plan["parameters"] * 20 / 1e6, 1)
+    assert sorted(config.parent.rglob("*")) == before
+
+
+def test_ctrl_c_ends_every_process_and_says_how_to_go_on(config: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cli", "train", str(config), "--run_dir=run", "--train.steps=100000"]
+    process = subprocess.Popen(command, cwd=config.parent, stderr=subprocess.PIPE, text=True)
+    metrics = config.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and '"kind":"step"' in metrics.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_a_run_with_adapters_leaves_merged_weights_and_the_adapters_and_resumes(
+    config: Path, tiny_model_dir: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    adapted = ("--run_dir=run", "--train.lora.rank=4", "--train.lr=1e-2", "--json")
+    done = shoal("train", str(config), *adapted, "--train.steps=3", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    run = config.parent / "run"
+    done = shoal("train", str(config), *adapted, "--resume", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 6
+    assert audit(run).ok
+    base, merged = (load_file(path / "model.safetensors") for path in (tiny_model_dir, run / "model"))
+    changed = {name for name in merged if not merged[name].equal(base[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)
+    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

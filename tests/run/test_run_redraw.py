@@ -1,0 +1,62 @@
+"""Dynamic sampling on a real buffer and log."""
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from buffer_values import group, open_buffer
+from shoal.experience import Buffer, RunMeta, task_counts
+from shoal.experience.audit import audit
+from shoal.run.dynamic_sampling import REDRAWS_PER_GROUP, UNINFORMATIVE, informative_groups
+from shoal.types import Group, Reward
+
+
+def graded(group_id: str, admitted: int, rewards: tuple[float, float]) -> Group:
+    plain = group(group_id, (admitted, admitted), admitted=admitted)
+    rollouts = (replace(r, reward=Reward(x)) for r, x in zip(plain.rollouts, rewards, strict=True))
+    return replace(plain, rollouts=tuple(rollouts))
+
+
+async def generate(buffer: Buffer, every: int) -> None:
+    """Runs groups for ever, as many as are admitted; each `every`-th is informative (0: none)."""
+    for n in count():
+        admitted = await buffer.admit(f"g{n:03}", "chain_sum")
+        useful = every and n % every == every - 1
+        await buffer.add(graded(f"g{n:03}", admitted, (0.0, 1.0) if useful else (1.0, 1.0)))
+
+
+def steps(run_dir: Path, every: int, eta: int, n: int = 2, of: int = 3) -> list[list[str]]:
+    """The groups that each of some steps trains on."""
+
+    async def main() -> list[list[str]]:
+        buffer = open_buffer(run_dir, RunMeta(eta, "drop", n, 1))
+        generator = asyncio.create_task(generate(buffer, every))
+        result = []
+        for step in range(of):
+            groups = await asyncio.wait_for(informative_groups(buffer, n, step), 20)
+            await buffer.consumed(step, step, [g.id for g in groups], version_after=step + 1)
+            buffer.publish(step + 1)
+            result.append([g.id for g in groups])
+        generator.cancel()
+        await buffer.close()
+        return result
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_step_trains_on_informative_groups_only_and_every_promise_of_the_log_holds(tmp_path: Path, eta: int) -> None:
+    assert steps(tmp_path, every=3, eta=eta) == [["g002", "g005"], ["g008", "g011"], ["g014", "g017"]]
+    counts = task_counts(tmp_path)["chain_sum"]
+    assert (counts.consumed, counts.dropped[UNINFORMATIVE]) == (6, 12)
+    assert audit(tmp_path).ok
+
+
+def test_where_nothing_is_informative_a_step_gives_up_a_bounded_number_of_groups(tmp_path: Path) -> None:
+    trained = steps(tmp_path, every=0, eta=1)
+    assert [len(groups) for groups in trained] == [2, 2, 2]
+    assert task_counts(tmp_path)["chain_sum"].dropped[UNINFORMATIVE] == 3 * 2 * REDRAWS_PER_GROUP
+    assert audit(tmp_path).ok

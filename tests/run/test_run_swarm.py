@@ -1,0 +1,192 @@
+"""A training run in a swarm: what peers offer is verified, re-scored, encoded, logged and trained; without them it is
+the run that it would have been."""
+
+import asyncio
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from shoal.config import parse
+from shoal.errors import ConfigError
+from shoal.experience.audit import audit
+from shoal.interfaces import Claim
+from shoal.run.training import run_training
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.identity import Identity
+from shoal.swarm.nats import NatsExchange
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.options import NatsOptions
+from shoal.swarm.server import NatsServer, ServerOptions
+from until import until
+
+CONFIG = """
+run_dir = "run"
+[[tasks]]
+name = "letters"
+service = "jsonl"
+path = "{data}"
+scorer = "contains"
+[model]
+path = "{model}"
+[rollout]
+group_size = 4
+max_tokens = 8
+[train]
+steps = 10
+groups_per_step = 1
+lr = 1e-3
+[asynchrony]
+max_staleness = 0
+[eval]
+every_steps = 0
+questions = 2
+[checkpoint]
+every_steps = 4
+"""
+QUESTIONS = [(f"say {letter}{n}", letter) for letter in "abcdefgh" for n in range(8)]
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in QUESTIONS))
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG.format(data=data, model=tiny_model_dir))
+    return path
+
+
+def command(config: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "shoal.cli", "train", str(config), "--json", *options]
+
+
+def trained(config: Path, *options: str) -> dict[str, object]:
+    done = subprocess.run(
+        command(config, *options), cwd=config.parent, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def weights_of(run: Path) -> str:
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def offer(question: str, truth: str, *texts: str) -> bytes:
+    rollouts = tuple(OfferedRollout(text, logprob=-1.0) for text in texts)
+    return offers.encode(Offer(Claim("letters", question, truth), rollouts, GeneratorKind.RULE, "rule", time.time()))
+
+
+def with_peer(
+    folder: Path, payloads: Sequence[bytes], body: Callable[[str], None], identity: Identity | None = None
+) -> int:
+    """Runs `body` beside a server to which a peer gives payloads, again and again; gives how many it heard."""
+    heard = 0
+
+    async def main() -> None:
+        me = identity or Identity.fresh()
+        seal = Seal(me, "reef", session=int(time.time() * 1000))
+        async with (
+            NatsServer(ServerOptions(folder)) as server,
+            NatsExchange(NatsOptions((server.url,), "reef")) as exchange,
+        ):
+
+            async def hear() -> None:
+                nonlocal heard
+                while True:
+                    frames = await exchange.receive(100)
+                    heard += sum(me.public_key not in frame for frame in frames)
+
+            async def say() -> None:
+                await until(lambda: exchange.connected)
+                while True:
+                    for payload in payloads:
+                        await exchange.publish(Kind.OFFER, me.peer_id, seal.frame(Kind.OFFER, payload, time.time()))
+                        await asyncio.sleep(0.02)
+
+            tasks = [asyncio.create_task(hear()), asyncio.create_task(say())]
+            await asyncio.to_thread(body, server.url)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    return heard
+
+
+GOOD = [offer(question, answer, answer, "zz", answer + "!", "no") for question, answer in QUESTIONS]
+
+
+def test_a_run_trains_on_what_peers_offer_besides_its_own_or_in_their_place_and_its_log_replays(config: Path) -> None:
+    run = config.parent / "run"
+
+    def body(url: str) -> None:
+        options = (f'--swarm.servers=["{url}"]', "--swarm.credit=group_weight", "--train.groups_per_step=2")
+        trained(config, *options, "--swarm.external_groups=2")
+        # The last checkpoint is gone: the steps after the one before are trained again from the log.
+        shutil.rmtree(max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])))
+        trained(config, *options, "--swarm.external_groups=adaptive", "--resume", "--train.steps=24")
+
+    heard = with_peer(config.parent / "server", GOOD, body)
+    assert heard >= 10  # the run shared its own groups as well
+    report = audit(run)
+    assert report.ok, report.sentences()
+    steps = steps_of(run)
+    assert len(steps) == 24
+    besides, in_place = (sum(step["external"] for step in some) for some in (steps[:10], steps[10:]))
+    assert min(besides, in_place) >= 2
+    assert report.consumed == 24 * 2 + besides
+    assert all(step["external"] + step["external_missing"] == 2 for step in steps[:10])
+    assert any(step.get("reward_external", 0) == pytest.approx(0.5) for step in steps)
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert not any(line.get("name") == "replay_not_exact" for line in events)
+    status = json.loads((run / "swarm" / "status.json").read_text())
+    assert len(status["peers"]) == 1
+    assert status["banned"] == []
+
+
+def test_with_no_external_groups_a_member_of_a_swarm_trains_to_the_same_bits_as_a_node_alone(config: Path) -> None:
+    trained(config, "--run_dir=alone")
+    with_peer(
+        config.parent / "server",
+        GOOD,
+        lambda url: trained(config, "--run_dir=member", f'--swarm.servers=["{url}"]') and None,
+    )
+    assert weights_of(config.parent / "alone") == weights_of(config.parent / "member")
+    assert sum(step["offers_admitted"] for step in steps_of(config.parent / "member")) > 0
+
+
+def test_a_swarm_whose_servers_are_all_away_leaves_the_node_alone(config: Path) -> None:
+    outcome = trained(config, '--swarm.servers=["nats://127.0.0.1:9"]', "--swarm.external_groups=3", "--train.steps=4")
+    assert outcome["steps"] == 4
+    assert sum(step["external_missing"] for step in steps_of(config.parent / "run")) == 12
+    assert audit(config.parent / "run").ok
+
+
+@pytest.mark.parametrize(
+    ("swarm", "sentence"),
+    [
+        ({"external_groups": 3}, "swarm.external_groups: peers' groups need swarm.servers"),
+        ({"servers": ["localhost"]}, "swarm.servers: expected nats://HOST:PORT"),
+        ({"share": "some"}, "swarm.share: expected one of"),
+        ({"servers": ["nats://h"], "name": "a.b"}, "swarm.name: expected letters"),
+    ],
+)
+def test_settings_that_no_swarm_can_fulfil_are_a_sentence_before_anything_starts(
+    swarm: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_training(parse({"tasks": [{"name": "gcd"}], "swarm": swarm}))

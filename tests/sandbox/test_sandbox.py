@@ -1,0 +1,121 @@
+"""A program in a sandbox computes as anywhere else, on every rung of this machine, and leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.errors import SandboxUnavailable
+from shoal.sandbox.backends import probe, why_not
+from shoal.sandbox.command import installed_packages, outermost
+from shoal.sandbox.program import Ended, Limits, Program, Rung
+from shoal.sandbox.runner import run, run_async
+
+FOREVER = "while True: pass"
+
+
+@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
+def rung(request: pytest.FixtureRequest) -> Rung:
+    """Every rung that this machine has."""
+    chosen: Rung = request.param
+    if why_not(chosen):
+        pytest.skip(f"{chosen.value}: {why_not(chosen)}")
+    return chosen
+
+
+def test_a_program_reads_its_input_and_files_and_is_reported_as_it_ended(rung: Rung) -> None:
+    source = "import sys, part.other\nprint(input() + part.other.NAME)\nsys.stderr.write('bad')\nsys.exit(3)"
+    finished = run(Program(source, files={"part/other.py": b"NAME = '!'"}, stdin=b"hello"), rung=rung)
+    assert (finished.ended, finished.exit_code, finished.signal) == (Ended.EXITED, 3, None)
+    assert (finished.stdout, finished.stderr, finished.rung) == (b"hello!\n", b"bad", rung)
+    assert not finished.ok
+    assert 0 < finished.cpu_s < 5
+
+
+def test_a_program_that_kills_itself_was_signalled(rung: Rung) -> None:
+    finished = run(Program("import os; os.kill(os.getpid(), 9)"), rung=rung)
+    assert (finished.ended, finished.exit_code, finished.signal) == (Ended.SIGNALLED, None, signal.SIGKILL)
+
+
+def test_asyncio_threads_and_temporary_files_work(rung: Rung) -> None:
+    source = """
+import asyncio, tempfile, threading
+threads = [threading.Thread(target=print, args=(n,)) for n in range(4)]
+for thread in threads: thread.start(); thread.join()
+with tempfile.TemporaryDirectory() as folder: open(folder + "/file", "w").write("x")
+print(asyncio.run(asyncio.sleep(0, "slept")))
+"""
+    finished = run(Program(source), rung=rung)
+    assert (finished.stdout, finished.stderr) == (b"0\n1\n2\n3\nslept\n", b"")
+
+
+def test_installed_packages_are_there_when_asked_for(rung: Rung) -> None:
+    source = "import pytest, sys; print(pytest.__name__, 'site' in sys.modules)"
+    with_them = run(Program(source, packages=installed_packages()), rung=rung)
+    assert with_them.stdout == b"pytest False\n", with_them.stderr
+    assert b"ModuleNotFoundError" in run(Program(source), rung=rung).stderr
+
+
+def test_a_command_that_is_not_there_ends_as_in_a_shell(rung: Rung) -> None:
+    finished = run(Program(argv=("/bin/sh", "-c", "true")), rung=rung)
+    assert finished.exit_code == 127
+    assert finished.stderr.startswith(b"/bin/sh: ")
+
+
+def test_setting_up_does_not_count_against_the_programs_time(rung: Rung) -> None:
+    began = time.monotonic()
+    finished = run(Program(FOREVER), Limits(wall_s=0.3), rung=rung)
+    assert finished.ended is Ended.KILLED_WALL
+    assert 0.3 <= finished.wall_s <= time.monotonic() - began
+
+
+def test_a_cancelled_program_is_gone(rung: Rung) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    async def main() -> None:
+        running = asyncio.create_task(run_async(Program(FOREVER), rung=rung))
+        await asyncio.sleep(0.3)
+        running.cancel()
+        await asyncio.wait([running], timeout=5)
+        assert running.cancelled()
+
+    asyncio.run(main())
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+def test_nothing_is_left_open_or_lying_about(rung: Rung, tmp_path: Path) -> None:
+    for source in ("pass", FOREVER, "import os; os.mkdir('a', 0); os.symlink('/etc', 'b')"):
+        run(Program(source), Limits(wall_s=0.2), rung=rung)
+        open_now = len(os.listdir("/proc/self/fd"))
+        run(Program(source), Limits(wall_s=0.2), rung=rung)
+        assert len(os.listdir("/proc/self/fd")) == open_now
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_program_outside_of_its_work_folder_is_refused() -> None:
+    for name in ("../up", "/etc/x", "", "a/../../b", "a\0b"):
+        with pytest.raises(ValueError, match="Program"):
+            Program("pass", files={name: b""})
+    with pytest.raises(ValueError, match="both or neither"):
+        Program()
+    with pytest.raises(ValueError, match=r"Limits\.wall_s"):
+        Limits(wall_s=0)
+    with pytest.raises(ValueError, match=r"expected at most 5 bytes \(Limits\.file_bytes\), got 7"):
+        run(Program("x = 1; "), Limits(file_bytes=5))
+
+
+def test_a_sandbox_that_cannot_be_set_up_says_why(rung: Rung) -> None:
+    with pytest.raises(SandboxUnavailable, match=f"the {rung.value} sandbox could not be set up: .*nowhere"):
+        run(Program("pass", readable=(Path("/nowhere"),)), rung=rung)
+
+
+def test_the_probe_names_every_rung() -> None:
+    assert list(probe()) == list(Rung)
+
+
+def test_only_the_outermost_of_nested_paths_is_kept() -> None:
+    assert outermost(["/a/b", "/a", "/ab", "/c/d/e", "/c/d/"]) == ["/a", "/ab", "/c/d"]

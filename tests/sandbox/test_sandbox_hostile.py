@@ -1,0 +1,73 @@
+"""Every hostile program is contained on every rung of this machine, and honest ones beside it are unharmed."""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.hostile.arena import (
+    EXPECTED,
+    HONEST,
+    PATIENT,
+    Outside,
+    faults,
+    ignoring_usr1,
+    limits_of,
+    outside,
+    run_bare,
+)
+from benchmarks.hostile.corpus import CASES, Case
+from shoal.sandbox.backends import why_not
+from shoal.sandbox.program import Program, Rung
+from shoal.sandbox.runner import run
+
+HONEST_BESIDE = 20
+AT_ONCE = 4
+
+
+def tried(case: Case, rung: Rung, world: Outside) -> list[str]:
+    """What went wrong with one case."""
+    program = Program(world.source(case), files=dict(case.files), stdin=b"21\n")
+    return faults(case, run(program, limits_of(case), rung=rung))
+
+
+def honest(rung: Rung) -> list[str]:
+    finished = run(HONEST, PATIENT, rung=rung)
+    return [] if finished.ok and finished.stdout == EXPECTED else [f"an honest program was harmed: {finished}"]
+
+
+def test_there_are_enough_cases_and_each_has_a_name() -> None:
+    assert len(CASES) >= 60
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("rung", list(Rung), ids=lambda rung: str(rung.value))
+def test_every_hostile_program_is_contained_and_honest_ones_beside_it_are_unharmed(rung: Rung, tmp_path: Path) -> None:
+    if why_not(rung):
+        pytest.skip(f"{rung.value}: {why_not(rung)}")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with outside(tmp_path) as world, ignoring_usr1() as signals, ThreadPoolExecutor(AT_ONCE) as threads:
+        work: dict[str, Future[list[str]]] = {}
+        for number, case in enumerate(CASES):
+            work[case.name] = threads.submit(tried, case, rung, world)
+            if number % (len(CASES) // HONEST_BESIDE) == 0:
+                work[f"honest {number}"] = threads.submit(honest, rung)
+        found = {name: future.result() for name, future in work.items()}
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
+        assert world.harm() == []
+        assert signals == []
+        assert {child.pid for child in psutil.Process().children(recursive=True)} == before | {world.decoy.pid}
+        assert sum(name.startswith("honest") for name in work) >= HONEST_BESIDE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.bare], ids=lambda case: case.name)
+def test_the_attack_succeeds_without_a_sandbox(case: Case, tmp_path: Path) -> None:
+    folder, work = tmp_path / "outside", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    if os.geteuid() != 0 and case.name in ("trace_parent",):
+        pytest.skip("needs root")
+    with outside(folder) as world, ignoring_usr1():
+        assert "BREACH" in run_bare(world.source(case), work)

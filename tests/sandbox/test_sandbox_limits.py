@@ -1,0 +1,97 @@
+"""Each limit by itself stops a program that runs to its end where only that limit is larger."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shoal.sandbox.backends import why_not
+from shoal.sandbox.program import Ended, Limits, Program, Rung
+from shoal.sandbox.runner import run
+
+AMPLE = Limits(wall_s=30.0, cpu_s=20.0, memory_bytes=512 << 20, processes=16, output_bytes=4 << 20, file_bytes=16 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """A program that uses more than `tight` allows and less than `AMPLE`."""
+
+    source: str
+    tight: Limits
+    ends: tuple[Ended, ...]
+
+
+EXCESSES = {
+    "wall": Excess("import time; time.sleep(0.6)", replace(AMPLE, wall_s=0.2), (Ended.KILLED_WALL,)),
+    "cpu": Excess("import time\nwhile time.process_time() < 0.9: pass", replace(AMPLE, cpu_s=0.3), (Ended.KILLED_CPU,)),
+    "memory": Excess(
+        "x = bytearray(200 << 20)",
+        replace(AMPLE, memory_bytes=100 << 20),
+        (Ended.EXITED, Ended.KILLED_MEMORY),
+    ),
+    "processes": Excess(
+        "import threading\ndone = threading.Event()\nmany = [threading.Thread(target=done.wait) for _ in range(10)]\n"
+        "try:\n    for one in many: one.start()\n    import time; time.sleep(0.3)\nfinally: done.set()",
+        replace(AMPLE, processes=4),
+        (Ended.EXITED, Ended.KILLED_PROCESSES),
+    ),
+    "output": Excess(
+        "import os\nfor _ in range(200): os.write(1, b'x' * 10000)",
+        replace(AMPLE, output_bytes=1 << 20),
+        (Ended.KILLED_OUTPUT,),
+    ),
+    "file_size": Excess(
+        "import time\nwith open('f', 'wb') as f: f.write(b'x' * (4 << 20))\ntime.sleep(0.3)",
+        replace(AMPLE, file_bytes=1 << 20),
+        (Ended.EXITED, Ended.KILLED_FILES),
+    ),
+}
+
+
+@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
+def rung(request: pytest.FixtureRequest) -> Rung:
+    """Every rung that this machine has."""
+    chosen: Rung = request.param
+    if why_not(chosen):
+        pytest.skip(f"{chosen.value}: {why_not(chosen)}")
+    return chosen
+
+
+@pytest.mark.parametrize("name", EXCESSES)
+def test_a_limit_stops_what_a_larger_one_lets_through(name: str, rung: Rung) -> None:
+    excess = EXCESSES[name]
+    stopped = run(Program(excess.source), excess.tight, rung=rung)
+    assert not stopped.ok
+    assert stopped.ended in excess.ends, stopped
+    through = run(Program(excess.source), AMPLE, rung=rung)
+    assert through.ok, through
+
+
+@pytest.fixture
+def neighbour() -> Iterator[int]:
+    """The number of a process of the same user."""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_a_program_has_no_network_no_environment_and_no_other_processes(rung: Rung, neighbour: int) -> None:
+    reaching = {
+        "network": "import socket; socket.socket(socket.AF_INET).bind(('127.0.0.1', 0))",
+        "names": "import socket; print(socket.getaddrinfo('localhost', 80)); socket.socket(socket.AF_INET)",
+        "environment": "import os; [os.environ[name] for name in ('PATH', 'HOME', 'SHOAL_LIMITS_TEST')]",
+        "process list": "import os; os.listdir('/proc')",
+        "priority": f"import os; os.setpriority(os.PRIO_PROCESS, {neighbour}, 19)",
+        "signal": f"import os; os.kill({neighbour}, 9)",
+    }
+    got = {}
+    for name, source in reaching.items():
+        if run(Program(source), AMPLE, rung=rung).ok:
+            got[name] = source
+    assert got == {}
+    outside = {**os.environ, "PATH": "x", "HOME": "x", "SHOAL_LIMITS_TEST": "x"}
+    for source in reaching.values():  # what fails without a sandbox as well would show nothing
+        subprocess.run([sys.executable, "-I", "-S", "-c", source], check=True, capture_output=True, env=outside)

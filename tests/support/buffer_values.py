@@ -1,0 +1,60 @@
+"""Groups and runs of the buffer, shared by its tests."""
+
+from shoal.experience import Buffer, RunMeta
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Receipt,
+    Reward,
+    Role,
+    Rollout,
+    RolloutStatus,
+    Task,
+    Turn,
+)
+
+META = RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1)
+RECEIPT = Receipt("chain_sum", "0.1.25", "{}", seed=7, index=3)
+
+
+def rollout(rollout_id, versions=(0, 0), *, failed=False, reason="", drawn=None):
+    drawn = drawn or Completion((5,) * len(versions), (-0.5,) * len(versions), tuple(versions), FinishReason.STOP)
+    return Rollout(
+        rollout_id,
+        (Message(Role.USER, "1 + 1 ="), Message(Role.ASSISTANT, "2")),
+        (Turn((1, 2, 3), drawn),),
+        Reward(1.0),
+        RolloutStatus.FAILED if failed else RolloutStatus.FINISHED,
+        reason,
+    )
+
+
+def group(group_id, versions=(0, 0), *, admitted=0, service="chain_sum", size=2, failed=0):
+    task = Task(f"t-{group_id}", service, (Message(Role.USER, "1 + 1 ="),), answer="2", receipt=RECEIPT)
+    rollouts = (
+        rollout(f"{group_id}/{i}", versions, failed=i < failed, reason="no answer" if i < failed else "")
+        for i in range(size)
+    )
+    return Group(group_id, task, tuple(rollouts), admitted)
+
+
+async def run_group(buffer, group_id, versions=None, **kwargs):
+    """Admits and finishes one group; its tokens are of the admitted version unless said otherwise."""
+    admitted = await buffer.admit(group_id, kwargs.get("service", "chain_sum"))
+    drawn = (admitted, admitted) if versions is None else versions
+    return await buffer.add(group(group_id, drawn, admitted=admitted, **kwargs))
+
+
+async def train(buffer, step, version, n=2, push=True):
+    """Takes and consumes one step, and publishes what comes of it."""
+    groups = await buffer.take(n, version)
+    after = version + push
+    await buffer.consumed(step, version, [g.id for g in groups], version_after=after)
+    buffer.publish(after)
+    return [g.id for g in groups]
+
+
+def open_buffer(run_dir, meta=META, *, max_running=64, resume=False):
+    return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)

@@ -1,0 +1,76 @@
+"""An engine process for tests, and what several of them ask of it."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from shoal.engine.http_client import HttpEngine
+from shoal.net.process import torch_environment
+from shoal.weights.store import WeightStore
+
+PROMPT = [5, 6, 7, 8]
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    pid: int
+
+    def ask(self, path: str, body: object | None = None, raw: bytes | None = None) -> tuple[int, dict[str, object]]:
+        """Status and JSON of a POST (with a body) or GET."""
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def engine(self) -> HttpEngine:
+        return HttpEngine(self.url, timeout_s=60)
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[Server]:
+    """A server process, ended at the end."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal.engine.http_server", "--model", str(model), "--fd", str(writing), *arguments],
+        pass_fds=[writing],
+        env=torch_environment(1),
+    )
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as announced:
+            url = announced.readline().strip()
+        assert url, "the server did not start"
+        yield Server(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def changed_weights(model: Path, store: WeightStore, version: int, factor: float = -1.0) -> Path:
+    """Publishes the model's weights with another head as `version`."""
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * factor
+    save_file(tensors, store.begin(version) / "model.safetensors")
+    return store.seal(version).path
+
+
+async def running(engine: HttpEngine, count: int) -> bool:
+    return (await engine.info()).running == count
+
+
+async def waiting(engine: HttpEngine, count: int) -> bool:
+    return (await engine.info()).waiting == count

@@ -1,0 +1,98 @@
+"""An engine that says what it is told to, and keeps what it received; and a gateway before it, served for real."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from chat_templates import renderer
+from shoal.errors import EngineUnavailable
+from shoal.gateway import Gateway
+from shoal.interfaces import EngineInfo
+from shoal.model.chat_template import ChatRenderer
+from shoal.types import Completion, FinishReason, Sampling
+from until import until
+
+CONTEXT = 4096
+
+
+@dataclass
+class ScriptedEngine:
+    """Implements `interfaces.Engine`. Says the next of `script`; None is a failure, a text ending in "…" is cut off."""
+
+    renderer: ChatRenderer
+    script: list[str | None] = field(default_factory=list)
+    received: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+    drawn: list[Completion] = field(default_factory=list)
+    delay_s: float = 0.0
+    version: int = 0
+    aborts: int = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+    ) -> list[Completion]:
+        self.received.append((tuple(prompt_ids), sampling))
+        said = self.script.pop(0) if self.script else "ok"
+        await asyncio.sleep(self.delay_s)
+        if said is None:
+            raise EngineUnavailable("the engine is gone")
+        # One token per byte: never how the tokenizer would have spelt the text.
+        ids = [token for char in said.removesuffix("…") for token in self.spelt(char)]
+        finish = FinishReason.LENGTH if said.endswith("…") else FinishReason.STOP
+        if self.aborts:
+            self.aborts, finish = self.aborts - 1, FinishReason.ABORT
+        elif finish is FinishReason.STOP:
+            ids.append(self.renderer.stop_token_ids[0])
+        if len(ids) > sampling.max_tokens:
+            ids, finish = ids[: sampling.max_tokens], FinishReason.LENGTH
+        completion = Completion(tuple(ids), (-0.25,) * len(ids), (self.version,) * len(ids), finish)
+        self.drawn.append(completion)
+        self.version += 1
+        return [completion]
+
+    def spelt(self, char: str) -> list[int]:
+        return self.renderer.token_ids(char)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        raise NotImplementedError
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.version = version
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(self.version, "", CONTEXT, 0.0, 0, 0, 0, 0, 0)
+
+
+@dataclass
+class Served:
+    """A gateway that listens."""
+
+    engine: ScriptedEngine
+    gateway: Gateway
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *script: str | None, style: str = "qwen3", delay_s: float = 0.0, **options: Any
+) -> AsyncIterator[Served]:
+    """A gateway on a free port, before a scripted engine; `options` are the gateway's."""
+    made = renderer(style)
+    engine = ScriptedEngine(made, list(script), delay_s=delay_s)
+    gateway = Gateway(engine, made, **{"max_model_len": CONTEXT, "max_body_bytes": 1 << 20, **options})
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(gateway.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await until(lambda: server.started)
+        yield Served(engine, gateway, f"http://127.0.0.1:{listening.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,467 @@
+"""The judge: committed questions, signed answers, marks, the leaderboard, what it refuses. Real draws, real HTTP."""
+
+import asyncio
+import json
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import uvicorn
+
+from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
+from shoal.net.listening import listening_socket
+from shoal.run.serve_judge import NINE
+from shoal.swarm.chat import ModelAt
+from shoal.swarm.identity import Identity
+from shoal.swarm.judge.client import audited, fitting, statements, take
+from shoal.swarm.judge.commitment import opens
+from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.judging import Judge, Refused, Rules
+from shoal.swarm.judge.messages import (
+    MOST_BYTES,
+    Answers,
+    Ask,
+    Challenge,
+    Revealed,
+    Sitting,
+    Specialty,
+    Verdict,
+    opened,
+    signed,
+)
+from shoal.swarm.judge.page import leaderboard_html
+from shoal.swarm.judge.server import JudgeServer
+from shoal.swarm.judge.store import FILE, Book
+from shoal.tasks.procedural_client import Drawer
+from shoal.types import Reward, RewardStatus, Task
+
+SUMS = Specialty("chain_sum", "0.1.25", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
+GCD = Specialty("gcd", "0.1.25", "{}")
+ME, OTHER, HERE = (Identity.fresh() for _ in range(3))
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+
+
+class Clock:
+    """Time that a test sets."""
+
+    now_s = 1.8e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class ExactScorer:
+    """A `Scorer` that compares, and that some answers hang."""
+
+    def __init__(self) -> None:
+        self.scored = 0
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        self.scored += len(answers)
+        if "hang" in answers:
+            return [Reward(0.0, RewardStatus.TIMED_OUT)]
+        return [Reward(float(answer == task.answer)) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def drawer() -> Iterator[Drawer]:
+    with Drawer() as one:
+        yield one
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def judge(tmp_path: Path, drawer: Drawer, clock: Clock) -> Iterator[Judge]:
+    book = Book(tmp_path)
+    yield Judge(book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
+    book.close()
+
+
+def ask(judge: Judge, identity: Identity = ME, model: str = "m") -> bytes:
+    return signed(identity, Ask(judge.peer_id, model, Arm.SOLO, 7, judge.now_s()))
+
+
+def tick(judge: Judge) -> None:
+    """A moment later: no two messages of a peer are of the same time."""
+    judge._clock.now_s += 0.001  # type: ignore[attr-defined]  # the clock of this file
+
+
+async def challenged(judge: Judge, identity: Identity = ME, model: str = "m") -> Challenge:
+    tick(judge)
+    return opened(await judge.challenge(ask(judge, identity, model)), Challenge, author=HERE.peer_id)[1]
+
+
+def answers(challenge: Challenge, texts: Sequence[str], identity: Identity = ME) -> bytes:
+    return signed(identity, Answers(HERE.peer_id, challenge.id, tuple(texts)))
+
+
+async def judged(judge: Judge, texts: Sequence[str], identity: Identity = ME) -> Verdict:
+    data = await judge.verdict(answers(await challenged(judge, identity), texts, identity))
+    return opened(data, Verdict, author=HERE.peer_id)[1]
+
+
+def right(challenge: Challenge) -> list[str]:
+    """Solves the sums; gcd is beyond this taker."""
+    return [solved(question.messages[-1].content) for question in challenge.questions]
+
+
+def solved(question: str) -> str:
+    found = re.search(r"(\d+) ([+-]) (\d+) =", question)
+    return str(int(found[1]) + int(found[2] + found[3])) if found else "?"
+
+
+def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
+    async def main() -> None:
+        challenge = await challenged(judge)
+        assert [one.specialty for one in challenge.questions] == ["chain_sum", "chain_sum", "gcd", "gcd"]
+        data = await judge.verdict(answers(challenge, right(challenge)))
+        _, verdict = opened(data, Verdict, author=HERE.peer_id)
+        assert (verdict.score, [mark.passed for mark in verdict.marks]) == (0.5, [True, True, False, False])
+
+    asyncio.run(main())
+    (standing,) = judge.book.standings(judge.now_s())
+    assert (standing.peer_id, standing.score, standing.round) == (ME.peer_id, 0.5, 7)
+    assert standing.specialties == (("chain_sum", 1.0), ("gcd", 0.0))
+
+
+def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: Clock) -> None:
+    before = judge.ledger()
+    sittings, _ = statements(before, HERE.peer_id)
+    assert sorted(sittings) == [0, 1]  # that of now, and the next one before it opens
+    assert sittings[1].opens_s > clock.now_s
+    assert before.seeds == ()
+    clock.now_s = sittings[0].reveals_s + 1
+    after = judge.ledger()
+    (revealed,) = [opened(data, Revealed, author=HERE.peer_id)[1] for data in after.seeds]
+    assert opens(revealed.seed, sittings[0].commitment)
+    assert not opens(revealed.seed, sittings[1].commitment)
+    assert after.sittings[-2:] == before.sittings
+
+
+def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
+    judge: Judge, drawer: Drawer, clock: Clock
+) -> None:
+    async def main() -> None:
+        first, second = await challenged(judge), await challenged(judge)
+        other = await challenged(judge, OTHER)
+        texts = [tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other)]
+        assert len(set(texts)) == 3
+        again = Judge(judge.book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
+        _, verdict = opened(await again.verdict(answers(first, right(first))), Verdict)
+        assert verdict.score == 0.5
+
+    asyncio.run(main())
+
+
+def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judge, clock: Clock) -> None:
+    async def main() -> None:
+        challenge = await challenged(judge)
+        assert judge.book.standings(clock.now_s) == []
+        clock.now_s = challenge.deadline_s + 1
+        (standing,) = judge.book.standings(clock.now_s)
+        assert (standing.score, standing.unanswered) == (0.0, 1)
+        assert [one.score for one in judge.book.judged(clock.now_s)] == [0.0]
+        with pytest.raises(Refused, match="deadline"):
+            await judge.verdict(answers(challenge, right(challenge)))
+
+    asyncio.run(main())
+
+
+def test_answers_that_hang_are_wrong_and_stop_being_tried(judge: Judge) -> None:
+    verdict = asyncio.run(judged(judge, ["hang"] * 4))
+    assert verdict.score == 0.0
+    assert judge._scorer.scored == 2  # type: ignore[attr-defined]  # the fake of this file
+
+
+def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
+    """Something that a judge must refuse."""
+
+    async def late_second() -> bytes:
+        challenge = await challenged(judge)
+        await judge.verdict(answers(challenge, right(challenge)))
+        return await judge.verdict(answers(challenge, right(challenge)))
+
+    async def of_another() -> bytes:
+        return await judge.verdict(answers(await challenged(judge), ["1"] * 4, OTHER))
+
+    async def too_few() -> bytes:
+        return await judge.verdict(answers(await challenged(judge), ["1"]))
+
+    async def too_many_open() -> bytes:
+        for _ in range(3):
+            await challenged(judge)
+        tick(judge)
+        return await judge.challenge(ask(judge))
+
+    async def repeated() -> bytes:
+        tick(judge)
+        asked = ask(judge)
+        await judge.challenge(asked)
+        return await judge.challenge(asked)
+
+    async def at_the_same_time() -> bytes:
+        challenge = await challenged(judge)
+        both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(found[0], bytes)
+        assert isinstance(found[1], Refused)
+        raise found[1]
+
+    async def hoarding() -> bytes:
+        for _ in range(11):
+            await judged(judge, ["1"] * 4)
+        raise AssertionError("expected a limit")
+
+    async def crowd() -> bytes:
+        for _ in range(31):
+            await challenged(judge, Identity.fresh())
+        raise AssertionError("expected a limit")
+
+    sent: dict[str, Callable[[], Awaitable[bytes]]] = {
+        "answered": late_second,
+        "no such challenge": of_another,
+        "expected 4, got 1": too_few,
+        "open challenges first": too_many_open,
+        "you asked for this": repeated,
+        "being marked": at_the_same_time,
+        "one challenge every": hoarding,
+        "newcomers": crowd,
+        "signature": lambda: judge.challenge(signed(ME, Answers("", "", ()))),
+        "expected wire format": lambda: judge.challenge(b"\x00"),
+        "expected at most": lambda: judge.challenge(bytes(MOST_BYTES + 1)),
+        "for the judge": lambda: judge.challenge(signed(ME, Ask("f" * 32, "m", Arm.SOLO, 7, judge.now_s()))),
+        "set your clock": lambda: judge.challenge(signed(ME, Ask(HERE.peer_id, "m", Arm.SOLO, 7, judge.now_s() - 900))),
+    }
+    return sent[how]
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "answered",
+        "no such challenge",
+        "expected 4, got 1",
+        "open challenges first",
+        "you asked for this",
+        "being marked",
+        "one challenge every",
+        "newcomers",
+        "signature",
+        "expected wire format",
+        "expected at most",
+        "for the judge",
+        "set your clock",
+    ],
+)
+def test_a_judge_refuses(judge: Judge, why: str) -> None:
+    async def main() -> None:
+        await sent_to(judge, why)()
+
+    with pytest.raises(Refused, match=why):
+        asyncio.run(main())
+
+
+def test_a_changed_byte_is_nobody_s_message() -> None:
+    data = bytearray(signed(ME, Answers("j", "c", ("four",))))
+    data[data.index(b"four")] ^= 1
+    with pytest.raises(WireError, match="signature"):
+        opened(bytes(data), Answers)
+
+
+def test_transcripts_stay_closed_until_the_sitting_is_over(judge: Judge) -> None:
+    async def main() -> Challenge:
+        return await challenged(judge)
+
+    challenge = asyncio.run(main())
+    for look in (lambda: judge.transcripts(0), lambda: judge.transcript(challenge.id)):
+        with pytest.raises(Refused, match="not over"):
+            look()
+
+
+def test_the_leaderboard_shows_names_as_text(judge: Judge) -> None:
+    name = "<script>alert(1)</script>"
+
+    async def main() -> None:
+        challenge = await challenged(judge, model=name)
+        await judge.verdict(answers(challenge, right(challenge)))
+
+    asyncio.run(main())
+    html = leaderboard_html(HERE.peer_id, judge.book.standings(judge.now_s()), ["chain_sum", "gcd"])
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert "0.500" in html
+
+
+class Model(BaseHTTPRequestHandler):
+    """Solves sums, as an OpenAI-compatible server."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        said = solved(request["messages"][-1]["content"])
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def model_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+ELSEWHERE = signed(ME, Ask(OTHER.peer_id, "m", Arm.SWARM, 3, 1.0)).hex()
+CHEATS = [
+    ("answers = (SELECT answers FROM challenges WHERE attempt = 0)", "in another challenge"),
+    (f"ask = x'{ELSEWHERE}'", "to another judge"),
+    ("ask = (SELECT ask FROM challenges WHERE attempt = 0)", "asked for fewer challenges"),
+    ("attempt = 5", "expected 0 to 1, got [0, 5]"),
+]
+"""Done to a challenge that was not answered."""
+
+
+def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) -> None:
+    async def main() -> None:
+        with listening_socket("127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum"]).app, log_level="warning"))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            dead = ModelAt("http://127.0.0.1:9/v1", "m")
+            with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1: "):
+                await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
+    assert judge.book.standings(judge.now_s()) == []
+
+
+def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
+    short, long = ["a\ud7ff"] * 5, ["\u6c34" * 20_000] * 27
+    assert list(fitting(short)) == short
+    assert len(signed(ME, Answers(HERE.peer_id, "x", fitting(long)))) <= MOST_BYTES
+    assert {len(text) for text in fitting(long)} == {(MOST_BYTES - 8192) // 27 // 3}
+
+
+def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: Drawer) -> None:
+    judge.rehearse()
+    wordy = replace(SUMS, system_prompt="x" * 16_000)
+    with pytest.raises(ConfigError, match="expected fewer of every specialty"):
+        Judge(judge.book, HERE, [wordy], drawer, ExactScorer(), Rules(each=20)).rehearse()
+
+
+def test_an_audit_finds_a_judge_that_cheats(
+    judge: Judge, drawer: Drawer, clock: Clock, model_url: str, tmp_path: Path
+) -> None:
+    async def audit(url: str) -> tuple[int, list[str]]:
+        return await audited(url, drawer, ExactScorer(), judge=HERE.peer_id)
+
+    async def main() -> None:
+        with listening_socket("127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum", "gcd"]).app, log_level="warning"))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            _, verdict, silent = await take(
+                url, ModelAt(model_url, "m"), ME, arm=Arm.SWARM, round_=3, judge=HERE.peer_id, clock=clock
+            )
+            assert (verdict.score, silent) == (0.5, 0)
+            with pytest.raises(WireError, match="expected one of"):
+                await take(url, ModelAt(model_url, "m"), ME, arm=Arm.SOLO, round_=1, judge=OTHER.peer_id)
+            assert await audit(url) == (0, [])
+            unanswered = await challenged(judge)
+            clock.now_s += 3600 + 601
+            assert await audit(url) == (2, [])
+            book = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+            (asked,) = book.execute("SELECT ask FROM challenges WHERE attempt = 1").fetchone()
+            for change, words in CHEATS:
+                book.execute(f"UPDATE challenges SET {change} WHERE id = ?", (unanswered.id,))
+                _, (complaint,) = await audit(url)
+                assert words in complaint, change
+                back = "UPDATE challenges SET answers = NULL, attempt = 1, ask = ? WHERE id = ?"
+                book.execute(back, (asked, unanswered.id))
+            book.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
+            _, (complaint,) = await audit(url)
+            assert "other marks" in complaint
+            book.execute("UPDATE sittings SET seed = zeroblob(32) WHERE number = 0")
+            book.close()
+            assert await audit(url) == (0, ["sitting 0: the seed is not the one that was committed to"])
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
+
+
+def run_shoal(*arguments: str) -> dict[str, object]:
+    done = subprocess.run([SHOAL, "judge", *arguments, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_nine_specialties_are_judged_from_the_command_line(tmp_path: Path, model_url: str) -> None:
+    folder = tmp_path / "judge"
+    command = [SHOAL, "judge", "serve", "--folder", str(folder), "--port", "0", "--questions", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        url, peer = served.stdout.readline().strip(), served.stdout.readline().split()[-1]
+        for arm in Arm:
+            key = str(tmp_path / arm / "identity.pem")
+            found = run_shoal(
+                "take", url, "--engine", model_url, "--model", "adder", "--identity", key, "--arm", arm, "--judge", peer
+            )
+            assert set(NINE) < found.keys()
+            assert 0 <= found["pass@1"] < 1
+        board = urlopen(f"{url}/").read().decode()
+        assert board.count("adder</td>") == 2
+        assert len(json.load(urlopen(f"{url}/leaderboard.json"))["standings"]) == 2
+        served.send_signal(signal.SIGINT)
+        assert served.wait(timeout=20) in (0, 130)
+    figures = run_shoal("report", str(folder))
+    assert figures["challenges"] == 2
+    assert figures["raw"][0]["swarm"]["nodes"] == figures["cohort"][0]["solo"]["nodes"] == 1
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_judge_that_is_not_there_is_a_sentence() -> None:
+    async def main() -> None:
+        await take("http://127.0.0.1:9", ModelAt("http://127.0.0.1:9/v1", "m"), ME, arm=Arm.SOLO, round_=0)
+
+    with pytest.raises(JudgeError, match="127"):
+        asyncio.run(main())
+
+
+def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
+    judge: Judge, drawer: Drawer, clock: Clock
+) -> None:
+    async def main() -> None:
+        await challenged(judge)
+        other = Judge(judge.book, HERE, [GCD], drawer, ExactScorer(), Rules(each=1), clock=clock)
+        assert len((await challenged(other)).questions) == 4
+        clock.now_s = statements(judge.ledger(), None)[0][1].closes_s + 1
+        assert len((await challenged(other)).questions) == 1
+
+    asyncio.run(main())
+
+
+def test_a_message_of_one_kind_does_not_pass_for_another() -> None:
+    sitting = Sitting(0, 0.0, 1.0, 2.0, bytes(32), 1, ())
+    with pytest.raises(WireError, match="signature"):
+        opened(signed(ME, sitting), Revealed)

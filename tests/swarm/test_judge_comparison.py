@@ -1,0 +1,132 @@
+"""The statistics of swarm against solo, against SciPy and against counting by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from shoal.swarm.judge.comparison import EXACT_UP_TO, Judged, benjamini_hochberg, binned, compared, mann_whitney
+from shoal.swarm.judge.condition import Arm
+
+SAMPLES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=9)
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=5)
+
+
+def counted_p(first: list[float], second: list[float]) -> float:
+    """Deals the values in every possible way and counts those with as small, or as large, a rank sum."""
+    ranks = stats.rankdata([*first, *second])
+    seen = ranks[: len(first)].sum()
+    sums = [sum(dealt) for dealt in itertools.combinations(ranks, len(first))]
+    tails = (sum(one <= seen for one in sums), sum(one >= seen for one in sums))
+    return min(1.0, 2 * min(tails) / len(sums))
+
+
+@given(st.lists(st.integers(0, 10**6).map(float), min_size=2, max_size=30, unique=True), st.data())
+def test_without_ties_the_rank_test_is_scipy_s_exact_one(values: list[float], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(values) - 1))
+    ours = mann_whitney(values[:cut], values[cut:])
+    theirs = stats.mannwhitneyu(values[:cut], values[cut:], method="exact")
+    assert ours.u == theirs.statistic
+    assert ours.p == pytest.approx(theirs.pvalue, rel=1e-9)
+
+
+@given(SCORES, SCORES)
+def test_with_ties_the_rank_test_counts_every_way_to_deal_the_values(first: list[float], second: list[float]) -> None:
+    ours = mann_whitney(first, second)
+    assert ours.p == pytest.approx(counted_p(first, second), rel=1e-12)
+    assert ours.favours == np.mean([(a > b) + (a == b) / 2 for a in first for b in second])
+
+
+def test_many_nodes_are_tested_by_scipy_s_approximation() -> None:
+    draw = np.random.default_rng(3)
+    first, second = draw.integers(0, 12, 90).tolist(), draw.integers(2, 14, 80).tolist()
+    assert len(first) + len(second) > EXACT_UP_TO
+    ours, theirs = mann_whitney(first, second), stats.mannwhitneyu(first, second, method="asymptotic")
+    assert (ours.u, ours.p) == (theirs.statistic, pytest.approx(theirs.pvalue, rel=1e-9))
+    assert mann_whitney([1.0] * 90, [1.0] * 80).p == 1.0
+
+
+def test_exact_and_approximate_agree_where_one_hands_over_to_the_other() -> None:
+    draw = np.random.default_rng(5)
+    first, second = draw.normal(0.4, 1, 50).tolist(), draw.normal(0, 1, 50).tolist()
+    exact, near = mann_whitney(first, second).p, stats.mannwhitneyu(first, second, method="asymptotic").pvalue
+    assert exact == pytest.approx(near, rel=0.02)
+
+
+@given(SAMPLES, SAMPLES)
+def test_the_test_does_not_care_which_arm_is_called_first(first: list[float], second: list[float]) -> None:
+    ours, swapped = mann_whitney(first, second), mann_whitney(second, first)
+    assert ours.p == pytest.approx(swapped.p)
+    assert ours.u + swapped.u == len(first) * len(second)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_the_adjusted_p_is_scipy_s(p: list[float]) -> None:
+    assert benjamini_hochberg(p) == pytest.approx(stats.false_discovery_control(p, method="bh").tolist(), abs=1e-15)
+
+
+def test_no_p_is_adjusted_to_nothing() -> None:
+    assert benjamini_hochberg([]) == []
+
+
+def test_a_node_is_one_number_per_bin_and_is_as_old_as_since_it_was_first_judged() -> None:
+    results = [Judged("late", Arm.SOLO, 70, 0.0), Judged("late", Arm.SOLO, 74, 1.0), Judged("late", Arm.SOLO, 95, 1.0)]
+    assert binned(results, 10) == {Arm.SWARM: {}, Arm.SOLO: {"late": {0: 0.5, 2: 1.0}}}
+
+
+def curve(node: str, arm: Arm, scores: list[float]) -> list[Judged]:
+    return [Judged(node, arm, 10 * index, score) for index, score in enumerate(scores)]
+
+
+def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> None:
+    flat = [Judged(f"solo{i}", Arm.SOLO, 10 * at, 0.5) for i in range(4) for at in range(5)]
+    strong = [one for i in range(2) for one in curve(f"strong{i}", Arm.SWARM, [0.8] * 5)]
+    weak = [one for i in range(2) for one in curve(f"weak{i}", Arm.SWARM, [0.2] * 2)]
+    found = compared([*flat, *strong, *weak], bin_rounds=10)
+    assert [point.swarm.mean for point in found.raw] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
+    assert [point.swarm.mean for point in found.cohort] == pytest.approx([0.8] * 5)
+    assert [point.swarm.nodes for point in found.raw] == [4, 4, 2, 2, 2]
+    assert found.horizon == 40
+    assert (found.raw[0].swarm.low, found.raw[0].swarm.high) == (0.2, 0.8)
+
+
+def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score() -> None:
+    results = [*curve("a", Arm.SWARM, [0.1, 0.2, 0.3]), *curve("b", Arm.SOLO, [0.4])]
+    results += [Judged("b", Arm.SOLO, 20, 0.6)]
+    found = compared(results, bin_rounds=10)
+    assert [point.solo.mean for point in found.cohort] == [0.4, 0.4, 0.6]
+    assert [point.solo.nodes for point in found.raw] == [1, 0, 1]
+    assert found.raw[1].solo.mean is None
+    assert found.raw[1].test is None
+    assert found.raw[1].q is None
+
+
+def test_bins_are_adjusted_together() -> None:
+    results = [one for i in range(5) for one in curve(f"w{i}", Arm.SWARM, [0.5 + i / 100, 0.9 + i / 100])]
+    results += [one for i in range(5) for one in curve(f"s{i}", Arm.SOLO, [0.505 + i / 100, 0.1 + i / 100])]
+    first, second = compared(results, bin_rounds=10).cohort
+    assert second.test is not None
+    assert second.test.p == pytest.approx(2 / math.comb(10, 5))
+    assert second.q == pytest.approx(2 * second.test.p)
+    assert first.q is not None
+    assert first.q > 0.5
+
+
+def test_one_arm_alone_is_drawn_and_not_tested() -> None:
+    found = compared(curve("a", Arm.SWARM, [0.1, 0.2]), bin_rounds=10)
+    assert found.horizon is None
+    assert found.cohort == ()
+    assert [point.swarm.mean for point in found.raw] == [0.1, 0.2]
+
+
+def test_nothing_judged_is_nothing_compared() -> None:
+    assert compared([], bin_rounds=10).raw == ()
+
+
+def test_a_test_needs_values_on_both_sides() -> None:
+    with pytest.raises(ValueError, match="3 and 0"):
+        mann_whitney([1, 2, 3], [])

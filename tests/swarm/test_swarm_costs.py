@@ -1,0 +1,153 @@
+"""What strangers can cost a node: of their answers, its scorer and its steps, no more than it allows."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from test_swarm_envelope import nested
+
+from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal.interfaces import Claim
+from shoal.model.renderer_loading import load_renderer
+from shoal.reward.scorer import WorkerScorer
+from shoal.swarm import offer as offers
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.exchange import MemoryExchange, MemoryHub
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import Means
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.trust import ESTABLISHED, Reason
+from shoal.tasks.library import Library
+from shoal.types import Split, Task
+from until import until
+
+HANG = "1e99999999"
+"""coin_flip reads it as a fraction: minutes inside one multiplication."""
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Library]:
+    with Library([TaskConfig(name="coin_flip")], 0) as library:
+        yield library
+
+
+class Stranger:
+    """An author with an identity of its own."""
+
+    def __init__(self, exchange: MemoryExchange) -> None:
+        self.identity = Identity.fresh()
+        self._exchange = exchange
+        self._seal = Seal(self.identity, "reef", session=1)
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    async def says(self, claim: Claim, *answers: str) -> None:
+        rollouts = tuple(OfferedRollout(answer, logprob=-1.0) for answer in answers)
+        content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time())
+        await self.sends(self._seal.frame(Kind.OFFER, offers.encode(content), time.time()))
+
+    async def sends(self, frame: bytes) -> None:
+        await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
+
+
+class Reef:
+    """A running node, tasks of its own, and strangers."""
+
+    def __init__(self, node: Node, hub: MemoryHub, tasks: Sequence[Task], claims: Sequence[Claim]) -> None:
+        self.node, self._hub, self.tasks, self.claims = node, hub, tasks, claims
+
+    def stranger(self, *, known: bool = False) -> Stranger:
+        made = Stranger(self._hub.join())
+        for _ in range(2 * int(ESTABLISHED) if known else 0):
+            self.node.door.praise(made.peer_id)
+        return made
+
+    def truth(self, i: int) -> str:
+        assert self.tasks[i].answer is not None
+        return self.tasks[i].answer or ""
+
+
+def beside(
+    library: Library, folder: Path, model: Path, body: Callable[[Reef], Awaitable[None]], most_answers: int = 8
+) -> None:
+    """Runs `body` beside a node."""
+
+    async def main() -> None:
+        own, hub = OwnTasks(library.services), MemoryHub()
+        tasks = [library.services[0].draw(Split.TRAIN, i) for i in range(12)]
+        async with WorkerScorer(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
+            means = Means(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
+            node = Node(means, SwarmConfig(external_groups=4), Identity.fresh(), folder)
+            running = asyncio.ensure_future(node.run())
+            await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
+            assert not running.done()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        own.close()
+
+    asyncio.run(main())
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+def test_a_frame_that_is_nested_without_end_ends_nothing(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async def body(reef: Reef) -> None:
+        for depth in (1_000, 50_000):
+            await reef.stranger().sends(nested(depth))
+        await reef.stranger().says(reef.claims[0], reef.truth(0), "no")
+        await until(lambda: reef.node.ready == 1)
+        assert reef.node.door.refused[Reason.MALFORMED] == 2
+
+    beside(library, tmp_path, tiny_model_dir, body)
+
+
+def test_answers_that_hang_cost_one_deadline_and_their_author_what_it_was(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async def body(reef: Reef) -> None:
+        node, known = reef.node, reef.stranger(known=True)
+        await known.says(reef.claims[0], *[HANG] * 8)
+        await until(lambda: node.door.refused[Reason.HANGS] == 1)
+        assert node.door.is_newcomer(known.peer_id)
+        assert node.door.trust(known.peer_id) < 0.5
+
+    beside(library, tmp_path, tiny_model_dir, body)
+
+
+def test_while_newcomers_hang_the_established_are_verified(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async def body(reef: Reef) -> None:
+        node, known = reef.node, reef.stranger(known=True)
+        for i in range(6):
+            await reef.stranger().says(reef.claims[0], HANG, HANG + str(i))
+        await until(lambda: node.door.refused[Reason.HANGS] == 1)
+        for i in range(1, 11):
+            await known.says(reef.claims[i], reef.truth(i), "no")
+        await until(lambda: node.ready == 10)
+        assert node.door.refused[Reason.HANGS] == 1  # the other five wait for half a minute
+
+    beside(library, tmp_path, tiny_model_dir, body)
+
+
+def test_a_group_of_a_peer_is_no_larger_than_one_s_own(library: Library, tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def body(reef: Reef) -> None:
+        known = reef.stranger(known=True)
+        await known.says(reef.claims[0], *[reef.truth(0), "no"] * 32)
+        await known.says(reef.claims[1], reef.truth(1), "no")
+        await until(lambda: reef.node.ready == 2)
+        groups = await reef.node.external_groups(0, logprobs)
+        assert sorted(len(group.rollouts) for group in groups) == [2, 6]
+
+    beside(library, tmp_path, tiny_model_dir, body, most_answers=6)

@@ -1,0 +1,340 @@
+"""Members that do not train: what a model behind a URL or a rule says becomes offers that a node takes."""
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shoal.config import RewardConfig, SwarmConfig, TaskConfig, parse
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
+from shoal.interfaces import Recogniser
+from shoal.model.renderer_loading import load_renderer
+from shoal.reward.scorer import WorkerScorer
+from shoal.run.join_generator import answered_by
+from shoal.swarm import offer as offers
+from shoal.swarm.chat import ChatModel, ModelAt
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.generator import RETRY_S, Answerer, Generator, Pace
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import Means, ban_in
+from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.rules import RuleSolver
+from shoal.swarm.trust import Door, Letter
+from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.library import Library
+from shoal.types import Group, Split, Task
+from until import until
+
+TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(GCD\\) of these numbers: ", "gcd ")])]
+
+
+@contextmanager
+def openai_server(status: int = 200) -> Iterator[str]:
+    """Says 3, with the logprobs of its two tokens."""
+
+    class Said(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert asked["messages"][-1]["content"].startswith("gcd")
+            logprobs = {"content": [{"token": "3", "logprob": -0.5}, {"token": "<end>", "logprob": -0.25}]}
+            choice = {"message": {"content": "3"}, "finish_reason": "stop", "logprobs": logprobs}
+            body = json.dumps({"choices": [choice]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Said)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+async def taken_from(
+    answerer: Answerer, library: Library, own: Recogniser, folder: Path, model: Path, settings: SwarmConfig
+) -> tuple[list[Group], Node, Generator]:
+    """What a node takes of one generator that made six groups."""
+    hub = MemoryHub()
+    generator = Generator(
+        hub.join(),
+        own,
+        library.services,
+        answerer,
+        Identity.fresh(),
+        folder / "generator",
+        swarm="reef",
+        pace=Pace(4, 0.01, 6),
+    )
+    async with WorkerScorer(RewardConfig()) as scorer:
+        means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
+        node = Node(means, settings, Identity.fresh(), folder / "node")
+        running = asyncio.ensure_future(node.run())
+        await generator.run()
+        taken: list[Group] = []
+        async with asyncio.timeout(30):
+            while not taken:
+                taken += await node.external_groups(0, logprobs)
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return taken, node, generator
+
+
+def test_a_node_trains_on_what_a_rule_says_right_and_wrong(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with Library(TASKS, 0) as library:
+        own = OwnTasks(library.services)
+        settings = SwarmConfig(external_groups=1)
+        found, _, generator = asyncio.run(
+            taken_from(RuleSolver("truth", 0), library, own, tmp_path, tiny_model_dir, settings)
+        )
+        own.close()
+    assert [rollout.reward.value for rollout in found[0].rollouts] == [1.0, 1.0, 0.0, 0.0]
+    assert generator.tally.shared == 6
+    status = json.loads((tmp_path / "generator" / "status.json").read_text())
+    assert (status["shared"], status["generator"]) == (6, "rule")
+
+
+def settled(node: Node) -> bool:
+    """Whether a node has heard the three offers, and decided about them."""
+    status = node.status()
+    return status["admitted"] == 3 and not status["pending"] and node.ready
+
+
+async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[str]]:
+    """The ids of what a node takes before and after its run is resumed, while the exchange still has everything."""
+    hub, lives = MemoryHub(), list[list[str]]()
+    rule, generator = RuleSolver("truth", 0), Identity.fresh()
+    await Generator(
+        hub.join(), own, library.services, rule, generator, folder / "generator", swarm="reef", pace=Pace(4, 0.01, 3)
+    ).run()
+    identity, settings = Identity.fresh(), SwarmConfig(external_groups=2)
+    async with WorkerScorer(RewardConfig()) as scorer:
+        means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
+        for _ in range(2):
+            means = replace(means, exchange=hub.join())
+            node = Node(means, settings, identity, folder / "node", trained=[id_ for life in lives for id_ in life])
+            running = asyncio.ensure_future(node.run())
+            await until(partial(settled, node))
+            lives.append([group.id for group in await node.external_groups(0, logprobs)])
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    return lives
+
+
+def test_a_resumed_node_takes_nothing_that_it_has_trained_on_before(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with Library(TASKS, 0) as library:
+        own = OwnTasks(library.services)
+        before, after = asyncio.run(lives(own, library, tmp_path, tiny_model_dir))
+        own.close()
+    assert before
+    assert after
+    assert not set(before) & set(after)
+
+
+def only_truth(task: Task, n: int, rng: object) -> list[str]:
+    return [task.answer or ""]
+
+
+def test_with_its_own_skill_as_the_baseline_a_node_learns_from_a_single_answer(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    with Library(TASKS, 0) as library:
+        own = OwnTasks(library.services)
+        settings = SwarmConfig(external_groups=1, credit="skill")
+        rule = RuleSolver(f"{__name__}:only_truth", 0)
+        found, _, _ = asyncio.run(taken_from(rule, library, own, tmp_path, tiny_model_dir, settings))
+        own.close()
+    (rollout,) = found[0].rollouts
+    assert rollout.reward.value == 1.0
+    assert dict(rollout.reward.parts)["own_skill"] == 0.5
+
+
+def test_a_model_behind_an_openai_url_answers_with_its_likelihoods() -> None:
+    async def main(url: str, task: Task) -> None:
+        async with ChatModel(ModelAt(url, "frozen")) as model:
+            first, *rest = await model.answers(task, 3)
+        assert (first.text, first.complete, first.logprob) == ("3", True, -0.75)
+        assert rest == [first, first]
+
+    with Library(TASKS, 0) as library, openai_server() as url:
+        asyncio.run(main(url, library.services[0].draw(Split.TRAIN, 0)))
+
+
+def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sentence(tmp_path: Path) -> None:
+    async def main(url: str, library: Library, own: OwnTasks) -> None:
+        async with ChatModel(ModelAt(url, "frozen")) as model:
+            generator = Generator(
+                MemoryHub().join(), own, library.services, model, Identity.fresh(), tmp_path, swarm="reef"
+            )
+            await generator.run()
+
+    with Library(TASKS, 0) as library, openai_server(401) as url:
+        own = OwnTasks(library.services)
+        with pytest.raises(BaseExceptionGroup) as raised:
+            asyncio.run(main(url, library, own))
+        own.close()
+    assert raised.group_contains(RequestRefused, match="HTTP 401")
+
+
+def generator_of(answerer: Answerer, folder: Path, hub: MemoryHub, pace: Pace) -> Generator:
+    """One that shares questions of a file."""
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
+    service = JsonlService(
+        TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4), 0
+    )
+    own = OwnTasks([service])
+    return Generator(hub.join(), own, [service], answerer, Identity.fresh(), folder, swarm="reef", pace=pace)
+
+
+class Answers:
+    """Says the truth `n` times, or what it is told to fail with."""
+
+    kind = GeneratorKind.RULE
+    name = "answers"
+
+    def __init__(self, *, each: int | None = None, takes_s: float = 0.0) -> None:
+        self._each, self._takes_s = each, takes_s
+        self.failure: Exception | None = None
+        self.asked: list[int] = []
+
+    async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
+        self.asked.append(n)
+        await asyncio.sleep(self._takes_s)
+        if self.failure is not None:
+            raise self.failure
+        return [OfferedRollout(task.answer or "")] * (self._each or n)
+
+
+def shared(hub: MemoryHub) -> list[Offer]:
+    """The offers in a hub."""
+    door = Door("reef", "")
+    found = [door.admit(frame, time.time()) for frame in hub.frames.values()]
+    return [one.content for one in found if isinstance(one, Letter) and isinstance(one.content, Offer)]
+
+
+def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_the_reason(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+
+    async def main() -> None:
+        async with ChatModel(ModelAt(nowhere, "frozen")) as model:
+            await generator_of(model, tmp_path, MemoryHub(), Pace(2, 0.01, 3)).run()
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        asyncio.run(main())
+    assert raised.group_contains(ShoalError, match=rf"no group could be shared, 5 in a row failed; .*{nowhere}")
+    assert nowhere in json.loads((tmp_path / "status.json").read_text())["failure"]
+
+
+def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        answerer, hub = Answers(), MemoryHub()
+        answerer.failure = EngineUnavailable("nobody\nis here")
+        generator = generator_of(answerer, tmp_path, hub, Pace(2, 0.01))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: generator.tally.unsent >= 2)
+        assert generator.status()["failure"] == "nobody\nis here"
+        answerer.failure = None
+        await until(lambda: bool(generator.tally.shared))
+        assert generator.status()["failure"] == ""
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING, "shoal.swarm.generator"):
+        asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == [r"no group was shared: 'nobody\nis here'"]
+
+
+def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        answerer = Answers()
+        generator = generator_of(answerer, tmp_path, MemoryHub(), Pace(2, 0.01, 3))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: bool(generator.tally.shared))
+        answerer.failure = RequestRefused("too long")
+        await until(lambda: generator.status()["failure"] == "too long")
+        answerer.failure = None
+        await running
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("each", [None, 100])
+def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_holds(
+    tmp_path: Path, each: int | None
+) -> None:
+    answerer, hub = Answers(each=each), MemoryHub()
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await generator_of(answerer, tmp_path, hub, Pace(100, 0.01, 1)).run()
+
+    asyncio.run(main())
+    assert [len(offer.rollouts) for offer in shared(hub)] == [MAX_ROLLOUTS]
+    assert answerer.asked == [MAX_ROLLOUTS]
+
+
+def test_answers_that_take_longer_than_the_pace_are_followed_by_the_next_question_at_once(tmp_path: Path) -> None:
+    groups, began_s = 20, time.monotonic()
+    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemoryHub(), Pace(2, 0.01, groups)).run())
+    assert time.monotonic() - began_s < groups * RETRY_S
+
+
+def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, peers = MemoryHub(), [Identity.fresh(), Identity.fresh()]
+        for need, peer in zip((0.9, 0.4), peers, strict=True):
+            frame = Seal(peer, "reef", session=1).frame(
+                Kind.WANT, offers.encode(Want((("letters", need),))), time.time()
+            )
+            hub.put(Kind.WANT, peer.peer_id, frame)
+        ban_in(tmp_path, [peers[0].peer_id])
+        generator = generator_of(Answers(), tmp_path, hub, Pace(2, 0.1))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: generator.status()["needs"] == {"letters": 0.4})
+        refused = generator.status()["refused"]
+        assert isinstance(refused, dict)
+        assert refused["banned"] == 1
+        ban_in(tmp_path, [peers[1].peer_id])
+        await until(lambda: not generator.status()["needs"])
+        assert generator.status()["banned"] == sorted(peer.peer_id for peer in peers)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_generator_is_either_a_model_or_a_rule() -> None:
+    config = parse({"tasks": [{"name": "gcd"}]})
+    for model_url, rule in ((None, None), ("http://h/v1", "truth")):
+        with pytest.raises(ConfigError, match="expected either --model-url or --rule"):
+            answered_by(config, model_url, "m", "", rule)

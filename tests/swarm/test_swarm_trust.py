@@ -1,0 +1,248 @@
+"""The door: what is let in, what is refused and why, and what is held against whom."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal import wire
+from shoal.interfaces import Claim
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Seal
+from shoal.swarm.identity import Identity
+from shoal.swarm.node_files import BANNED_FILE, ban_in, read_lines
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.trust import ESTABLISHED, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
+
+ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
+NOW_S = 1.8e9
+OFFER = Offer(Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, GeneratorKind.RULE, "", NOW_S)
+PAYLOAD = offers.encode(OFFER)
+
+
+def door(limits: Limits | None = None, **options: object) -> Door:
+    return Door("reef", ME.peer_id, limits, **options)
+
+
+def seal(identity: Identity = PEER, swarm: str = "reef", session: int = 1) -> Seal:
+    return Seal(identity, swarm, session=session)
+
+
+def test_what_an_honest_peer_says_comes_in_once() -> None:
+    at, said = door(), seal()
+    frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    letter = at.admit(frame, NOW_S)
+    assert letter == Letter(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
+    assert at.admit(frame, NOW_S) is Reason.REPLAYED
+    want = Want((("gcd", 0.5),))
+    heard = at.admit(said.frame(Kind.WANT, offers.encode(want), NOW_S), NOW_S)
+    assert isinstance(heard, Letter)
+    assert heard.content == want
+    assert (at.admitted, at.refused) == (2, {Reason.REPLAYED: 1})
+
+
+def altered(**fields: object) -> bytes:
+    """The payload of an offer that cannot be made here."""
+    return wire.encode(msgspec.to_builtins(OFFER) | fields)
+
+
+UNPRINTABLE_SERVICE = {"service": "gcd\n", "question": "?", "truth": "2", "receipt": None}
+
+
+def forged() -> bytes:
+    """PEER's envelope, signed by OTHER."""
+    frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
+    return OTHER.sign(frame[64:]) + frame[64:]
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (bytes(MAX_FRAME_BYTES + 1), Reason.TOO_LARGE),
+        (b"", Reason.MALFORMED),
+        (bytes(64) + b"\x01\xc1", Reason.MALFORMED),
+        (bytes(64) + wire.encode(["not", "an", "envelope"]), Reason.MALFORMED),
+        (seal(swarm="lagoon").frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.OTHER_SWARM),
+        (seal(ME).frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.OWN),
+        (seal(OTHER).frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.BANNED),
+        (forged(), Reason.FORGED),
+        (seal().frame(Kind.OFFER, PAYLOAD, NOW_S + 301), Reason.FUTURE),
+        (seal().frame(Kind.OFFER, PAYLOAD, NOW_S - 3601), Reason.EXPIRED),
+        (seal().frame(Kind.OFFER, b"\x01nonsense", NOW_S), Reason.BAD_BODY),
+        (seal().frame(Kind.WANT, PAYLOAD, NOW_S), Reason.BAD_BODY),
+        (seal().frame(Kind.OFFER, altered(model="m\x1b[2J"), NOW_S), Reason.BAD_BODY),
+        (seal().frame(Kind.OFFER, altered(claim=UNPRINTABLE_SERVICE), NOW_S), Reason.BAD_BODY),
+    ],
+)
+def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) -> None:
+    at = door(banned=[OTHER.peer_id])
+    assert at.admit(frame, NOW_S) is reason
+    assert at.refused == {reason: 1}
+    assert at.admitted == 0
+
+
+def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
+    at = door()
+    honest = seal()
+    first = honest.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    at.admit(first, NOW_S)
+    before = at.trust(PEER.peer_id)
+    for frame in (first, forged(), first[:-1]):
+        at.admit(frame, NOW_S)
+    assert at.trust(PEER.peer_id) == before
+    at.admit(honest.frame(Kind.OFFER, b"nonsense", NOW_S), NOW_S)
+    assert at.trust(PEER.peer_id) < before
+
+
+def test_what_says_nothing_of_an_author_is_counted_and_not_held_against_it() -> None:
+    at = door()
+    for _ in range(10):
+        at.refuse(PEER.peer_id, Reason.TIMED_OUT)
+    assert at.trust(PEER.peer_id) == 0.5
+    assert at.refused == {Reason.TIMED_OUT: 10}
+
+
+def test_peers_are_banned_beside_those_that_people_wrote_down_without_a_last_newline(tmp_path: Path) -> None:
+    (tmp_path / BANNED_FILE).write_text("a\nb")
+    ban_in(tmp_path, ["c", "d"])
+    ban_in(tmp_path, ["e"])
+    assert read_lines(tmp_path / BANNED_FILE) == ["a", "b", "c", "d", "e"]
+
+
+def test_an_offer_names_what_cannot_be_printed() -> None:
+    with pytest.raises(ValueError, match=r"model: expected at most 200 printable characters, got 'm\\x1b'"):
+        Offer(OFFER.claim, OFFER.rollouts, GeneratorKind.RULE, "m\x1b", NOW_S)
+    with pytest.raises(ValueError, match=r"service: expected at most 200 printable characters"):
+        Offer(Claim("gcd\u202e", "?", "2"), OFFER.rollouts, GeneratorKind.RULE, "m", NOW_S)
+
+
+@pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])
+def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
+    at, said = door(), seal()
+    assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+    at.refuse(PEER.peer_id, Reason.UNINFORMATIVE)
+    assert PEER.peer_id not in at.banned
+    at.refuse(PEER.peer_id, lie)
+    assert at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S) is Reason.BANNED
+    assert at.trust(PEER.peer_id) == 0.0
+
+
+def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established_and_by_people_last() -> None:
+    at = door(banned=[OTHER.peer_id])
+    for _ in range(2 * int(ESTABLISHED)):
+        at.praise(PEER.peer_id)
+    for i in range(LIARS + 10):
+        at.refuse(f"liar {i}", Reason.WRONG_TRUTH)
+    at.refuse(PEER.peer_id, Reason.WRONG_TRUTH)
+    assert len(at.banned) == LIARS + 2
+    assert "liar 9" not in at.banned
+    assert "liar 10" in at.banned
+    assert at.lasting_bans == {OTHER.peer_id, PEER.peer_id}
+
+
+def test_a_gap_isolates_nobody_and_is_counted() -> None:
+    at, said = door(), seal()
+    frames = [said.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(10)]
+    assert isinstance(at.admit(frames[2], NOW_S), Letter)  # a late joiner hears the middle first
+    assert isinstance(at.admit(frames[9], NOW_S), Letter)
+    assert at.peers[PEER.peer_id].gaps == 6
+    assert isinstance(at.admit(frames[5], NOW_S), Letter)
+    assert at.peers[PEER.peer_id].gaps == 5
+    assert at.admit(frames[5], NOW_S) is Reason.REPLAYED
+
+
+def test_an_author_that_restarts_goes_on_and_its_earlier_session_cannot_be_replayed() -> None:
+    at = door()
+    before, after = seal(session=1), seal(session=2)
+    old = [before.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(2)]
+    assert isinstance(at.admit(old[0], NOW_S), Letter)
+    assert isinstance(at.admit(after.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+    assert [at.admit(frame, NOW_S) for frame in old] == [Reason.REPLAYED] * 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2 * WINDOW)), max_size=60))
+def test_no_order_of_numbers_is_accepted_twice(numbers: list[tuple[int, int]]) -> None:
+    author = Author(Bucket(1.0, 1.0))
+    accepted = set()
+    for session, sequence in numbers:
+        if author.is_new(session, sequence):
+            assert (session, sequence) not in accepted
+            author.mark(session, sequence)
+            accepted.add((session, sequence))
+    assert all(not author.is_new(*number) for number in accepted)
+
+
+def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
+    at, said = door(Limits(rate_per_s=2.0, burst=4.0)), seal()
+    heard = 0
+    for tick in range(100):  # 10 s of 10 letters a second
+        heard += isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + tick / 10), Letter)
+    assert heard == pytest.approx(4 + 2 * 9.9, abs=1)
+    assert at.refused[Reason.FLOODING] == 100 - heard
+
+
+def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -> None:
+    at = door(Limits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
+    known = seal()
+    at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
+    while at.is_newcomer(PEER.peer_id):
+        at.praise(PEER.peer_id)
+    heard = 0
+    for i in range(1000):
+        frame = seal(Identity.fresh()).frame(Kind.OFFER, PAYLOAD, NOW_S)
+        heard += isinstance(at.admit(frame, NOW_S + i / 1000), Letter)
+        if i % 100 == 0:
+            assert isinstance(at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + i / 1000), Letter)
+    assert heard <= 20 + 10
+    assert len(at.peers) == 17  # memory is bounded, and the established author is still there
+    assert not at.is_newcomer(PEER.peer_id)
+
+
+def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_heard_again() -> None:
+    at, said = door(Limits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
+    frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    assert isinstance(at.admit(frame, NOW_S), Letter)
+    for _ in range(20):
+        stranger = Identity.fresh()
+        at.admit(seal(stranger).frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
+        assert at.is_newcomer(stranger.peer_id)
+    assert at.admit(frame, NOW_S + 3000) is Reason.REPLAYED
+
+
+def test_reputation_grows_with_what_was_true_and_fades() -> None:
+    at = door()
+    assert at.trust("x") == 0.5
+    assert at.is_newcomer("x")
+    for _ in range(10):
+        at.praise("x")
+    assert at.trust("x") > 0.85
+    assert not at.is_newcomer("x")
+    assert ESTABLISHED < at.peers["x"].good < 10
+    for _ in range(30):
+        at.refuse("x", Reason.NOT_DRAWN)
+    assert at.trust("x") < 0.5
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5)), max_size=50), st.floats(0.1, 10), st.floats(0, 20))
+def test_a_bucket_never_gives_more_than_its_burst_and_its_rate(
+    takes: list[tuple[float, float]], rate_per_s: float, burst: float
+) -> None:
+    bucket, given_out = Bucket(rate_per_s, burst), 0.0
+    for now_s, amount in takes:
+        given_out += amount if bucket.take(now_s, amount) else 0.0
+    assert given_out <= burst + rate_per_s * max((now_s for now_s, _ in takes), default=0.0) + 1e-6
+
+
+def test_random_damage_to_frames_never_raises_and_never_enters() -> None:
+    rng, at = random.Random(0), door()
+    frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
+    for _ in range(300):
+        damaged = bytearray(frame)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if bytes(damaged) != frame:
+            assert isinstance(at.admit(bytes(damaged), NOW_S), Reason)
+    assert at.admitted == 0

@@ -1,0 +1,154 @@
+"""Tasks of many turns: what they ask, what they answer to the model, and when they are won."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.work import CoinScorer
+from chat_templates import renderer
+from gateway_engine import CONTEXT, ScriptedEngine
+from shoal.config import TaskConfig
+from shoal.errors import TaskError
+from shoal.rollout.agents import AgentRunner, Host
+from shoal.rollout.agents.native import native_play
+from shoal.tasks.games import GAMES, turns_service
+from shoal.tasks.games.calculator import value_of
+from shoal.tasks.games.hanoi import best_move, moved_disk
+from shoal.tasks.games.lessons import REWRITE, played_turns
+from shoal.trainer.advantage import rows
+from shoal.types import Role, Rollout, RolloutStatus, Sampling, Split, Task
+
+
+def service(name: str, **params: Any) -> Any:
+    return turns_service(TaskConfig(name=name, service="turns", params=params, eval_share=0.3), 0)
+
+
+def played(game: Any, task: Task, *script: str, style: str = "qwen3") -> Rollout:
+    """One rollout at a scripted engine, without HTTP."""
+
+    async def main() -> Rollout:
+        made = renderer(style)
+        engine = ScriptedEngine(made, list(script))
+        hosting = Host.open(engine, made, max_model_len=CONTEXT, sampling=Sampling(400, seed=0))
+        async with hosting as host:
+            (rollout,) = await AgentRunner(host, native_play(game), CoinScorer(), timeout_s=60).rollouts(task, 1)
+        return rollout
+
+    rollout = asyncio.run(main())
+    assert len(rows(rollout, 1.0)) == 1, "turns go on from one another, token by token"
+    return rollout
+
+
+@pytest.mark.parametrize("name", list(GAMES))
+def test_draws_can_be_repeated_and_the_splits_share_no_question(name: str) -> None:
+    tasks = {split: [service(name).draw(split, index) for index in range(60)] for split in Split}
+    assert tasks == {split: [service(name).draw(split, index) for index in range(60)] for split in Split}
+    asked = {split: {(task.messages, task.info) for task in drawn} for split, drawn in tasks.items()}
+    assert not asked[Split.TRAIN] & asked[Split.EVAL]
+
+
+def test_a_number_is_found_by_halving_and_every_hint_is_true() -> None:
+    game = service("guess_number", smallest=1, largest=60, size=31, tries=5)
+    for index in range(5):
+        task = game.draw(Split.TRAIN, index)
+        hidden = json.loads(task.info)
+        low, high, script = hidden["low"], hidden["high"], []
+        while not script or script[-1] != str(hidden["number"]):
+            script.append(str((low + high) // 2))
+            low, high = (
+                (int(script[-1]) + 1, high) if int(script[-1]) < hidden["number"] else (low, int(script[-1]) - 1)
+            )
+        rollout = played(game, task, *script)
+        assert (rollout.reward.value, len(rollout.turns)) == (1.0, len(script))
+    lost = played(game, task, "no idea", "-", "1000", "x", "y")
+    assert (lost.status, lost.reward.value, len(lost.turns)) == (RolloutStatus.FINISHED, 0.0, 5)
+
+
+def test_the_towers_are_moved_by_the_best_moves_and_a_wrong_one_only_costs_a_turn() -> None:
+    game = service("hanoi", disks=3, spare=1)
+    for index in range(5):
+        task = game.draw(Split.TRAIN, index)
+        pegs, script = json.loads(task.info)["pegs"], ["C -> C"]
+        while pegs != "CCC":
+            source, target = best_move(pegs)
+            script.append(f"I move {source} -> {target}")
+            pegs = moved_disk(pegs, source, target) or ""
+        assert len(script) <= 8
+        rollout = played(game, task, *script)
+        assert (rollout.reward.value, len(rollout.turns)) == (1.0, len(script))
+        assert "no move by the rules" in rollout.messages[2].content
+
+
+def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
+    game = service("calculator")
+    task = game.draw(Split.TRAIN, 0)
+    expression = task.messages[0].content.removeprefix("What is ").partition("?")[0]
+
+    def call(name: str, arguments: object) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    script = [
+        call("calculator", {"expression": expression}) + "\n" + call("abacus", {"beads": 3}),
+        call("calculator", {"expression": "1 / 0"}),
+        f"It is {task.answer}",
+    ]
+    rollout = played(game, task, *script)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
+    told = [message.content for message in rollout.messages if message.role is Role.TOOL]
+    assert told[0] == task.answer
+    assert told[1].startswith("error: there is no tool 'abacus'")
+    assert told[2] == "error: division by zero"
+    assert played(game, task, "It is 1").reward.value == 0
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "2 ** 9", "9" * 300, "a + 1", "(", "True + 1"])
+def test_the_calculator_computes_nothing_but_arithmetic(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        value_of(text)
+
+
+def test_a_program_is_repaired_when_its_tests_pass_in_the_sandbox() -> None:
+    game = service("repair", attempts=4)
+    task = game.draw(Split.TRAIN, 0)
+    cheat = "import json\nprint(json.dumps(0))\ndef f(*a):\n    raise SystemExit"
+    rollout = played(game, task, "def f(", f"```python\n{cheat}\n```", f"Sorry:\n```python\n{task.answer}```")
+    assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 3)
+    assert "SyntaxError" in rollout.messages[2].content
+    assert played(game, task, *["def f(*a):\n    return None"] * 4).reward.value == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [("chess", {}, "guess_number, hanoi"), ("hanoi", {"disk": 3}, "disk"), ("hanoi", {"disks": 0}, "1 to 12 disks")],
+)
+def test_what_cannot_be_played_is_refused_by_name(name: str, params: dict[str, int], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        service(name, **params)
+
+
+def test_a_template_without_tools_is_a_reason_and_no_reward() -> None:
+    game = service("calculator")
+    rollout = played_with_gemma(game, game.draw(Split.TRAIN, 0))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "tools" in rollout.reason
+
+
+def played_with_gemma(game: Any, task: Task) -> Rollout:
+    async def main() -> Rollout:
+        made = renderer("gemma")
+        hosting = Host.open(ScriptedEngine(made), made, max_model_len=CONTEXT, sampling=Sampling(40))
+        async with hosting as host:
+            (rollout,) = await AgentRunner(host, native_play(game), CoinScorer(), timeout_s=60).rollouts(task, 1)
+        return rollout
+
+    return asyncio.run(main())
+
+
+def test_the_embedded_model_s_lessons_are_of_training_games_in_the_example_s_words() -> None:
+    turns = played_turns(0, 0.75)
+    starts = {next(turns)[0][0].content for _ in range(400)}
+    assert all(len(start) <= 7 for start in starts)
+    held_out = turns_service(TaskConfig(name="hanoi", service="turns", rewrite=REWRITE, eval_share=0.5), 0)
+    assert not starts & {held_out.draw(Split.EVAL, index).messages[0].content for index in range(100)}

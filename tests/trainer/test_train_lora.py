@@ -1,0 +1,103 @@
+"""Adapters: what is trained, what the engines get, and what a checkpoint holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_trainer import groups
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from shoal.config import ModelConfig, TrainConfig
+from shoal.errors import ConfigError
+from shoal.model.loading import load_model, packed_logprobs
+from shoal.trainer.trainer import Trainer
+
+
+def trainer(path: Path, **settings: object) -> Trainer:
+    config = {"lr": 1e-2, "lora": {"rank": 4, "alpha": 8.0}, **settings}
+    return Trainer(path, ModelConfig(device="cpu"), TrainConfig.model_validate(config))
+
+
+def scored(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return packed_logprobs(model, torch.arange(1, 31), [10, 20])[0]  # type: ignore[arg-type]
+
+
+def test_engines_get_weights_that_score_as_the_adapted_model_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+    ours = trainer(tiny_model_dir)
+    plain = load_model(tiny_model_dir)
+    before = scored(plain)
+    torch.testing.assert_close(scored(ours.model), before)  # adapters begin at zero effect
+    for seed in range(3):
+        ours.step(groups(seed))
+    ours.write_weights(tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig()).tensors().keys()
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(scored(plain), scored(ours.model), rtol=1e-4, atol=1e-4)
+    assert (scored(plain) - before).abs().max() > 0.1
+
+
+def test_only_adapters_are_trained_and_saved(tiny_model_dir: Path, tmp_path: Path) -> None:
+    ours = trainer(tiny_model_dir)
+    frozen = {name: p.clone() for name, p in ours.model.named_parameters() if not p.requires_grad}
+    ours.step(groups(0))
+    for name, p in ours.model.named_parameters():
+        if name in frozen:
+            assert torch.equal(p, frozen[name]), name
+    ours.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(".lora_" in name for name in saved)
+    assert ours.parameters == sum(t.numel() for t in saved.values())
+    assert ours.parameters < sum(t.numel() for t in frozen.values()) / 2
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
+    ours, resumed = trainer(tiny_model_dir), trainer(tiny_model_dir)
+    ours.step(groups(0))
+    ours.save(tmp_path)
+    resumed.load(tmp_path)
+    wanted, got = ours.step(groups(1)), resumed.step(groups(1))
+    assert replace(got, seconds=0.0) == replace(wanted, seconds=0.0)
+    assert all(torch.equal(a, resumed.tensors()[name]) for name, a in ours.tensors().items())
+
+
+def test_two_runs_begin_with_the_same_adapters(tiny_model_dir: Path) -> None:
+    torch.manual_seed(1)
+    first = trainer(tiny_model_dir).step(groups(0))
+    torch.manual_seed(2)
+    assert replace(trainer(tiny_model_dir).step(groups(0)), seconds=first.seconds) == first
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_peft_reads_the_published_adapters(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    ours = trainer(tiny_model_dir)
+    ours.step(groups(0))
+    ours.write_weights(tmp_path / "model.safetensors")
+    adapted = PeftModel.from_pretrained(load_model(tiny_model_dir), tmp_path)
+    torch.testing.assert_close(scored(adapted), scored(ours.model))
+
+
+def test_layers_that_do_not_exist_are_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lora\.targets: .*no_such_layer"):
+        trainer(tiny_model_dir, lora={"rank": 4, "targets": ["no_such_layer"]})
+    chosen = trainer(tiny_model_dir, lora={"rank": 4, "targets": ["q_proj"]})
+    assert chosen.parameters == 2 * (4 * 32 + 32 * 4)
+
+
+def test_gradient_checkpointing_goes_on_with_adapters_and_changes_nothing(tiny_model_dir: Path) -> None:
+    config = TrainConfig.model_validate({"lr": 1e-2, "lora": {"rank": 4}})
+    plain, checkpointed = (
+        Trainer(tiny_model_dir, ModelConfig(device="cpu", gradient_checkpointing=on), config) for on in (False, True)
+    )
+    layers = [module for module in checkpointed.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers
+    assert all(layer.training for layer in layers)
+    wanted, got = plain.step(groups(0)), checkpointed.step(groups(0))
+    assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert got.grad_norm > 0

@@ -1,0 +1,288 @@
+"""Each loss against its definition in tests/reference/losses.py."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from reference import losses as reference
+from shoal.config import (
+    LOSSES,
+    CISPOLoss,
+    DecoupledLoss,
+    DoubleSidedLoss,
+    GRPOLoss,
+    GSPOLoss,
+    LossConfig,
+    PositiveOnlyLoss,
+    ReinforceLoss,
+    Section,
+    SoftAdaptiveLoss,
+    TrainConfig,
+)
+from shoal.trainer.loss import Streams, log_linear_prox, token_loss
+from shoal.trainer.regularisers import kl, to_go
+
+ALL_LOSSES: list[LossConfig] = [
+    GRPOLoss(),
+    DecoupledLoss(),
+    DecoupledLoss(over_cap="mask"),
+    DecoupledLoss(weight_level="sequence", weight_floor=0.5),
+    DoubleSidedLoss(),
+    GSPOLoss(),
+    CISPOLoss(),
+    ReinforceLoss(),
+    ReinforceLoss(weight_level="sequence", over_cap="mask"),
+    SoftAdaptiveLoss(),
+    PositiveOnlyLoss(),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Streams as plain lists; `theta` are the logprobs under the trained weights, `rows` which row a token is of."""
+
+    theta: list[float]
+    prox: list[float]
+    behav: list[float]
+    advantage: list[float]
+    mask: list[int]
+    rows: list[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Rows of no, one and more tokens, near and extreme ratios, and NaN wherever the mask is 0."""
+    rows = [row for row, n in enumerate(draw(st.lists(st.integers(0, 6), max_size=4))) for _ in range(n)]
+    n = len(rows)
+    mask = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    near = st.floats(-0.5, 0.5)
+    far = st.floats(-200.0, 200.0)
+    streams: dict[str, list[float]] = {"theta": [], "prox": [], "behav": [], "advantage": []}
+    for m in mask:
+        theta = draw(st.floats(-20.0, -1e-4))
+        values = {
+            "theta": theta,
+            "prox": theta + draw(near | far),
+            "behav": theta + draw(near | far),
+            "advantage": draw(st.floats(-3, 3)),
+        }
+        for name, value in values.items():
+            streams[name].append(value if m else math.nan)
+    return Case(mask=mask, rows=rows, **streams)
+
+
+def ours(case: Case, config: LossConfig, dtype: torch.dtype = torch.float64) -> tuple[float, list[float]]:
+    """Summed loss and its gradient by logp."""
+    logp_T = torch.tensor(case.theta, dtype=dtype, requires_grad=True)
+    prox_T, behav_T, advantage_T = (torch.tensor(x, dtype=dtype) for x in (case.prox, case.behav, case.advantage))
+    row_T, rows = torch.tensor(case.rows, dtype=torch.long), max(case.rows, default=-1) + 1
+    mask_T = torch.tensor(case.mask, dtype=torch.long) == 1
+    terms = token_loss(Streams(logp_T, prox_T, behav_T, advantage_T, mask_T, row_T, rows), config)
+    assert all(not extra[~mask_T].any() for extra in (terms.loss_T, terms.ratio_T, terms.clipped_T, terms.masked_T))
+    loss = terms.loss_T.sum()
+    loss.backward()
+    assert logp_T.grad is not None
+    return loss.item(), logp_T.grad.tolist()
+
+
+def defined(case: Case, definition: Callable[[list[Tensor]], Tensor]) -> tuple[float, list[float]]:
+    """The same from a definition."""
+    logp = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in case.theta]
+    loss = definition(logp)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.item(), [0.0 if x.grad is None else x.grad.item() for x in logp]
+
+
+def assert_equal(got: tuple[float, list[float]], wanted: tuple[float, list[float]]) -> None:
+    assert got[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-6)
+    assert got[1] == pytest.approx(wanted[1], rel=1e-6, abs=1e-6)
+
+
+@given(cases())
+def test_grpo_and_its_gradient_equal_the_definition(case: Case) -> None:
+    wanted = defined(case, lambda logp: reference.grpo(logp, case.behav, case.advantage, case.mask, 0.2, 0.28))
+    assert_equal(ours(case, GRPOLoss(clip_low=0.2, clip_high=0.28)), wanted)
+
+
+@given(cases(), st.sampled_from(["clamp", "mask"]), st.booleans())
+def test_decoupled_and_its_gradient_equal_the_definition(case: Case, over_cap: str, correction: bool) -> None:
+    config = DecoupledLoss(
+        clip_low=0.2,
+        clip_high=0.28,
+        weight_cap=5.0,
+        over_cap="clamp" if over_cap == "clamp" else "mask",
+        behaviour_correction="on" if correction else "off_and_biased",
+    )
+    wanted = defined(
+        case,
+        lambda logp: reference.decoupled(
+            logp, case.prox, case.behav, case.advantage, case.mask, 0.2, 0.28, 5.0, over_cap, correction
+        ),
+    )
+    assert_equal(ours(case, config), wanted)
+
+
+@given(cases())
+def test_double_sided_and_its_gradient_equal_the_definition(case: Case) -> None:
+    wanted = defined(case, lambda logp: reference.double_sided(logp, case.behav, case.advantage, case.mask, 0.3, 5.0))
+    assert_equal(ours(case, DoubleSidedLoss(band_low=0.3, band_high=5.0)), wanted)
+
+
+bounds = st.sampled_from([(0.0, 5.0), (0.5, 2.0), (0.01, 100.0)])
+over_caps: st.SearchStrategy[Literal["clamp", "mask"]] = st.sampled_from(["clamp", "mask"])
+
+
+@given(cases(), bounds, over_caps)
+def test_decoupled_by_row_and_its_gradient_equal_the_definition(
+    case: Case, bounds: tuple[float, float], over_cap: Literal["clamp", "mask"]
+) -> None:
+    config = DecoupledLoss(weight_floor=bounds[0], weight_cap=bounds[1], weight_level="sequence", over_cap=over_cap)
+    streams = (case.prox, case.behav, case.advantage, case.mask, case.rows)
+    wanted = defined(case, lambda logp: reference.decoupled_by_row(logp, *streams, (0.2, 0.28), bounds, over_cap))
+    assert_equal(ours(case, config), wanted)
+
+
+@given(cases(), st.floats(1.1, 5.0))
+def test_decoupled_masked_outside_a_band_is_icepop(case: Case, beta: float) -> None:
+    config = DecoupledLoss(weight_floor=1 / beta, weight_cap=beta, over_cap="mask", clip_high=0.2)
+    streams = (case.prox, case.behav, case.advantage, case.mask)
+    assert_equal(ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta)))
+
+
+@given(cases(), st.sampled_from([(3e-4, 4e-4), (0.2, 0.3)]))
+def test_gspo_and_its_gradient_equal_the_definition(case: Case, clip: tuple[float, float]) -> None:
+    streams = (case.behav, case.advantage, case.mask, case.rows)
+    config = GSPOLoss(clip_low=clip[0], clip_high=clip[1])
+    assert_equal(ours(case, config), defined(case, lambda logp: reference.gspo(logp, *streams, clip)))
+
+
+@given(cases())
+def test_cispo_and_its_gradient_equal_the_definition(case: Case) -> None:
+    streams = (case.behav, case.advantage, case.mask)
+    assert_equal(ours(case, CISPOLoss(ratio_cap=5.0)), defined(case, lambda logp: reference.cispo(logp, *streams, 5.0)))
+
+
+@given(cases(), st.sampled_from(["token", "sequence"]), over_caps)
+def test_reinforce_and_its_gradient_equal_the_definition(
+    case: Case, level: Literal["token", "sequence"], over_cap: Literal["clamp", "mask"]
+) -> None:
+    config = ReinforceLoss(weight_cap=2.0, weight_level=level, over_cap=over_cap)
+    streams = (case.behav, case.advantage, case.mask, case.rows)
+    assert_equal(
+        ours(case, config), defined(case, lambda logp: reference.reinforce(logp, *streams, 2.0, level, over_cap))
+    )
+
+
+@given(cases())
+def test_soft_adaptive_and_its_gradient_equal_the_definition(case: Case) -> None:
+    streams = (case.behav, case.advantage, case.mask)
+    wanted = defined(case, lambda logp: reference.soft_adaptive(logp, *streams, 1.0, 1.05))
+    assert_equal(ours(case, SoftAdaptiveLoss()), wanted)
+
+
+@given(cases())
+def test_positive_only_and_its_gradient_equal_the_definition(case: Case) -> None:
+    wanted = defined(case, lambda logp: reference.positive_only(logp, case.advantage, case.mask))
+    assert_equal(ours(case, PositiveOnlyLoss()), wanted)
+
+
+@given(cases(), st.sampled_from(["k1", "k2", "k3"]))
+def test_kl_and_its_gradient_equal_the_definition(case: Case, estimator: Literal["k1", "k2", "k3"]) -> None:
+    logp_T = torch.tensor(case.theta, dtype=torch.float64, requires_grad=True)
+    mask_T = torch.tensor(case.mask, dtype=torch.long) == 1
+    terms_T = kl(logp_T, torch.tensor(case.prox, dtype=torch.float64), mask_T, estimator)
+    terms_T.sum().backward()
+    assert logp_T.grad is not None
+    wanted = defined(case, lambda logp: reference.kl(logp, case.prox, case.mask, estimator))
+    assert_equal((terms_T.sum().item(), logp_T.grad.tolist()), wanted)
+
+
+@given(cases())
+def test_to_go_is_the_sum_over_the_rest_of_the_row(case: Case) -> None:
+    values = [0.0 if math.isnan(x) else x for x in case.advantage]
+    row_T = torch.tensor(case.rows, dtype=torch.long)
+    got = to_go(torch.tensor(values, dtype=torch.float64), row_T, max(case.rows, default=-1) + 1)
+    wanted = [
+        math.fsum(values[i] for i in range(t, len(values)) if case.rows[i] == case.rows[t]) for t in range(len(values))
+    ]
+    assert got.tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0), st.integers(0, 9)), min_size=1, max_size=5))
+def test_log_linear_proximal_logprobs_equal_the_definition(tokens: list[tuple[float, float, int]]) -> None:
+    logp, behav, versions = zip(*tokens, strict=True)
+    got = log_linear_prox(
+        torch.tensor(logp, dtype=torch.float64), torch.tensor(behav, dtype=torch.float64), torch.tensor(versions), 9
+    )
+    assert got.tolist() == pytest.approx([reference.log_linear_prox(lp, b, 9, v) for lp, b, v in tokens], abs=1e-9)
+
+
+@pytest.mark.parametrize("logp", [math.log(0.9), math.log(0.5), math.log(0.3), math.log(0.01)])
+def test_literal_autodiff_of_double_sided_has_the_wrong_sign_below_1_over_e_and_ours_has_not(logp: float) -> None:
+    case = Case(theta=[logp], prox=[logp], behav=[logp], advantage=[1.0], mask=[1], rows=[0])
+    (gradient,) = ours(case, DoubleSidedLoss())[1]
+    literal = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
+    reference.double_sided_literal(literal, logp, 1.0).backward()
+    assert literal.grad is not None
+    # A rewarded token must become likelier: descending the loss must raise logp.
+    assert gradient < 0
+    assert (literal.grad.item() < 0) == (logp > -1)
+
+
+@pytest.mark.parametrize("config", ALL_LOSSES)
+@pytest.mark.parametrize("gap", [-300.0, -60.0, 60.0, 300.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_extreme_ratios_stay_finite_in_float32(config: LossConfig, gap: float, advantage: float) -> None:
+    case = Case(
+        theta=[-1.0, -1.0],
+        prox=[-1.0, -1.0 + gap],
+        behav=[-1.0 + gap] * 2,
+        advantage=[advantage] * 2,
+        mask=[1, 1],
+        rows=[0, 0],
+    )
+    loss, gradient = ours(case, config, torch.float32)
+    assert all(math.isfinite(x) for x in (loss, *gradient))
+
+
+def test_shares_count_clipped_masked_and_capped_tokens() -> None:
+    ones = torch.ones(4)
+    theta = torch.tensor([0.0, 1.0, 3.0, -3.0]) - 4.0
+    streams = Streams(
+        theta, theta, ones * -4.0, ones, torch.tensor([True, True, True, False]), torch.zeros(4).long(), 1
+    )
+    clipped = token_loss(streams, GRPOLoss()).clipped_T
+    masked = token_loss(streams, DoubleSidedLoss(band_low=0.3, band_high=5.0)).masked_T
+    capped = token_loss(streams, DecoupledLoss(weight_cap=5.0)).capped_T
+    left_out = token_loss(streams, DecoupledLoss(weight_cap=5.0, over_cap="mask")).masked_T
+    assert clipped.tolist() == [False, True, True, False]
+    assert masked.tolist() == capped.tolist() == left_out.tolist() == [False, False, True, False]
+
+
+def test_decoupled_weight_is_on_unless_the_config_says_otherwise_in_words() -> None:
+    case = Case(theta=[-1.0], prox=[-1.0], behav=[-2.0], advantage=[1.0], mask=[1], rows=[0])
+    assert ours(case, DecoupledLoss())[0] == pytest.approx(-math.e)
+    assert ours(case, DecoupledLoss(behaviour_correction="off_and_biased"))[0] == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("kind", LOSSES.values())
+def test_every_loss_reads_the_weights_that_drew_each_token_unless_it_says_that_it_has_no_ratio(
+    kind: type[Section],
+) -> None:
+    """At its defaults; within every clip and bound, where the gradient itself must be weighted."""
+    config = TrainConfig.model_validate({"loss": {"name": kind.model_fields["name"].default}}).loss
+
+    def gradient(behav: float) -> float:
+        return ours(Case([-1.0], [-1.0], [behav], [1.0], [1], [0]), config)[1][0]
+
+    has_no_ratio = "no ratio" in (kind.__doc__ or "")
+    assert (gradient(-1.0) == gradient(-1.0 - 2e-4)) == has_no_ratio
+    assert has_no_ratio == (kind is PositiveOnlyLoss)
