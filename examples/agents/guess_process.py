@@ -3,10 +3,12 @@
     [[tasks]]
     agent = ["python", "examples/agents/guess_process.py"]
 
-The task comes as a line of JSON; what is printed last is the answer, or an outcome. Nothing here knows of Shoal.
+The task comes as a line of JSON, the outcome goes to the descriptor that SHOAL_OUTCOME_FD names. Nothing here imports
+Shoal.
 """
 
 import json
+import os
 import re
 import sys
 
@@ -29,4 +31,4 @@ for _ in range(3):
     if low <= number <= high:
         low, high = (number + 1, high) if number < game["number"] else (low, number - 1)
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"{low}-{high}"}]
-print(json.dumps({"reward": reward}))
+os.write(int(os.environ["SHOAL_OUTCOME_FD"]), json.dumps({"reward": reward}).encode())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,15 +20,16 @@ from shoal.config import RewardConfig
 from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Scorer
 from shoal.reward.service import RewardService
-from shoal.rollout.agents import AgentRunner, Host
+from shoal.rollout.agents import AgentRunner, Host, clients
 from shoal.rollout.agents.clients import agent_of, command_play, function_play
 from shoal.rollout.agents.host import Seat
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.remote_protocol import SessionAt
 from shoal.tasks.remote_worker import HttpModel
-from shoal.tasks.sdk import PolicyFailed
+from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
 from shoal.types import Message, Outcome, Reward, Role, Rollout, RolloutStatus, Sampling, Task
+from until import until
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("t/0", "t", (Message(Role.USER, "what is 2 + 3?"),), "5", '{"scorer": "number"}')
@@ -140,6 +142,83 @@ def test_a_conversation_that_fills_the_context_is_truncated_and_trained_with() -
     assert rollout.reward.value == 0
 
 
+async def overflowed(client: openai.AsyncOpenAI) -> None:
+    """One good answer, then a request that does not fit a context of 400 tokens."""
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+    with contextlib.suppress(openai.BadRequestError):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go on " * 400}])
+
+
+async def compact_and_crash(task: Task, client: openai.AsyncOpenAI) -> None:
+    await overflowed(client)
+    await crash(task, client)
+
+
+async def overflow_and_crash(task: Task, client: openai.AsyncOpenAI) -> None:
+    await overflowed(client)
+    raise KeyError("my own fault")
+
+
+async def overflow_and_lose_the_world(task: Task, client: openai.AsyncOpenAI) -> None:
+    await overflowed(client)
+    raise EnvironmentFailed("the game server is gone")
+
+
+async def overflow_and_hang(task: Task, client: openai.AsyncOpenAI) -> None:
+    await overflowed(client)
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (compact_and_crash, "agent: KeyError: 'my own fault' (test_agents.py:"),
+        (overflow_and_crash, "agent: KeyError: 'my own fault' (test_agents.py:"),
+        (overflow_and_lose_the_world, "environment: the game server is gone"),
+        (overflow_and_hang, "deadline: "),
+    ],
+)
+def test_what_fails_after_a_full_context_is_a_failure_with_its_own_reason(agent: Any, reason: str) -> None:
+    (rollout,) = played(function_play(agent), max_model_len=400, timeout_s=1.5)
+    assert (rollout.status, rollout.reward.status) == (RolloutStatus.FAILED, "failed")
+    assert rollout.reason.startswith(reason)
+
+
+async def compact_and_answer(task: Task, client: openai.AsyncOpenAI) -> float:
+    await overflowed(client)
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "in short"}])
+    return 0.75
+
+
+async def give_up_in_words(task: Task, client: openai.AsyncOpenAI) -> float:
+    await overflowed(client)
+    return 0.25
+
+
+async def too_long_from_the_start(task: Task, client: openai.AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go on " * 400}])
+
+
+def test_a_full_context_is_the_policy_s_only_where_it_was_the_end_and_something_had_been_sampled() -> None:
+    (rollout,) = played(function_play(compact_and_answer), max_model_len=400)
+    assert (rollout.status, rollout.reward.value, rollout.reason) == (RolloutStatus.FINISHED, 0.75, "")
+    (rollout,) = played(function_play(give_up_in_words), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.25)
+    (rollout,) = played(function_play(too_long_from_the_start), max_model_len=400)
+    assert rollout.status is RolloutStatus.FAILED
+
+
+async def ask_often(task: Task, client: openai.AsyncOpenAI) -> float:
+    for _ in range(260):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "again"}])
+    return 1.0
+
+
+def test_a_rollout_has_as_many_answers_as_its_deadline_allows() -> None:
+    (rollout,) = played(function_play(ask_often), timeout_s=60)
+    assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 260)
+
+
 @contextlib.asynccontextmanager
 async def asking_elsewhere(*, too_much: bool) -> AsyncIterator[Play]:
     """As a service in a process of its own: one good request, then one that cannot be answered."""
@@ -196,8 +275,8 @@ def test_a_task_that_nothing_can_score_fails_its_rollouts_and_not_the_run() -> N
     assert rollout.reason.startswith("scorer: ")
 
 
-def command(source: str) -> AbstractAsyncContextManager[Play]:
-    return command_play((sys.executable, "-c", source))
+def command(source: str, env: Sequence[str] = ()) -> AbstractAsyncContextManager[Play]:
+    return command_play((sys.executable, "-c", source), env)
 
 
 ASK = """
@@ -206,24 +285,97 @@ task = json.loads(sys.stdin.readline())
 body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]}).encode()
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+said = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+def ends(**outcome): os.write(int(os.environ["SHOAL_OUTCOME_FD"]), json.dumps(outcome).encode())
 """
 
 
-def test_a_command_finds_the_session_in_its_environment_and_ends_how_it_likes() -> None:
+def test_a_command_finds_the_session_in_its_environment_and_writes_its_outcome_to_a_descriptor() -> None:
+    failed, finished = RolloutStatus.FAILED, RolloutStatus.FINISHED
     ends = {
-        "print('it is', task['answer'])": (RolloutStatus.FINISHED, 1.0, ""),
-        "print(json.dumps({'reward': 0.25}))": (RolloutStatus.FINISHED, 0.25, ""),
-        "sys.exit('no more')": (RolloutStatus.FAILED, 0.0, "agent: its process ended with code 1: no more"),
-        "print('{oops')": (RolloutStatus.FAILED, 0.0, "agent: expected an outcome as JSON"),
-        "import time; time.sleep(60)": (RolloutStatus.FAILED, 0.0, "deadline: "),
+        "ends(answer='it is ' + task['answer'])": (finished, 1.0, ""),
+        "ends(reward=0.25)": (finished, 0.25, ""),
+        "pass": (finished, 0.0, ""),
+        "sys.exit('no more')": (failed, 0.0, "agent: its process ended with code 1: no more"),
+        "ends(reward=1.0); sys.exit('no more')": (failed, 0.0, "agent: its process ended with code 1: no more"),
+        "os.kill(os.getpid(), 9) if os.getpid() > 1 else os.abort()": (failed, 0.0, "agent: its process ended with si"),
+        "ends(rewards=1.0)": (failed, 0.0, "agent: expected one outcome as a JSON object in SHOAL_OUTCOME_FD"),
+        "ends(reward=1.0); ends(reward=0.0)": (failed, 0.0, "agent: expected one outcome"),
+        "import time; time.sleep(60)": (failed, 0.0, "deadline: "),
     }
-
     for end, (status, value, reason) in ends.items():
         (rollout,) = played(command(ASK + end), timeout_s=4.0 if "sleep" in end else 60.0)
         assert (rollout.status, rollout.reward.value) == (status, value), rollout.reason
         assert rollout.reason.startswith(reason)
         assert len(rollout.turns) == 1
+
+
+def test_what_a_command_prints_is_never_its_outcome() -> None:
+    """An agent that prints what the model said last must not hand it the reward."""
+    echo = "said = said['choices'][0]['message']['content']; print(said); print(said, file=sys.stderr)"
+    (rollout,) = played(command(ASK + echo), '{"reward": 1000.0}')
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 0.0)
+
+
+def test_a_command_gets_the_variables_that_are_named_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("SHOAL_REWARDS_TOKEN", "secret")
+    monkeypatch.setenv("GAME", "chess")
+    (rollout,) = played(command(f"{ASK}ends(answer=' '.join(sorted(os.environ)) + task['answer'])", ["GAME"]))
+    assert rollout.reward.value == 1.0
+    (rollout,) = played(command(f"{ASK}sys.exit(' '.join(sorted(os.environ)))", ["GAME"]))
+    assert "GAME" in rollout.reason
+    assert "TOKEN" not in rollout.reason
+    with pytest.raises(TaskError, match="NO_SUCH_VARIABLE"):
+        agent_of({"run": ["true"], "env": ["NO_SUCH_VARIABLE"]})
+
+
+LEAVE_BEHIND = f"""
+import subprocess, time
+waits = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+for i in range(2):
+    subprocess.Popen(
+        ["{sys.executable}", "-c", "import os, sys; os.setsid(); os.fork() and sys.exit(); " + waits, f"FOLDER/{{i}}"]
+    ).wait()
+while not all(os.path.exists(f"FOLDER/{{i}}") for i in range(2)):
+    time.sleep(0.01)
+"""
+
+
+def left(marker: str) -> list[str]:
+    """Command lines of the processes that have `marker` in theirs."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            found += [line] if marker in line else []
+    return found
+
+
+@pytest.mark.parametrize("end", ["ends(reward=1.0)", "time.sleep(600)"])
+def test_nothing_that_a_command_started_outlives_it_or_is_waited_for(tmp_path: Path, end: str) -> None:
+    """Daemons in sessions of their own hold its output open."""
+    source = ASK + LEAVE_BEHIND.replace("FOLDER", str(tmp_path)) + end
+    (rollout,) = played(command(source), timeout_s=15.0)
+    assert rollout.status is (RolloutStatus.FAILED if "sleep" in end else RolloutStatus.FINISHED)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert left(str(tmp_path)) == []
+
+
+def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: Path) -> None:
+    unprivileged = ("setpriv", "--bounding-set=-sys_admin") if os.geteuid() == 0 else ()
+    supervisor = (*unprivileged, sys.executable, "-I", "-S", clients.SUPERVISOR, str(os.getpid()))
+    waits = "touch FOLDER/$$; while :; do sleep 1; done".replace("FOLDER", str(tmp_path))
+
+    async def main() -> None:
+        script = f"(setsid sh -c '{waits}' &); setsid sh -c '{waits}' & {waits}"
+        process = await asyncio.create_subprocess_exec(*supervisor, "sh", "-c", script)
+        await until(lambda: len(list(tmp_path.iterdir())) == 3)
+        process.terminate()
+        assert await process.wait() == 143
+
+    asyncio.run(main())
+    assert left(str(tmp_path)) == []
 
 
 def test_a_command_that_cannot_be_started_is_a_reason() -> None:

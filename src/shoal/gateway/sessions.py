@@ -213,10 +213,8 @@ class Session:
     def _check_limits(self) -> None:
         drawn = self.ledger.generations
         if len(drawn) + len(self.ledger.calls) >= self._limits.generations:
-            self.ledger.truncated = True
             raise SessionOver(f"session: expected at most {self._limits.generations} generations, they are drawn")
         if sum(len(one.completion.token_ids) for one in drawn) >= self._limits.drawn_tokens:
-            self.ledger.truncated = True
             raise SessionOver(f"session: expected at most {self._limits.drawn_tokens} drawn tokens, they are drawn")
         if self._desk.clock() - self._began_s > self._limits.age_s:
             raise SessionOver(f"session: expected requests within {self._limits.age_s:g} s of its begin")
@@ -263,7 +261,7 @@ class Session:
         if 0 < length < longest:
             return call
         self.ledger.cancel(call)
-        self.ledger.truncated = self.ledger.truncated or length >= longest
+        self.ledger.truncated = length >= longest
         raise ContextOverflow(f"messages: expected 1 to {longest - 1} tokens, for a context of {longest}; got {length}")
 
     def _begun(self, call: Call, ask: Ask) -> asyncio.Task[Generation]:
@@ -300,6 +298,7 @@ class Session:
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
         self._desk.counts.counted["drawn_tokens"] += len(ids)
         self.tokens_held += len(call.rendered_ids) + len(ids)
+        self.ledger.truncated = False
         return self.ledger.commit(call, completion, message, ill_formed=answer.ill_formed)
 
     def _sampled(self, call: Call, ask: Ask) -> Sampling:

@@ -114,7 +114,7 @@ class Ledger:
     def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE) -> None:
         self.policy = policy
         self.truncated = False
-        """Whether a request did not fit the context or the session's limits any more; set by the caller."""
+        """Whether the newest request did not fit the context; set by the caller."""
         self._generations: dict[int, Generation] = {}
         self._children: dict[int | None, list[int]] = {None: []}
         self._calls: dict[int, Call] = {}

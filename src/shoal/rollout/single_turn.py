@@ -24,6 +24,8 @@ from shoal.types import (
 RETRIES = 4
 RETRY_DELAY_S = 0.25
 EVAL_PRIORITY = 1
+MOST_REASON = 1000
+"""Characters of a rollout's reason."""
 
 
 def sampled_for(purpose: Purpose, sampling: Sampling) -> Sampling:
@@ -92,7 +94,7 @@ def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rol
     if turn.completion.finish_reason is FinishReason.ABORT:
         reason = "engine: aborted"
     elif reward.status is not RewardStatus.SCORED:
-        reason = f"scorer: {reward.status.value.replace('_', ' ')}"
+        reason = unscored(reward)
     return Rollout(
         id=f"{task.id}#{i}",
         messages=(*task.messages, Message(Role.ASSISTANT, answer)),
@@ -101,6 +103,12 @@ def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rol
         status=RolloutStatus.FAILED if reason else RolloutStatus.FINISHED,
         reason=reason,
     )
+
+
+def unscored(reward: Reward) -> str:
+    """Why a rollout has no reward, as its reason."""
+    why = f"scorer: {reward.status.value.replace('_', ' ')}"
+    return f"{why}: {reward.evidence}"[:MOST_REASON] if reward.evidence else why
 
 
 def failed(task: Task, i: int, reason: str) -> Rollout:

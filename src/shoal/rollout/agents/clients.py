@@ -3,8 +3,9 @@
     "module:function"     an async function of this process, given the task and an `AsyncOpenAI` client of its session
     ["python", "a.py"]    a command, run once for each rollout: the session is in its environment, the task its input
 
-Either says at its end what came of it: nothing or a text (scored as the task says; nothing stands for the newest
-answer), a number (the reward), or an `Outcome`, which a command writes as a JSON object in its last line.
+A function says at its end what came of it: nothing or a text (scored as the task says; nothing stands for the newest
+answer), a number (the reward), or an `Outcome`. A command writes an outcome, a JSON object, to the descriptor whose
+number is in `SHOAL_OUTCOME_FD`, or nothing; what it prints is never read as one, because the model may have said it.
 """
 
 import asyncio
@@ -12,16 +13,20 @@ import contextlib
 import inspect
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeAlias, cast
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 import msgspec
 
 from shoal.errors import TaskError
-from shoal.net.process import PARENT, cores
+from shoal.net.process import cores
 from shoal.plugins import own_code
 from shoal.rollout.agents.host import Seat
 from shoal.rollout.agents.runner import AgentFailed, Play
@@ -33,11 +38,29 @@ if TYPE_CHECKING:
 
 AgentFunction: TypeAlias = "Callable[[Task, AsyncOpenAI], Awaitable[Outcome | str | float | None]]"
 
-SAID_BYTES = 1 << 20
-"""Of a command's standard output that are read; of its standard error the last `COMPLAINT_BYTES` are kept."""
+OUTCOME_FD = "SHOAL_OUTCOME_FD"
+"""Variable of a command's environment: the number of the descriptor that takes its outcome."""
+MOST_OUTCOME_BYTES = 1 << 20
 COMPLAINT_BYTES = 4096
+"""Of a command's standard error, the last ones are kept."""
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TMPDIR"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Variables that a command has of the run's environment; the keys and tokens of the others are none of its business."""
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+END_S = 5.0
+"""After which a supervisor that was asked to end everything is killed."""
 PROCESSES_PER_CORE = 4
 TIMEOUT_S = 300.0
+
+
+class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An outcome as a command writes it; see `types.Outcome`."""
+
+    reward: float | None = None
+    answer: str | None = None
+    turn_rewards: tuple[float, ...] = ()
 
 
 class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +71,8 @@ class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Deadline of one rollout, from its begin."""
     max_at_once: int | None = None
     """Rollouts; commands have a few per core when unset."""
+    env: list[str] = []
+    """Variables that a command gets of the run's environment, besides `PASSED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +97,10 @@ def agent_of(named: object) -> Agent:
         if find_spec("openai") is None:
             raise TaskError("agent: expected the package openai; pip install 'shoal[agents]' brings it")
         return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run)))
+    if missing := [name for name in spec.env if name not in os.environ]:
+        raise TaskError(f"agent: expected the variable {missing[0]} in the environment, as env names it; it is not set")
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
-    return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run)))
+    return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run), spec.env))
 
 
 def _function_at(path: str) -> AgentFunction:
@@ -101,39 +128,40 @@ async def function_play(function: AgentFunction) -> AsyncIterator[Play]:
 
 
 @contextlib.asynccontextmanager
-async def command_play(command: Sequence[str]) -> AsyncIterator[Play]:
-    """Plays with a process for each rollout, which is killed at the deadline with all that it started.
+async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> AsyncIterator[Play]:
+    """Plays with a process for each rollout; nothing that it started outlives the rollout, see `supervisor`.
 
-    The task is a line of its input, the session in its environment.
+    The task is a line of its input, the session in its environment, which has `PASSED` and the variables `env` besides.
     """
 
     async def play(task: Task, seat: Seat) -> Outcome:
-        try:
+        with TemporaryFile() as asked, TemporaryFile() as written, _Complaint() as complaint:
+            asked.write(msgspec.json.encode(task) + b"\n")
+            asked.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=_environment(seat),
+                *(sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command),
+                stdin=asked,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=complaint.descriptor,
+                env=_environment(seat, env) | {OUTCOME_FD: str(written.fileno())},
+                pass_fds=[written.fileno()],
                 start_new_session=True,
             )
-        except OSError as error:
-            raise AgentFailed(f"agent: {command[0]!r} cannot be started: {error.strerror}") from error
-        try:
-            return outcome_of(await _said(process, msgspec.json.encode(task) + b"\n"))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            try:
+                code = await process.wait()
+            finally:
+                await _ended(process)
+            if code:
+                raise AgentFailed(f"agent: its process ended with {_how(code)}{complaint.last_line()}")
+            return _outcome(os.pread(written.fileno(), MOST_OUTCOME_BYTES + 1, 0))
 
     yield play
 
 
-def _environment(seat: Seat) -> dict[str, str]:
-    """What clients of OpenAI and Anthropic look for."""
-    inherited = {name: value for name, value in os.environ.items() if name != PARENT}
+def _environment(seat: Seat, more: Sequence[str]) -> dict[str, str]:
+    """What is passed, and what clients of OpenAI and Anthropic look for."""
     return {
-        **inherited,
+        **{name: os.environ[name] for name in (*PASSED, *more) if name in os.environ},
         "OPENAI_BASE_URL": seat.base_url,
         "OPENAI_API_KEY": seat.api_key,
         "ANTHROPIC_BASE_URL": seat.anthropic_base_url,
@@ -141,33 +169,58 @@ def _environment(seat: Seat) -> dict[str, str]:
     }
 
 
-async def _said(process: asyncio.subprocess.Process, task: bytes) -> Outcome | str | None:
-    """What its last line says. Raises `AgentFailed` when it ended badly."""
-    assert process.stdin and process.stdout and process.stderr
-    reading = asyncio.gather(_bytes(process.stdout, SAID_BYTES), _bytes(process.stderr, COMPLAINT_BYTES))
-    with contextlib.suppress(ConnectionError):  # it need not read its task
-        process.stdin.write(task)
-        await process.stdin.drain()
-    process.stdin.close()
-    out, err = await reading
-    code = await process.wait()
-    if code:
-        how = f"signal {-code}" if code < 0 else f"code {code}"
-        complaint = err.decode(errors="replace").strip().splitlines()[-1:]
-        raise AgentFailed(f"agent: its process ended with {how}{''.join(f': {line[:300]}' for line in complaint)}")
-    text = out.decode(errors="replace").strip()
-    line = text.splitlines()[-1] if text else ""
-    if not line.startswith("{"):
-        return line or None
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Has the supervisor end all that is left of a rollout, when it has not yet."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        process.send_signal(number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+
+
+def _how(code: int) -> str:
+    """An exit code in words; the supervisor says signals as a shell does."""
+    return f"signal {code - 128}" if code > 128 else f"code {code}"
+
+
+def _outcome(written: bytes) -> Outcome:
+    """What a command wrote; nothing leaves all to the task's scorer. Raises `AgentFailed`."""
+    if not written.strip():
+        return Outcome()
     try:
-        return msgspec.json.decode(line, type=Outcome)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise AgentFailed(f"agent: expected an outcome as JSON in its last line: {error}") from error
+        if len(written) > MOST_OUTCOME_BYTES:
+            raise ValueError(f"more than {MOST_OUTCOME_BYTES} bytes")
+        one = msgspec.json.decode(written, type=Written)
+        return Outcome(one.reward, one.answer, one.turn_rewards)
+    except ValueError as error:
+        raise AgentFailed(f"agent: expected one outcome as a JSON object in {OUTCOME_FD}: {error}") from error
 
 
-async def _bytes(stream: asyncio.StreamReader, kept: int) -> bytes:
-    """The last `kept` bytes of all that comes."""
-    data = b""
-    while part := await stream.read(1 << 16):
-        data = (data + part)[-kept:]
-    return data
+class _Complaint:
+    """A pipe for standard error. It is read as it comes and nobody waits for its end, which a daemon could put off."""
+
+    def __enter__(self) -> Self:
+        self._kept = b""
+        self._ours, self.descriptor = os.pipe()
+        os.set_blocking(self._ours, False)
+        asyncio.get_running_loop().add_reader(self._ours, self._read)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.get_running_loop().remove_reader(self._ours)
+        os.close(self._ours)
+        os.close(self.descriptor)  # only now: while it is open here, the pipe has no end that would be read for ever
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._kept = (self._kept + os.read(self._ours, 1 << 16))[-COMPLAINT_BYTES:]
+
+    def last_line(self) -> str:
+        """What was said last, after a colon; empty when nothing was."""
+        self._read()
+        lines = self._kept.decode(errors="replace").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from shoal.rollout.single_turn import priority_of, sampled_for
 from shoal.types import Sampling, Task, seed_for
 
 STOP_GRACE_S = 1
+UNLIMITED = sys.maxsize
+"""Generations and tokens of a rollout: its deadline bounds them, and any other bound would fail what goes well."""
 IDLE_FACTOR = 4.0
 """A session outlives its rollout's deadline by this: the host ends sessions, eviction is for those it lost."""
 
@@ -80,7 +83,7 @@ class Host:
         sampling = sampled_for(purpose, self._sampling)
         session = self.gateway.sessions.open(
             sampling=replace(sampling, seed=seed_for("rollout", self._sampling.seed or 0, task.id, i)),
-            limits=Limits(age_s=IDLE_FACTOR * timeout_s),
+            limits=Limits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s),
             priority=priority_of(purpose),
         )
         root = f"{self._url}/s/{session.token}"

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from shoal.errors import EngineError, EngineUnavailable, ShoalError
-from shoal.gateway.sessions import ContextOverflow, SessionOver
+from shoal.gateway.sessions import ContextOverflow
 from shoal.gateway.token_tree import Ledger
 from shoal.interfaces import Purpose, Scorer
+from shoal.plugins import described
 from shoal.rollout.agents.host import Host, Seat
-from shoal.rollout.single_turn import failed
+from shoal.rollout.single_turn import failed, unscored
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task, Turn
 
@@ -19,7 +20,8 @@ Play: TypeAlias = Callable[[Task, Seat], Awaitable[Outcome]]
 """Works on a task through a seat's session until it is done. Whatever it raises makes the rollout a failed one."""
 
 OVERFLOW = "context: the conversation did not fit any more"
-GAVE_UP = "policy: "
+OVERFLOW_CODE = "context_length_exceeded"
+"""In the gateway's answer, and so in the errors of OpenAI's clients."""
 ATTEMPTS = 4
 """Of one rollout, when those who play it are lost."""
 
@@ -30,6 +32,17 @@ class AgentFailed(Exception):
 
 class AgentLost(AgentFailed):
     """Whoever played is gone: what was drawn is given up, and the rollout begins again in a new session."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a play ended: with an outcome when that is the policy's doing, with a reason when it was cut off.
+
+    Invariant: without an outcome nothing is trained. Only what is raised by type as the policy's has one.
+    """
+
+    outcome: Outcome | None
+    reason: str = ""
 
 
 class AgentRunner:
@@ -60,68 +73,62 @@ class AgentRunner:
                 except EngineUnavailable as error:
                     return failed(task, i, f"gateway: {error}")
                 try:
-                    outcome, reason = await self._played(task, seat)
+                    end = await self._played(task, seat)
                     break
                 except AgentLost as error:
-                    outcome, reason = None, str(error)
+                    end = _End(None, str(error))
                     if not attempts_left:
                         break
                 finally:
                     await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
-        return await self._judged(task, i, seat.session.ledger, outcome, reason)
+        return await self._judged(task, i, seat.session.ledger, end)
 
-    async def _played(self, task: Task, seat: Seat) -> tuple[Outcome | None, str]:
-        """What the agent says, or why it says nothing. Raises `AgentLost`."""
+    async def _played(self, task: Task, seat: Seat) -> _End:
+        """How the agent ended. Raises `AgentLost`."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._play(task, seat), ""
+                return _End(await self._play(task, seat))
         except AgentLost:
             raise
         except AgentFailed as error:
-            return None, str(error)
+            return _End(None, str(error))
         except EnvironmentFailed as error:
             if error.retry:
                 raise AgentLost(f"environment: {error}") from error
-            return None, f"environment: {error}"
+            return _End(None, f"environment: {error}")
         except PolicyFailed as error:
-            return Outcome(reward=0.0), f"{GAVE_UP}{error}"
-        except (ContextOverflow, SessionOver):
-            return None, OVERFLOW
+            return _End(Outcome(reward=0.0), f"policy: {error}")
         except EngineError as error:
-            return None, f"engine: {error}"
-        except TimeoutError as error:
-            late = f"deadline: the rollout took longer than {self._timeout_s:g} s"
-            return None, late if deadline.expired() else f"agent: TimeoutError: {error}"
-        except ShoalError as error:
-            return None, f"agent: {error}"
+            return _End(None, f"engine: {error}")
         except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
-            return None, f"agent: {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return _End(None, f"deadline: the rollout took longer than {self._timeout_s:g} s")
+            if seat.session.ledger.truncated and _is_overflow(error):
+                return _End(Outcome(reward=0.0), OVERFLOW)
+            return _End(None, f"agent: {error}" if isinstance(error, ShoalError) else f"agent: {described(error)}")
 
-    async def _judged(self, task: Task, i: int, ledger: Ledger, outcome: Outcome | None, reason: str) -> Rollout:
+    async def _judged(self, task: Task, i: int, ledger: Ledger, end: _End) -> Rollout:
         """The rollout that the ledger shows, with its reward and status."""
-        turns = ledger.turns()
-        status = RolloutStatus.FINISHED
-        if ledger.truncated:
-            status, reason = RolloutStatus.TRUNCATED, OVERFLOW
-        elif reason:
-            status = RolloutStatus.TRUNCATED if reason.startswith(GAVE_UP) and turns else RolloutStatus.FAILED
-        if not turns and status is RolloutStatus.FINISHED:
-            status, reason = RolloutStatus.FAILED, "agent: it asked the model nothing"
-        reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)
-        if status is not RolloutStatus.FAILED:
-            reward = await self._reward(task, ledger, outcome)
-            if reward.status is not RewardStatus.SCORED:
-                status, reason = RolloutStatus.FAILED, f"scorer: {reward.status.value.replace('_', ' ')}"
+        turns, outcome, reason = ledger.turns(), end.outcome, end.reason
+        if outcome is not None and ledger.truncated:
+            reason = reason or OVERFLOW
         given = outcome.turn_rewards if outcome else ()
+        if outcome is not None and not turns:
+            outcome, reason = None, reason or "agent: it asked the model nothing"
         if len(given) > len(turns):
-            status = RolloutStatus.FAILED
+            outcome = None
             reason = f"agent: expected at most {len(turns)} turn rewards, one for each answer, got {len(given)}"
+        reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)
+        status = RolloutStatus.FAILED
+        if outcome is not None:
+            reward = await self._reward(task, ledger, outcome)
+            status = RolloutStatus.TRUNCATED if reason else RolloutStatus.FINISHED
+            if reward.status is not RewardStatus.SCORED:
+                status, reason = RolloutStatus.FAILED, unscored(reward)
         return Rollout(f"{task.id}#{i}", ledger.messages(), _rewarded(turns, given), reward, status, reason)
 
-    async def _reward(self, task: Task, ledger: Ledger, outcome: Outcome | None) -> Reward:
-        """As the agent says, else as the scorer says; an agent that was cut off has not earned anything."""
-        if outcome is None:
-            return Reward(0.0)
+    async def _reward(self, task: Task, ledger: Ledger, outcome: Outcome) -> Reward:
+        """As the agent says, else as the scorer says."""
         if outcome.reward is not None:
             return Reward(outcome.reward)
         answer = _answer(ledger) if outcome.answer is None else outcome.answer
@@ -130,6 +137,16 @@ class AgentRunner:
         except ShoalError as error:  # the task says nothing of how to score it
             return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
         return reward
+
+
+def _is_overflow(error: BaseException) -> bool:
+    """Whether this is the refusal of a conversation that is too long, or was raised from it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ContextOverflow) or getattr(cause, "code", None) == OVERFLOW_CODE:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn, ...]:
