@@ -22,7 +22,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.agents.services import RemoteSource, attend, remote_play
-from shoal.rollout.orchestrator import Orchestrator, Terms
+from shoal.rollout.orchestrator import Orchestrator
 from shoal.tasks.remote_server import ServingHub
 from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
 from shoal.types import Sampling
@@ -166,7 +166,6 @@ def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestr
         runner = AgentRunner(crew.host, remote_play(service), scorer, timeout_s=load.timeout_s)
         answer = partial(runner.rollouts, n=load.group_size)
         sources.append(RemoteSource(service, answer, load.group_size, present))
-    terms = {name: Terms(weight) for name, weight in load.weights.items()}
-    orchestrator = Orchestrator(sources, terms, crew.buffer)
+    orchestrator = Orchestrator(sources, load.weights, crew.buffer)
     attend(crew.hub, sources, orchestrator.wake)
     return orchestrator

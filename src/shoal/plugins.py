@@ -7,7 +7,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
@@ -33,13 +33,12 @@ def own_code(field: str, name: str) -> object:
     try:
         found: object = getattr(import_module(module), attribute)
     except Exception as error:  # a module runs when it is imported, and raises what it will
-        why = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
-        raise ConfigError(f"{field}: {name!r} cannot be imported: {why}") from error
+        raise ConfigError(f"{field}: {name!r} cannot be imported: {described(error)}") from error
     return found
 
 
 def described(error: BaseException) -> str:
-    """An exception of the user's code: type, message, and the line of that code which it comes from.
+    """An exception of the user's code: type, message, and the line of that code which it comes from; ours as they are.
 
     >>> try:
     ...     exec(compile("def boom():\\n    return 1 / 0\\nboom()", "mine.py", "exec"))
@@ -47,9 +46,11 @@ def described(error: BaseException) -> str:
     ...     described(error)
     'ZeroDivisionError: division by zero (mine.py:2 in boom)'
     """
+    if isinstance(error, ShoalError):
+        return str(error)
     what = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     if isinstance(error, SyntaxError):
         return what  # the text names file and line
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))] or frames
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return f"{what} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else what

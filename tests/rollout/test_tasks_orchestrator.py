@@ -16,7 +16,7 @@ from shoal.clock import run_virtual
 from shoal.experience import Buffer, RunMeta
 from shoal.experience.balance import PATIENCE_S
 from shoal.rollout.mixture_weights import Bounds, Change
-from shoal.rollout.orchestrator import Adjustment, Orchestrator, Terms
+from shoal.rollout.orchestrator import CANCELLED, Adjustment, Orchestrator
 from shoal.types import Task
 
 GROUP_SIZE = 2
@@ -77,6 +77,8 @@ class Run:
     per_step: list[Counter[str]]
     ends_s: list[float]
     """When each step was done."""
+    failed: dict[str, Counter[str]]
+    """Groups by reason."""
 
 
 def simulate(
@@ -88,7 +90,6 @@ def simulate(
     per_step=6,
     step_s=1.0,
     max_running=200,
-    limits=None,
     bounds=None,
     tokens=False,
     late="train",
@@ -99,10 +100,8 @@ def simulate(
         buffer = Buffer.in_memory(RunMeta(eta, late, per_step, 1), max_running=max_running)
         changes: list[Change] = []
         adjustment = Adjustment(bounds, changes.append) if bounds or tokens else None
-        terms = {
-            shop.name: Terms(weight, (limits or {}).get(shop.name)) for shop, weight in zip(shops, weights, strict=True)
-        }
-        orchestrator = Orchestrator(shops, terms, buffer, adjustment=adjustment)
+        shares = {shop.name: weight for shop, weight in zip(shops, weights, strict=True)}
+        orchestrator = Orchestrator(shops, shares, buffer, adjustment=adjustment)
         trained: list[Counter[str]] = []
         ends_s: list[float] = []
         ids: list[str] = []
@@ -126,7 +125,8 @@ def simulate(
         accounted = sum(c.finished + c.failed.total() + c.dropped.total() + c.in_flight for c in counts)
         total = sum(trained, Counter())
         started = sum(c.started for c in counts)
-        return Run(total, ids, started, accounted, changes, orchestrator.shares, trained, ends_s)
+        failed = {name: c.failed for name, c in buffer.counts.items()}
+        return Run(total, ids, started, accounted, changes, orchestrator.shares, trained, ends_s, failed)
 
     return run_virtual(main())
 
@@ -227,8 +227,8 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
 
 
 def test_a_task_that_cannot_deliver_its_share_at_full_concurrency_is_asked_for_less() -> None:
-    shops = [Workshop("quick", 1.0), Workshop("crawling", 20.0)]
-    run = simulate(shops, (1, 1), steps=200, limits={"crawling": 2}, bounds=Bounds(0.05, 4.0))
+    shops = [Workshop("quick", 1.0), Workshop("crawling", 20.0, max_running=2)]
+    run = simulate(shops, (1, 1), steps=200, bounds=Bounds(0.05, 4.0))
     assert run.shares["crawling"] < 0.3
     assert any("waited for it" in change.reason for change in run.changes)
 
@@ -241,6 +241,43 @@ def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> Non
     assert "tokens per group" in run.changes[0].reason
 
 
+class Cancelling(Workshop):
+    """A workshop whose first groups end because something that they wait for is cancelled."""
+
+    async def rollouts(self, task: Task):
+        if int(task.id.rpartition("/")[2]) < 3:
+            lost = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(1.0, lost.cancel)
+            await lost
+        return await super().rollouts(task)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_group_whose_scoring_is_cancelled_fails_and_gives_its_place_back(eta: int) -> None:
+    run = simulate([Cancelling("flaky", 1.0)], (1,), steps=20, eta=eta, per_step=6)
+    assert run.trained.total() == 120
+    assert run.started == run.accounted
+    assert run.failed["flaky"] == Counter({CANCELLED: 3})
+
+
+def test_each_reason_of_a_failed_rollout_is_told_once() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
+        shop = Workshop("flaky", 1.0, failing=0.3, buffer=buffer)
+        orchestrator = Orchestrator([shop], {"flaky": 1.0}, buffer, on_failure=told.append)
+        running = asyncio.create_task(orchestrator.run())
+        for step in range(20):
+            groups = await buffer.take(6, step)
+            await buffer.consumed(step, step, [one.id for one in groups], version_after=step + 1)
+            buffer.publish(step + 1)
+        running.cancel()
+
+    run_virtual(main())
+    assert told == ["no answer"]
+
+
 def test_a_run_of_which_no_group_can_be_used_ends_with_the_reason() -> None:
     told: list[str] = []
 
@@ -248,7 +285,7 @@ def test_a_run_of_which_no_group_can_be_used_ends_with_the_reason() -> None:
         buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
         shop = Workshop("broken", 1.0, failing=1.0, buffer=buffer)
         async with asyncio.timeout(3600):
-            await Orchestrator([shop], {"broken": Terms(1.0)}, buffer, told=told.append).run()
+            await Orchestrator([shop], {"broken": 1.0}, buffer, told=told.append).run()
 
     with pytest.raises(ExceptionGroup) as raised:
         run_virtual(main())

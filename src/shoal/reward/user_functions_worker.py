@@ -9,7 +9,7 @@ from typing import cast
 
 from shoal import wire
 from shoal.net.process import die_with_parent, send_frame, serve
-from shoal.plugins import own_code
+from shoal.plugins import described, own_code
 from shoal.reward.user_functions import Call, Called
 
 
@@ -23,7 +23,7 @@ def called(call: Call) -> Called:
             **{name: [value] * count for name, value in _columns(call).items()},
         )
     except Exception as error:  # the user's function raises what it will
-        return Called(error=f"{call.path}: {type(error).__name__}: {error}"[:1000])
+        return Called(error=f"{call.path}: {described(error)}")
     if not isinstance(values, Sequence) or len(values) != count:
         return Called(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
     wrong = [value for value in values if not _is_reward(value)]

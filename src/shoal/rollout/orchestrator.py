@@ -16,10 +16,14 @@ from shoal.interfaces import TaskService
 from shoal.rollout.mixture_weights import Adjuster, Bounds, Change, TokenShares
 from shoal.rollout.ratios import Load, Quotas
 from shoal.tasks.sdk import EnvironmentFailed
-from shoal.types import Group, Rollout, Split, Task
+from shoal.types import Group, Rollout, RolloutStatus, Split, Task
 
 TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
 """Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
+MOST_TOLD = 16
+"""Different reasons of failed rollouts that are told when they come first."""
+
+CANCELLED = "cancelled from inside: something that its rollouts waited for was cancelled"
 
 REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
 """Before a question that could not be drawn is asked for again; twice as long each time."""
@@ -82,6 +86,10 @@ class Admission(Protocol):
         """Takes a group that ran; returns once it is durable. False when too few of its rollouts are usable."""
         ...
 
+    async def fail(self, group_id: str, reason: str) -> None:
+        """Ends a group of which there is nothing to keep."""
+        ...
+
 
 class Source(Protocol):
     """One task service as the orchestrator sees it, in this process or far away."""
@@ -113,16 +121,13 @@ class LocalSource:
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
     on_presence: Callable[[str, bool], None] = lambda name, present: None
     """Called when the service's share goes to others (False) and comes back (True)."""
+    max_running: int | None = None
+    """Groups that it can run at once; None leaves it to the gate."""
 
     @property
     def name(self) -> str:
         """The service's."""
         return self.service.name
-
-    @property
-    def max_running(self) -> int | None:
-        """No limit of its own."""
-        return None
 
     async def draw(self, index: int) -> Task:
         """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile.
@@ -151,16 +156,6 @@ class LocalSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What one service may have."""
-
-    weight: float
-    """Relative to the others."""
-    max_running: int | None = None
-    """Groups at once; None leaves it to the gate."""
-
-
-@dataclass(frozen=True, slots=True)
 class Adjustment:
     """That ratios follow what the groups teach, how far, and who hears of it."""
 
@@ -175,23 +170,27 @@ class Orchestrator:
     def __init__(
         self,
         sources: Sequence[Source],
-        terms: Mapping[str, Terms],
+        weights: Mapping[str, float],
         admission: Admission,
         *,
         adjustment: Adjustment | None = None,
         post: Callable[[Group], Group] = lambda group: group,
         told: Callable[[str], None] = lambda reason: None,
+        on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`post` is what becomes of a group before it is added; `told` hears why many in a row could not be used.
+        """`weights` are the sources', relative; `post` is what becomes of a group before it is added.
 
-        Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice."""
+        `told` hears why many in a row could not be used, `on_failure` each reason of a failed rollout when it comes
+        first. Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice.
+        """
         self._sources = {source.name: source for source in sources}
-        self._terms = dict(terms)
         self._admission = admission
         self._post = post
         self._told = told
+        self._on_failure = on_failure
+        self._seen: set[str] = set()
         self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
-        weights = {name: terms[name].weight for name in self._sources}
+        weights = {name: weights[name] for name in self._sources}
         self._adjustment = adjustment
         self._adjuster = _adjuster(weights, adjustment) if adjustment else None
         consumed = {name: admission.counts_of(name).consumed for name in self._sources}
@@ -271,26 +270,45 @@ class Orchestrator:
         return not self._full(name, load) and not self._ready[name].empty()
 
     def _full(self, name: str, load: Load) -> bool:
-        limits = (self._terms[name].max_running, self._sources[name].max_running)
-        return any(most is not None and load.running >= most for most in limits)
+        most = self._sources[name].max_running
+        return most is not None and load.running >= most
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
-        group = self._post(Group(group_id, task, await source.rollouts(task), version))
+        try:
+            rollouts = await source.rollouts(task)
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is None or own.cancelling():
+                raise
+            # A TaskGroup forgets a task that ends so: the group would run for ever, and hold its place at the gate.
+            await self._admission.fail(group_id, CANCELLED)
+            self._note_unusable([CANCELLED])
+            self._wake.set()
+            return
+        group = self._post(Group(group_id, task, rollouts, version))
         usable = await self._admission.add(group)
         if usable and self._adjuster is not None:
             rewards = {rollout.reward.value for rollout in group.finished}
             tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
             self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
+        reasons = [rollout.reason for rollout in group.rollouts if rollout.status is RolloutStatus.FAILED]
+        self._tell_new(reasons)
         if usable:
             self._unusable.clear()
         else:
-            self._note_unusable(group)
+            self._note_unusable(reasons)
         self._wake.set()
 
-    def _note_unusable(self, group: Group) -> None:
+    def _tell_new(self, reasons: Sequence[str]) -> None:
+        """Tells of a failure when it is seen first, so that nobody has to wait for the end of the run to hear of it."""
+        for reason in dict.fromkeys(reasons):
+            if reason not in self._seen and len(self._seen) < MOST_TOLD:
+                self._seen.add(reason)
+                self._on_failure(reason)
+
+    def _note_unusable(self, reasons: Sequence[str]) -> None:
         """A run of which no group can be used trains nothing, however long it goes on."""
-        reasons = Counter(rollout.reason for rollout in group.rollouts if rollout.reason)
-        self._unusable.update(reason for reason, _ in reasons.most_common(1))
+        self._unusable.update(reason for reason, _ in Counter(reasons).most_common(1))
         often = next((reason for reason, _ in self._unusable.most_common(1)), "")
         if self._unusable.total() == TOLD_AFTER:
             self._told(often)

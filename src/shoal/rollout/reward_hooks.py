@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeAlias, cast
 
 from shoal.errors import ConfigError
-from shoal.plugins import own_code
+from shoal.plugins import described, own_code
 from shoal.types import Group, Reward, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
@@ -55,7 +55,7 @@ def processed(group: Group, hooks: Sequence[Hook]) -> Group:
         try:
             group = hook(group)
         except Exception as error:  # a user's hook is anybody's code: its failure is a status
-            reason = f"post-processing: {type(error).__name__}: {error}"
+            reason = f"post-processing: {described(error)}"
             return replace(group, rollouts=tuple(_failed(rollout, reason) for rollout in group.rollouts))
     return group
 

@@ -12,13 +12,13 @@ from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
 from shoal.observe.metrics import Trackers
 from shoal.reward.binary_scorer import FullMarks
 from shoal.reward.service import RewardService
-from shoal.rollout.agents.clients import TIMEOUT_S
+from shoal.rollout.agents.clients import TIMEOUT_S, Agent
 from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.native import native_play
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.agents.services import RemoteSource, attend, remote_play
 from shoal.rollout.mixture_weights import Bounds, Change
-from shoal.rollout.orchestrator import Adjustment, LocalSource, Orchestrator, Source, Terms
+from shoal.rollout.orchestrator import Adjustment, LocalSource, Orchestrator, Source
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
 from shoal.run.plan import Prepared
@@ -114,13 +114,19 @@ def sources(
     config: Config, prepared: Prepared, runner: Runner, on_presence: Callable[[str, bool], None]
 ) -> list[Source]:
     """What the orchestrator draws from."""
-    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]] = partial(runner.rollouts, n=config.rollout.group_size)
+    size = config.rollout.group_size
+    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]] = partial(runner.rollouts, n=size)
     return [
-        RemoteSource(service, answer, config.rollout.group_size, on_presence)
+        RemoteSource(service, answer, size, on_presence)
         if isinstance(service, RemoteService)
-        else LocalSource(service, answer, on_presence)
-        for service in services_of(prepared).values()
+        else LocalSource(service, answer, on_presence, _groups_at_once(prepared.agents.get(name), size))
+        for name, service in services_of(prepared).items()
     ]
+
+
+def _groups_at_once(agent: Agent | None, group_size: int) -> int | None:
+    """Groups whose rollouts an agent takes at once: what only waited for it would age, and hold others' places."""
+    return None if agent is None or agent.max_at_once is None else -(-agent.max_at_once // group_size)
 
 
 def orchestrator(
@@ -141,11 +147,12 @@ def orchestrator(
     drawn = sources(config, prepared, runner, presence)
     made = Orchestrator(
         drawn,
-        {one.name: Terms(weights.get(one.name, 1.0)) for one in drawn},
+        {one.name: weights.get(one.name, 1.0) for one in drawn},
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
         adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell),
         told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
+        on_failure=lambda reason: trackers.log_event("rollout_failed", reason=reason),
     )
     if isinstance(prepared.service, Library) and prepared.service.hub is not None:
         attend(prepared.service.hub, drawn, made.wake)

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import ChatRefused, completion, wire_of
+from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     Acknowledged,
     Ask,
@@ -219,7 +220,7 @@ class Member:
         except TimeoutError:
             return Failed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
         except Exception as error:  # an author's code is anybody's: its failure is a result
-            return Failed(job.lease, Whose.ENVIRONMENT, f"{type(error).__name__}: {error}"[:4096])
+            return Failed(job.lease, Whose.ENVIRONMENT, described(error))
 
     async def _done(self, http: aiohttp.ClientSession, job: Job) -> Result:
         if isinstance(job, DrawJob):

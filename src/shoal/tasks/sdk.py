@@ -33,7 +33,7 @@ from typing import Protocol, cast
 from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Chat, TaskService
-from shoal.plugins import own_code
+from shoal.plugins import described, own_code
 from shoal.tasks.holdout import prompt, split_of
 from shoal.tasks.remote_protocol import Capability
 from shoal.types import Json, Outcome, Receipt, Reward, RewardStatus, Split, Task, seed_for
@@ -182,7 +182,7 @@ class Definition:
         return rewards
 
     def _unscored(self, error: Exception) -> Reward:
-        return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {type(error).__name__}: {error}")
+        return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {described(error)}")
 
     def _task(self, question: Question, split: Split, index: int) -> Task:
         info: dict[str, Json] = {} if question.info is None else {"info": question.info}

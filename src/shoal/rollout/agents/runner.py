@@ -88,6 +88,11 @@ class AgentRunner:
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return _End(await self._play(task, seat))
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is None or own.cancelling():
+                raise
+            return _End(None, "agent: cancelled from inside: something that it waited for was cancelled")
         except AgentLost:
             raise
         except AgentFailed as error:
@@ -105,7 +110,7 @@ class AgentRunner:
                 return _End(None, f"deadline: the rollout took longer than {self._timeout_s:g} s")
             if seat.session.ledger.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
-            return _End(None, f"agent: {error}" if isinstance(error, ShoalError) else f"agent: {described(error)}")
+            return _End(None, f"agent: {described(error)}")
 
     async def _judged(self, task: Task, i: int, ledger: Ledger, end: _End) -> Rollout:
         """The rollout that the ledger shows, with its reward and status."""
