@@ -144,6 +144,8 @@ class Claim:
     question: str
     truth: str | None
     receipt: Receipt | None = None
+    libraries: str = ""
+    """That the question was drawn with, beside reasoning-gym: what else may change it."""
 
 
 class NotOurs(StrEnum):
@@ -155,9 +157,13 @@ class NotOurs(StrEnum):
     """The question is one that this node evaluates with."""
     NOT_DRAWN = "receipt gives no question"
     TIMED_OUT = "not drawn in time"
-    """This node was too slow, or its process that draws died; that says nothing of the claim."""
+    """The process that draws took too long or died, for the claim's sake or for this machine's."""
+    OUT_OF_BOUNDS = "outside this node's bounds"
+    """Of a dataset or of a size that this node does not draw for others."""
+    OTHER_LIBRARIES = "drawn otherwise by other libraries"
+    """The receipt gives another question or truth here, where Python or a library is another one: no proof of a lie."""
     WRONG_QUESTION = "wrong question"
-    """The receipt gives another question: the claim is a lie."""
+    """The receipt gives another question, with the same libraries: the claim is a lie."""
     WRONG_TRUTH = "wrong truth"
     """The question is right and the truth is not: the claim is a lie."""
 

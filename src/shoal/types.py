@@ -222,6 +222,16 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class External:
+    """What this node knew of itself when it took a peer's answer. Nothing in it comes from the peer."""
+
+    skill: float | None = None
+    """Its own mean reward in such tasks, where that is the baseline."""
+    usual_logprob: float = 0.0
+    """Nats per token of what it sampled itself in such tasks lately; 0 when it sampled nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One generator's whole work on one task. `reason` says why unless the status is `FINISHED`.
 
@@ -235,6 +245,8 @@ class Rollout:
     reward: Reward
     status: RolloutStatus = RolloutStatus.FINISHED
     reason: str = ""
+    external: External | None = None
+    """Of a peer's answer."""
 
     @property
     def oldest_version(self) -> int | None:

@@ -86,7 +86,7 @@ def weights_of(run: Path) -> str:
 
 
 def offer(question: str, truth: str, *texts: str) -> bytes:
-    rollouts = tuple(OfferedRollout(text, logprob=-1.0) for text in texts)
+    rollouts = tuple(OfferedRollout(text) for text in texts)
     return offers.encode(Offer(Claim("letters", question, truth), rollouts, GeneratorKind.RULE, "rule", time.time()))
 
 

@@ -325,12 +325,12 @@ def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) 
     async def main() -> None:
         lies = [of_peer("say nothing", "x"), of_peer("say b", "c")] * 20
         async with site(tmp_path, before=lies) as at, Visitor(at.url) as ann:
-            await until(lambda: len(at.desk._heard) == len(lies))
+            await until(lambda: len(at.desk._offered) == len(lies))
             seen = await ann.ask()
             for _ in range(6):
                 seen = await ann.ask(seen["id"])
                 assert seen["question"] != "say nothing"
-            assert at.desk._door.refused[Reason.UNKNOWN_TASK] > 0
+            assert at.desk.door.refused[Reason.UNKNOWN_TASK] > 0
 
     asyncio.run(main())
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,16 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.contents import Contents
 from shoal.swarm.envelope import Kind, Seal
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Means
+from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, Means
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library
-from shoal.types import Split, Task
+from shoal.types import EXTERNAL, Group, Message, Reward, Role, Rollout, Split, Task
 from until import until
 
 HANG = "1e99999999"
@@ -49,7 +51,7 @@ class Stranger:
         return self.identity.peer_id
 
     async def says(self, claim: Claim, *answers: str) -> None:
-        rollouts = tuple(OfferedRollout(answer, logprob=-1.0) for answer in answers)
+        rollouts = tuple(OfferedRollout(answer) for answer in answers)
         content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time())
         await self.sends(self._seal.frame(Kind.OFFER, offers.encode(content), time.time()))
 
@@ -151,3 +153,55 @@ def test_a_group_of_a_peer_is_no_larger_than_one_s_own(library: Library, tmp_pat
         assert sorted(len(group.rollouts) for group in groups) == [2, 6]
 
     beside(library, tmp_path, tiny_model_dir, body, most_answers=6)
+
+
+def test_one_content_is_praised_and_taken_once_whoever_signs_it(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async def body(reef: Reef) -> None:
+        node, first, copies = reef.node, reef.stranger(), [reef.stranger(known=True) for _ in range(3)]
+        await first.says(reef.claims[0], reef.truth(0), "no")
+        await until(lambda: node.ready == 1)
+        for _ in range(10):
+            for copy in copies:
+                await copy.says(reef.claims[0], f" {reef.truth(0)}", "NO")
+        await until(lambda: node.door.refused[Reason.REPEATED] == 30)
+        assert node.ready == 1
+        await copies[0].says(
+            reef.claims[0], "never said", "no", reef.truth(0)
+        )  # the rest of it was: nothing to compare
+        await copies[0].says(reef.claims[1], reef.truth(1), "no")
+        await until(lambda: node.ready == 2)
+        await until(lambda: node.door.refused[Reason.REPEATED] == 31)
+        (group, other) = sorted(await node.external_groups(0, logprobs), key=lambda one: len(one.rollouts))
+        assert {len(group.rollouts), len(other.rollouts)} == {2}
+
+    beside(library, tmp_path, tiny_model_dir, body)
+
+
+def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:
+    task = library.services[0].draw(Split.TRAIN, 0)
+    answered = tuple(
+        Rollout(text, (*task.messages, Message(Role.ASSISTANT, text)), (), Reward(0.0)) for text in ("a", "b")
+    )
+    contents = Contents([Group(f"{EXTERNAL}x", task, answered, 0)])
+    assert contents.fresh(task, ["A ", "c", "b"]) == [1]
+    assert [contents.praises(task, author) for author in "xyx"] == [True, True, False]
+
+
+def test_files_of_people_that_cannot_be_read_or_written_end_nothing_and_are_in_the_status(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    node_folder = tmp_path / "node"
+    (node_folder / BANNED_FILE).mkdir(parents=True)
+    (node_folder / f"{STATUS_FILE}.unfinished").mkdir()
+
+    async def body(reef: Reef) -> None:
+        await until(lambda: set(reef.node.file_failures) == {BANNED_FILE, STATUS_FILE})
+        assert BANNED_FILE in str(reef.node.status()["failure"])
+        liar = reef.stranger(known=True)
+        await liar.says(reef.claims[0], reef.truth(0), "no")
+        await liar.says(replace(reef.claims[1], truth="a lie"), "a lie", "no")
+        await until(lambda: liar.peer_id in reef.node.door.banned)
+
+    beside(library, node_folder, tiny_model_dir, body)

@@ -168,7 +168,7 @@ def test_a_body_that_lies_about_its_size_or_has_something_behind_it_is_refused()
 
 
 def test_an_offer_comes_out_as_it_went_in() -> None:
-    made = Offer(CLAIM, (OfferedRollout("2", logprob=-1.5), OfferedRollout("3", complete=False)), "frozen", "qwen", 1.0)
+    made = Offer(CLAIM, (OfferedRollout("2"), OfferedRollout("3", complete=False)), "frozen", "qwen", 1.0)
     assert offers.decode(offers.encode(made)) == Offer(CLAIM, made.rollouts, GeneratorKind.FROZEN, "qwen", 1.0)
 
 
@@ -192,12 +192,6 @@ def test_an_offer_with_a_wrong_field_cannot_be_made_or_decoded(field: str, value
         offers.decode(wire.encode({**fields, field: value}))
 
 
-@pytest.mark.parametrize("logprob", [0.5, float("nan"), float("-inf")])
-def test_a_log_likelihood_that_is_none_is_refused(logprob: float) -> None:
-    with pytest.raises(ValueError, match="logprob"):
-        OfferedRollout("x", logprob=logprob)
-
-
 def test_a_group_is_shared_as_text_and_only_what_others_can_read_of_it() -> None:
     answer = Message(Role.ASSISTANT, "2")
     task = Task("t", "gcd", (QUESTION,), "2")
@@ -219,8 +213,8 @@ def test_a_group_is_shared_as_text_and_only_what_others_can_read_of_it() -> None
     made = offer_of(group, CLAIM, generator=GeneratorKind.TRAINING, model="tiny", made_s=9.0)
     assert made is not None
     assert made.rollouts == (
-        OfferedRollout("2", complete=True, logprob=-0.75),
-        OfferedRollout("two thousand", complete=False, logprob=-2.0),
+        OfferedRollout("2", complete=True),
+        OfferedRollout("two thousand", complete=False),
     )
     nothing = Group("g", task, group.rollouts[2:], 0)
     assert offer_of(nothing, CLAIM, generator=GeneratorKind.TRAINING, model="tiny", made_s=9.0) is None

@@ -1,19 +1,37 @@
 """What foreign answers are reinforced with."""
 
 import math
+from dataclasses import fields
 
-from shoal.swarm.encoding import GENERATOR_LOGPROB, OWN_SKILL
-from shoal.swarm.external import external_rows
+import pytest
+
+from shoal import wire
+from shoal.config import Credit
+from shoal.swarm.external import external_rows, own_likelihood
+from shoal.swarm.offer import OfferedRollout
 from shoal.trainer.advantage import rows
-from shoal.types import EXTERNAL, Completion, FinishReason, Group, Message, Reward, Role, Rollout, Sample, Task, Turn
+from shoal.types import (
+    EXTERNAL,
+    Completion,
+    External,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Sample,
+    Task,
+    Turn,
+)
 
 TASK = Task("t", "letters", (Message(Role.USER, "say a"),), "a")
 
 
-def rollout(value: float, own: float, **parts: float) -> Rollout:
+def rollout(value: float, own: float, external: External) -> Rollout:
     turn = Turn((1, 2), Completion((3, 4), (own / 2, own / 2), (0, 0), FinishReason.STOP))
-    reward = Reward(value, parts=tuple(parts.items()))
-    return Rollout(f"r{value}", (*TASK.messages, Message(Role.ASSISTANT, "a")), (turn,), reward)
+    messages = (*TASK.messages, Message(Role.ASSISTANT, "a"))
+    return Rollout(f"r{value}", messages, (turn,), Reward(value), external=external)
 
 
 def group(*rollouts: Rollout) -> Group:
@@ -29,17 +47,31 @@ def of_drawn(row: Sample) -> set[float]:
 
 
 def test_one_right_answer_teaches_a_node_that_is_mostly_wrong_as_much_as_its_skill_is_low() -> None:
-    alone = group(rollout(1.0, -4.0, **{OWN_SKILL: 0.1}))
-    (row,) = external_rows(alone, trained(alone, 0.0), "skill")
+    alone = group(rollout(1.0, -4.0, External(skill=0.1)))
+    (row,) = external_rows(alone, trained(alone, 0.0), Credit.SKILL)
     assert of_drawn(row) == {3.0}
     assert {a for a, drawn in zip(row.advantages, row.mask, strict=True) if not drawn} == {0.0}
 
 
 def test_negatives_are_kept_dropped_or_weighed_by_how_likely_the_node_is_to_say_them() -> None:
-    both = group(rollout(1.0, -2.0, **{GENERATOR_LOGPROB: -1.0}), rollout(0.0, -5.0, **{GENERATOR_LOGPROB: -1.0}))
+    usual = External(usual_logprob=-0.5)
+    both = group(rollout(1.0, -2.0, usual), rollout(0.0, -5.0, usual))
     samples = trained(both, 0.5, -0.5)
-    assert [of_drawn(row) for row in external_rows(both, samples, "group")] == [{0.5}, {-0.5}]
-    assert [of_drawn(row) for row in external_rows(both, samples, "group_drop")] == [{0.5}, {-0.0}]
-    weighed = external_rows(both, samples, "group_weight")
+    assert [of_drawn(row) for row in external_rows(both, samples, Credit.GROUP)] == [{0.5}, {-0.5}]
+    assert [of_drawn(row) for row in external_rows(both, samples, Credit.GROUP_DROP)] == [{0.5}, {-0.0}]
+    weighed = external_rows(both, samples, Credit.GROUP_WEIGHT)
     assert of_drawn(weighed[0]) == {0.5}
     assert of_drawn(weighed[1]) == {round(-0.5 * math.exp(-2), 9)}
+
+
+def test_a_text_that_the_node_says_as_often_as_its_own_is_pushed_down_in_full() -> None:
+    alone = group(rollout(0.0, -1.0, External(usual_logprob=-0.5)))
+    assert own_likelihood(alone.rollouts[0]) == 1.0
+    assert own_likelihood(rollout(0.0, -4.0, External(usual_logprob=-0.5))) == pytest.approx(math.exp(-1.5))
+
+
+def test_nothing_that_an_offer_claims_beside_its_texts_reaches_what_is_trained() -> None:
+    """The size of a gradient comes of the node's own rewards, logprobs and means."""
+    assert {field.name for field in fields(OfferedRollout)} == {"text", "complete"}
+    claimed = wire.encode({"text": "a", "logprob": -1e30, "skill": 0.0})
+    assert wire.decode(claimed, OfferedRollout) == OfferedRollout("a")

@@ -35,7 +35,7 @@ from shoal.swarm.rules import RuleSolver
 from shoal.swarm.trust import Door, Letter
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
-from shoal.types import Group, Split, Task
+from shoal.types import External, Group, Split, Task
 from until import until
 
 TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(GCD\\) of these numbers: ", "gcd ")])]
@@ -43,14 +43,13 @@ TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(G
 
 @contextmanager
 def openai_server(status: int = 200) -> Iterator[str]:
-    """Says 3, with the logprobs of its two tokens."""
+    """Says 3."""
 
     class Said(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert asked["messages"][-1]["content"].startswith("gcd")
-            logprobs = {"content": [{"token": "3", "logprob": -0.5}, {"token": "<end>", "logprob": -0.25}]}
-            choice = {"message": {"content": "3"}, "finish_reason": "stop", "logprobs": logprobs}
+            choice = {"message": {"content": "3"}, "finish_reason": "stop"}
             body = json.dumps({"choices": [choice]}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -125,9 +124,9 @@ def settled(node: Node) -> bool:
     return status["admitted"] == 3 and not status["pending"] and node.ready
 
 
-async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[str]]:
-    """The ids of what a node takes before and after its run is resumed, while the exchange still has everything."""
-    hub, lives = MemoryHub(), list[list[str]]()
+async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[Group]]:
+    """What a node takes before and after its run is resumed, while the exchange still has everything."""
+    hub, lives = MemoryHub(), list[list[Group]]()
     rule, generator = RuleSolver("truth", 0), Identity.fresh()
     await Generator(
         hub.join(), own, library.services, rule, generator, folder / "generator", swarm="reef", pace=Pace(4, 0.01, 3)
@@ -137,10 +136,10 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
         means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         for _ in range(2):
             means = replace(means, exchange=hub.join())
-            node = Node(means, settings, identity, folder / "node", trained=[id_ for life in lives for id_ in life])
+            node = Node(means, settings, identity, folder / "node", trained=[group for life in lives for group in life])
             running = asyncio.ensure_future(node.run())
             await until(partial(settled, node))
-            lives.append([group.id for group in await node.external_groups(0, logprobs)])
+            lives.append(await node.external_groups(0, logprobs))
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
     return lives
@@ -153,7 +152,7 @@ def test_a_resumed_node_takes_nothing_that_it_has_trained_on_before(tmp_path: Pa
         own.close()
     assert before
     assert after
-    assert not set(before) & set(after)
+    assert not {group.id for group in before} & {group.id for group in after}
 
 
 def only_truth(task: Task, n: int, rng: object) -> list[str]:
@@ -171,14 +170,14 @@ def test_with_its_own_skill_as_the_baseline_a_node_learns_from_a_single_answer(
         own.close()
     (rollout,) = found[0].rollouts
     assert rollout.reward.value == 1.0
-    assert dict(rollout.reward.parts)["own_skill"] == 0.5
+    assert rollout.external == External(skill=0.5)
 
 
-def test_a_model_behind_an_openai_url_answers_with_its_likelihoods() -> None:
+def test_a_model_behind_an_openai_url_answers() -> None:
     async def main(url: str, task: Task) -> None:
         async with ChatModel(ModelAt(url, "frozen")) as model:
             first, *rest = await model.answers(task, 3)
-        assert (first.text, first.complete, first.logprob) == ("3", True, -0.75)
+        assert (first.text, first.complete) == ("3", True)
         assert rest == [first, first]
 
     with Library(TASKS, 0) as library, openai_server() as url:

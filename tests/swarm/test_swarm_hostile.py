@@ -39,7 +39,7 @@ TASKS = [
 
 
 def offer(claim: Claim, *texts: str) -> bytes:
-    rollouts = tuple(OfferedRollout(text, logprob=-1.0) for text in texts)
+    rollouts = tuple(OfferedRollout(text) for text in texts)
     return offers.encode(Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time()))
 
 

@@ -1,6 +1,7 @@
 """The door: what is let in, what is refused and why, and what is held against whom."""
 
 import random
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from shoal import wire
 from shoal.interfaces import Claim
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Seal
+from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Seal
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, ban_in, read_lines
+from shoal.swarm.node_files import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
-from shoal.swarm.trust import ESTABLISHED, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
+from shoal.swarm.trust import ESTABLISHED, FALLEN, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9
@@ -100,9 +101,117 @@ def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
 def test_what_says_nothing_of_an_author_is_counted_and_not_held_against_it() -> None:
     at = door()
     for _ in range(10):
-        at.refuse(PEER.peer_id, Reason.TIMED_OUT)
+        at.refuse(PEER.peer_id, Reason.UNKNOWN_TASK)
     assert at.trust(PEER.peer_id) == 0.5
-    assert at.refused == {Reason.TIMED_OUT: 10}
+    assert at.refused == {Reason.UNKNOWN_TASK: 10}
+
+
+def established(at: Door, peer_id: str) -> None:
+    for _ in range(2 * int(ESTABLISHED)):
+        at.praise(peer_id)
+
+
+@pytest.mark.parametrize("reason", [Reason.TIMED_OUT, Reason.OTHER_LIBRARIES])
+def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its_standing_and_ban_nobody(
+    reason: Reason,
+) -> None:
+    at = door()
+    established(at, PEER.peer_id)
+    at.refuse(PEER.peer_id, reason)
+    assert not at.is_newcomer(PEER.peer_id) or at.peers[PEER.peer_id].good < ESTABLISHED
+    for _ in range(3):
+        at.refuse(PEER.peer_id, reason)
+    assert at.is_newcomer(PEER.peer_id)
+    assert at.trust(PEER.peer_id) < 0.5
+    assert at.banned == set()
+
+
+def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks_stays() -> None:
+    at, said = door(Limits(authors=16)), seal()
+    established(at, PEER.peer_id)
+    for i in range(100):
+        established(at, f"bought {i}")
+        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(i)), Letter)
+    assert len(at.peers) == 16
+    assert not at.is_newcomer(PEER.peer_id)
+
+
+def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -> None:
+    at = door(banned=[OTHER.peer_id])
+    for i in range(FALLEN + 10):
+        established(at, f"x{i}")
+        at.refuse(f"x{i}", Reason.WRONG_TRUTH)
+    assert len(at.lasting_bans) == FALLEN + 1
+
+
+def test_a_reader_whose_clock_was_set_for_one_frame_hears_everybody_afterwards() -> None:
+    at, said = door(), seal()
+    for tick in range(1200):
+        now_s = NOW_S + tick + (3000.0 if tick == 100 else 0.0)
+        at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S + tick), now_s, float(tick))
+    assert at.admitted == 1200
+
+
+def test_an_author_whose_clock_was_set_back_is_heard_in_its_next_life(tmp_path: Path) -> None:
+    at = door()
+    for now_s in (NOW_S, NOW_S - 3000.0, NOW_S - 3000.0):
+        said = seal(session=next_session(tmp_path, now_s))
+        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+    (tmp_path / SESSION_FILE).write_text("what\n")
+    assert next_session(tmp_path, NOW_S) == int(NOW_S * 1000)
+
+
+class Costly:
+    """A timer by which each look at it is a second later."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear() -> None:
+    at, said = door(Limits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
+    established(at, PEER.peer_id)
+    heard = sum(
+        isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(tick)), Letter) for tick in range(100)
+    )
+    assert heard == pytest.approx(100 * 0.1 + 2, abs=1.5)
+    assert at.refused[Reason.FLOODING] == 100 - heard
+
+
+def longest(field: str, count: int, one: object) -> bytes:
+    return wire.encode(
+        {"claim": msgspec.to_builtins(OFFER.claim), "generator": "rule", "made_s": 1.0, field: [one] * count}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (Kind.OFFER, longest("rollouts", 149_000, {})),
+        (Kind.OFFER, longest("rollouts", 60, {"text": "x" * 8000})),
+        (Kind.OFFER, longest("nothing", 249_000, {})),
+        (Kind.WANT, wire.encode({"needs": [["", 0]] * 170_000})),
+    ],
+)
+def test_a_frame_of_few_bytes_builds_no_more_objects_than_an_offer_may_have(kind: Kind, payload: bytes) -> None:
+    frame = seal().frame(kind, payload, NOW_S) if len(payload) <= MAX_PAYLOAD_BYTES else b""
+    tracemalloc.start()
+    found = door().admit(frame, NOW_S)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(found, Reason)
+    assert most_bytes < 2 * MAX_PAYLOAD_BYTES + 200_000
+
+
+def test_a_file_of_people_in_any_encoding_is_read(tmp_path: Path) -> None:
+    (tmp_path / BANNED_FILE).write_bytes("J\u00fcrgen abc\n".encode("latin-1"))
+    assert read_lines(tmp_path / BANNED_FILE)[1:] == ["abc"]
+    ban_in(tmp_path, ["d"])
+    assert read_lines(tmp_path / BANNED_FILE)[1:] == ["abc", "d"]
 
 
 def test_peers_are_banned_beside_those_that_people_wrote_down_without_a_last_newline(tmp_path: Path) -> None:
@@ -165,7 +274,7 @@ def test_an_author_that_restarts_goes_on_and_its_earlier_session_cannot_be_repla
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2 * WINDOW)), max_size=60))
 def test_no_order_of_numbers_is_accepted_twice(numbers: list[tuple[int, int]]) -> None:
-    author = Author(Bucket(1.0, 1.0))
+    author = Author(Bucket(1.0, 1.0), Bucket(1.0, 1.0))
     accepted = set()
     for session, sequence in numbers:
         if author.is_new(session, sequence):

@@ -4,7 +4,8 @@ Every field has a default that works, a sentence and a unit. What can be derived
 """
 
 import re
-from typing import Annotated, Literal, TypeAlias
+from enum import StrEnum
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -219,7 +220,30 @@ class MetricsConfig(Section):
     wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
 
 
-Credit: TypeAlias = Literal["group", "group_drop", "group_weight", "skill", "skill_drop", "skill_weight"]
+class Credit(StrEnum):
+    """What peers' answers are compared with, and what becomes of those that came out worse."""
+
+    GROUP = "group"
+    GROUP_DROP = "group_drop"
+    GROUP_WEIGHT = "group_weight"
+    SKILL = "skill"
+    SKILL_DROP = "skill_drop"
+    SKILL_WEIGHT = "skill_weight"
+
+    @property
+    def by_skill(self) -> bool:
+        """Whether the baseline is the node's own mean reward, and not the mean of the peer's group."""
+        return self in (Credit.SKILL, Credit.SKILL_DROP, Credit.SKILL_WEIGHT)
+
+    @property
+    def drops(self) -> bool:
+        """Whether negative advantages are left out."""
+        return self in (Credit.GROUP_DROP, Credit.SKILL_DROP)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether negative advantages are scaled by how likely the node itself is to say the text."""
+        return self in (Credit.GROUP_WEIGHT, Credit.SKILL_WEIGHT)
 
 
 class SwarmConfig(Section):
@@ -241,7 +265,7 @@ class SwarmConfig(Section):
         description="Peers' groups taken: informative, usable, rewarding, diverse, trusted or module:function.",
     )
     credit: Credit = Field(
-        "group_weight",
+        Credit.GROUP_WEIGHT,
         description="What peers' answers are compared with: their group, or the node's own mean in such tasks (skill); "
         "negative advantages as they are (as in SAPO), 0 (drop), or by how likely the text is here (weight).",
     )

@@ -314,10 +314,14 @@ def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
     return [_group(connection, *row) for row in rows]
 
 
-def external_ids(connection: sqlite3.Connection) -> list[str]:
-    """Of the groups of peers that were trained on."""
-    query = "SELECT group_id FROM started WHERE group_id GLOB ?"
-    return [group_id for (group_id,) in connection.execute(query, (f"{EXTERNAL}*",))]
+def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
+    """The newest groups of peers that were trained on, oldest first."""
+    rows = connection.execute(
+        "SELECT finished_seq, group_id, task, admitted_version FROM groups WHERE group_id GLOB ? "
+        "ORDER BY finished_seq DESC LIMIT ?",
+        (f"{EXTERNAL}*", most),
+    ).fetchall()
+    return [_group(connection, *row) for row in reversed(rows)]
 
 
 def count_used(connection: sqlite3.Connection) -> int:

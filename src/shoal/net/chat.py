@@ -48,20 +48,11 @@ class Said(msgspec.Struct):
         return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
 
 
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-
-
 class Choice(msgspec.Struct):
     """What a model answered."""
 
     message: Said
     finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
 
 
 class _Body(msgspec.Struct):

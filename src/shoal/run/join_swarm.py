@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ConfigError
-from shoal.experience.log import external_ids, snapshot
+from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.assemble_rollouts import own_scorer
 from shoal.run.plan import Prepared
@@ -21,6 +21,8 @@ from shoal.tasks.mixture import Mixture
 
 FOLDER = "swarm"
 """Of a run directory: identity, ban list, status."""
+MOST_REMEMBERED = 16_384
+"""Groups of peers that a run remembers to have trained, when it goes on."""
 
 
 def check_membership(config: Config) -> None:
@@ -71,5 +73,5 @@ async def joined(
         )
         wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
         with snapshot(run_dir) as log:
-            trained = external_ids(log)
+            trained = external_groups(log, MOST_REMEMBERED)
         yield Node(means, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)

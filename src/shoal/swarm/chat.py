@@ -1,7 +1,6 @@
 """A frozen model behind any URL that speaks OpenAI's chat completions, as an `Answerer`."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +33,8 @@ class ChatModel:
 
     kind = GeneratorKind.FROZEN
 
-    def __init__(self, model: ModelAt, *, logprobs: bool = True) -> None:
-        """Without `logprobs` they are not asked for; some servers have none."""
+    def __init__(self, model: ModelAt) -> None:
         self._model = model
-        self._logprobs = logprobs
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> "ChatModel":
@@ -67,8 +64,6 @@ class ChatModel:
         }
         if model.temperature is not None:
             request["temperature"] = model.temperature
-        if self._logprobs:
-            request["logprobs"] = True
         try:
             async with self._turn:
                 return await completion(self._http, model.url, request, key=model.key, tries=tries, pause_s=pause_s)
@@ -81,9 +76,4 @@ class ChatModel:
 def _offered(choice: Choice) -> OfferedRollout | None:
     if not choice.message.content:
         return None
-    tokens = choice.logprobs.content if choice.logprobs is not None else None
-    total = math.fsum(token.logprob for token in tokens) if tokens else None
-    usable = total is not None and math.isfinite(total) and total <= 0
-    return OfferedRollout(
-        choice.message.content, complete=choice.finish_reason == "stop", logprob=total if usable else None
-    )
+    return OfferedRollout(choice.message.content, complete=choice.finish_reason == "stop")

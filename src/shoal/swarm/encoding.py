@@ -6,19 +6,26 @@ nobody said.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from shoal.errors import SessionError
 from shoal.interfaces import Renderer
 from shoal.swarm.offer import Offer
 from shoal.swarm.trust import Reason
-from shoal.types import EXTERNAL, Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
-
-GENERATOR_LOGPROB = "generator_logprob"
-"""The part of a reward that remembers what the generator itself said of a text, in nats."""
-OWN_SKILL = "own_skill"
-"""The part that remembers the mean reward which this node had in such tasks, where it is the baseline."""
+from shoal.types import (
+    EXTERNAL,
+    Completion,
+    External,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Task,
+    Turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,11 @@ class Encoded:
     """Which of the offer's rollouts."""
     answer_ids: tuple[tuple[int, ...], ...]
     """Of each kept one, with the stop token if it is complete."""
+
+    def only(self, positions: Collection[int]) -> "Encoded":
+        """Those of the kept rollouts at some positions, and no others."""
+        kept = tuple(self.kept[i] for i in positions)
+        return replace(self, kept=kept, answer_ids=tuple(self.answer_ids[i] for i in positions))
 
     @property
     def answers(self) -> list[str]:
@@ -73,14 +85,13 @@ def group_of(
     rewards: Sequence[Reward],
     logprobs: Sequence[Sequence[float]],
     version: int,
-    *,
-    skill: float | None = None,
+    external: External,
 ) -> Group:
     """A group as if this node had drawn it under `version`.
 
     `rewards` are the node's own, one per kept rollout; `logprobs` its own of each whole row but the first token (nats,
-    at the rollout temperature), so that the behaviour is the node itself at the time of encoding. `skill` is a baseline
-    for the log to remember.
+    at the rollout temperature), so that the behaviour is the node itself at the time of encoding. `external` is what
+    the log is to remember.
     """
     assert group_id.startswith(EXTERNAL), group_id
     rollouts = []
@@ -91,17 +102,13 @@ def group_of(
         own = tuple(min(0.0, value) for value in row[-len(ids) :])
         reason = FinishReason.STOP if offered.complete else FinishReason.LENGTH
         completion = Completion(ids, own, (version,) * len(ids), reason)
-        parts = reward.parts
-        if offered.logprob is not None:
-            parts = (*parts, (GENERATOR_LOGPROB, offered.logprob))
-        if skill is not None:
-            parts = (*parts, (OWN_SKILL, skill))
         rollouts.append(
             Rollout(
                 id=f"{group_id}#{position}",
                 messages=(*source.task.messages, Message(Role.ASSISTANT, offered.text)),
                 turns=(Turn(source.prompt_ids, completion),),
-                reward=Reward(reward.value, reward.status, parts, reward.evidence),
+                reward=reward,
+                external=external,
             )
         )
     return Group(group_id, source.task, tuple(rollouts), version)

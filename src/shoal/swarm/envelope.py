@@ -23,9 +23,9 @@ from shoal.swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is
 
 SCHEMA = 1
 MAX_FRAME_BYTES = 256 * 1024
-"""Of a frame as it travels; servers allow 1 MiB."""
-MAX_PAYLOAD_BYTES = 1024 * 1024
-"""Of a body once it is decompressed."""
+"""Of a frame as it travels; servers allow 512 KiB."""
+MAX_PAYLOAD_BYTES = 512 * 1024
+"""Of a body once it is decompressed: sixty-four answers of 8 KB, or eight of 64 KB."""
 LEVEL = 3  # of compression: higher ones gain little on texts of a few KB
 _SIGNED = b"shoal envelope\x00"  # what else the key may sign one day begins in another way
 _DECOMPRESSOR = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD_BYTES)

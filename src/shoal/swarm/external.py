@@ -1,7 +1,8 @@
 """What peers' answers are reinforced with: against their group or this node's own skill, negatives as told. Pure.
 
 The gradient of a foreign answer that came out worse pushes down a text that the node might never say; measured at tiny
-scale that hurt specialists, and leaving those out recovered what sharing had cost (docs/swarm.md).
+scale that hurt specialists, and leaving those out recovered what sharing had cost (docs/swarm.md). Everything here is
+computed from what this node knows by itself: a peer chooses texts, never how much is made of them.
 """
 
 import math
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.config import Credit
-from shoal.swarm.encoding import GENERATOR_LOGPROB, OWN_SKILL
 from shoal.types import Group, Rollout, Sample
 
 LEAST_DEVIATION = 0.25
@@ -22,20 +22,19 @@ def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple
     Where the group remembers the node's own skill, advantages are against that (`skill_advantage`). Of these
 
     *_drop    leaves out the negative ones; the tokens still count in the loss's denominator
-    *_weight  multiplies the negative ones with `likelihood_ratio`
+    *_weight  multiplies the negative ones with `own_likelihood`
     """
-    finished, negatives = group.finished, credit.partition("_")[2]
-    return tuple(_weighed(row, finished[i % len(finished)], negatives) for i, row in enumerate(rows))
+    finished = group.finished
+    return tuple(_weighed(row, finished[i % len(finished)], credit) for i, row in enumerate(rows))
 
 
-def _weighed(row: Sample, rollout: Rollout, negatives: str) -> Sample:
+def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
     advantages = row.advantages
-    skill = dict(rollout.reward.parts).get(OWN_SKILL)
-    if skill is not None:
-        against = skill_advantage(rollout.reward.value, skill)
+    if rollout.external is not None and rollout.external.skill is not None:
+        against = skill_advantage(rollout.reward.value, rollout.external.skill)
         advantages = tuple(against if drawn else 0.0 for drawn in row.mask)
-    if negatives:
-        factor = 0.0 if negatives == "drop" else likelihood_ratio(rollout)
+    if credit.drops or credit.weighs:
+        factor = 0.0 if credit.drops else own_likelihood(rollout)
         advantages = tuple(a if a >= 0 else a * factor for a in advantages)
     return replace(row, advantages=advantages)
 
@@ -51,11 +50,11 @@ def skill_advantage(reward: float, skill: float) -> float:
     return (reward - skill) / max(math.sqrt(max(skill * (1 - skill), 0.0)), LEAST_DEVIATION)
 
 
-def likelihood_ratio(rollout: Rollout) -> float:
-    """min(1, exp((l_own - l_generator) / T)): per token of the own encoding, how likely the node would be to say it.
+def own_likelihood(rollout: Rollout) -> float:
+    """min(1, exp(l / T - u)): per token, how likely the text is here beside what the node says itself.
 
-    T is the number of own tokens. A generator without likelihoods (a person, a rule) counts as certain of its text.
+    l is the log-likelihood of the T tokens under the node, u the mean per token of its own samples in such tasks.
     """
-    generator = dict(rollout.reward.parts).get(GENERATOR_LOGPROB, 0.0)
     own = math.fsum(lp for turn in rollout.turns for lp in turn.completion.logprobs)
-    return math.exp(min(0.0, (own - generator) / max(1, rollout.drawn_tokens)))
+    usual = 0.0 if rollout.external is None else rollout.external.usual_logprob
+    return math.exp(min(0.0, own / max(1, rollout.drawn_tokens) - usual))

@@ -16,14 +16,14 @@ from typing import Protocol
 from shoal.errors import EngineError, ExchangeUnavailable, RequestRefused, ShoalError, TaskError, WireError
 from shoal.interfaces import Exchange, Recogniser, TaskService
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Tally, read_lines, write_status
+from shoal.swarm.node_files import Tally
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
-from shoal.swarm.trust import Door, Letter
+from shoal.swarm.peer import Peer
+from shoal.swarm.trust import Letter
 from shoal.types import Split, Task, seed_for
 
-INTAKE_BATCH = 32
 RETRY_S = 0.5
 """After a failure, at least."""
 MOST_FAILURES = 5
@@ -32,7 +32,6 @@ FRESH_S = 600.0
 """Age above which a want is none any more."""
 UNASKED = 0.1
 """How much of each task is drawn that nobody lacks, beside a need of 1."""
-TELL_EVERY_S = 5.0
 MOST_HEARD = 512
 """Peers whose wants are remembered."""
 LOG = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Pace:
     """After which it ends; None for never."""
 
 
-class Generator:
+class Generator(Peer):
     """Draws, asks and shares. One event loop; `run` ends after `pace.groups` or never."""
 
     def __init__(
@@ -85,14 +84,11 @@ class Generator:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json."""
-        self._exchange, self._own, self._answerer = exchange, own, answerer
+        super().__init__(exchange, swarm, identity, folder, clock=clock)
+        self._own, self._answerer = own, answerer
         self._services = {service.name: service for service in services}
-        self._identity, self._folder, self._swarm = identity, folder, swarm
-        self._pace, self._clock = pace or Pace(), clock
+        self._pace = pace or Pace()
         self._rng = random.Random(seed_for("generator", identity.peer_id))
-        self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
-        self._session = int(clock() * 1000)
-        self._seal = Seal(identity, swarm, session=self._session)
         self._needs: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._failure, self._failures = "", 0
         """Why the last group failed, and how many did in a row; the swarm's servers being away is none."""
@@ -111,22 +107,17 @@ class Generator:
             finally:
                 hearing.cancel()
                 telling.cancel()
-                write_status(self._folder, self.status())
 
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
+        common = super().status()
         return {
-            "peer_id": self._identity.peer_id,
-            "swarm": self._swarm,
+            **common,
+            "failure": common["failure"] or self._failure,
             "generator": self._answerer.kind.value,
             "model": self._answerer.name,
-            "connected": self._exchange.connected,
-            "failure": self._exchange.failure or self._failure,
-            "time_s": self._clock(),
             "needs": self._wanted(),
             **asdict(self.tally),
-            "refused": {reason.value: count for reason, count in self._door.refused.items()},
-            "banned": sorted(self._door.banned),
         }
 
     async def _speak(self) -> None:
@@ -141,13 +132,13 @@ class Generator:
     async def _share(self, number: int) -> bool:
         """Whether one more group is done. What goes wrong with one ends no other, unless there was never a good one."""
         service = self._services[self._next_service()]
-        index = seed_for("generator", self._identity.peer_id, self._session, number) % 2**31
+        index = seed_for("generator", self.peer_id, self._session, number) % 2**31
         try:
             task = await asyncio.to_thread(service.draw, Split.TRAIN, index)
             answers = await self._answerer.answers(task, min(self._pace.rollouts, offers.MAX_ROLLOUTS))
             frame = await self._frame(task, answers[: offers.MAX_ROLLOUTS]) if answers else b""
             if frame:
-                await self._exchange.publish(Kind.OFFER, self._identity.peer_id, frame)
+                await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
         except (TaskError, WireError, ValueError, EngineError, ExchangeUnavailable) as error:
             self.tally.unsent += 1
             self._failed(error)
@@ -194,23 +185,12 @@ class Generator:
                     result[service] = max(result.get(service, 0.0), need)
         return result
 
-    async def _listen(self) -> None:
-        intake = Intake()
-        while True:
-            for frame in await self._exchange.receive(INTAKE_BATCH):
-                letter = self._door.admit(frame, self._clock())
-                intake.read(letter)
-                if isinstance(letter, Letter) and isinstance(letter.content, Want):
-                    self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
-                    while len(self._needs) > MOST_HEARD:
-                        del self._needs[next(iter(self._needs))]
-            await intake.pause()
+    def _heard(self, letter: Letter) -> None:
+        if isinstance(letter.content, Want):
+            self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
+            while len(self._needs) > MOST_HEARD:
+                del self._needs[next(iter(self._needs))]
 
-    async def _tell(self) -> None:
-        """Writes status.json, and reads whom to hear no more."""
-        while True:
-            self._door.banned.update(read_lines(self._folder / BANNED_FILE))
-            for peer_id in self._door.banned & self._needs.keys():
-                del self._needs[peer_id]
-            write_status(self._folder, self.status())
-            await asyncio.sleep(TELL_EVERY_S)
+    async def _now_and_then(self) -> None:
+        for peer_id in self.door.banned & self._needs.keys():
+            del self._needs[peer_id]

@@ -8,8 +8,9 @@
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
 `listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works; newcomers
-wait for their next turn longer than that. Of an offer no more answers count than one's own groups have, so that a
-stranger's group costs a step no more than one's own. Nothing that comes from outside, and no absence of it, ends a run.
+wait for their next turn longer than that. An answer that was taken once is none the next time. Of an offer no more
+answers count than one's own groups have, so that a stranger's group costs a step no more than one's own. Nothing that
+comes from outside, and no absence of it, ends a run.
 """
 
 import asyncio
@@ -27,37 +28,41 @@ from typing import TypeAlias
 from shoal.errors import ExchangeUnavailable, TaskError, WireError
 from shoal.interfaces import NotOurs
 from shoal.swarm import offer as offers
+from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import encoded, group_of
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_status
+from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
+from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, Waiting
 from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
-from shoal.swarm.trust import Door, Letter, Reason
-from shoal.types import EXTERNAL, Group, Reward, RewardStatus, seed_for
+from shoal.swarm.trust import Letter, Reason
+from shoal.types import EXTERNAL, External, Group, Reward, RewardStatus, seed_for
 
-INTAKE_BATCH = 32
 NEWCOMER_REST = 4.0
 """What newcomers wait after an offer of one, by the time that it took: a crowd of liars takes a fifth of the time."""
 HANG_REST = 30.0
-"""The same after an offer whose answer was without a verdict at the deadline."""
+"""The same after an offer whose question or verdict had not come at the deadline."""
 MOST_TAKEN = 1 << 17
 """Letters that are remembered as taken, and authors of whom it is counted."""
 READY_PER_GROUP = 8
 """Verified offers kept at hand, per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
 RETRY_S = 0.5
-TELL_EVERY_S = 10.0
 NEED_DECAY = 0.95
-"""Of the mean reward of a task, with every group of one's own."""
+"""Of the mean reward and the mean logprob of a task, with every group of one's own."""
+STATUS_PEERS = 256
+"""Peers in the status: those of whom most was taken."""
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """For each row of L tokens the L - 1 logprobs (nats, at the rollout temperature) under the weights being trained."""
 
 
-class Node:
+class Node(Peer):
     """Shares and takes. One event loop; `run` has to run for anything to happen."""
+
+    tell_every_s = 10.0
 
     def __init__(
         self,
@@ -71,38 +76,36 @@ class Node:
         intake: Intake | None = None,
         threads: bool = True,
         wants: int | None = None,
-        trained: Iterable[str] = (),
+        trained: Iterable[Group] = (),
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
 
-        `trained` are the ids of the external groups of this run's earlier life: the exchange tells what it keeps again.
+        `trained` are external groups of this run's earlier life: the exchange tells what it keeps again.
         A step wants up to `wants` groups, or else as many as the settings say, where they say a number.
         Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
+        super().__init__(means.exchange, settings.name, identity, folder, clock=clock, intake=intake)
         self._threads = threads
         self._means = means
         self._settings = settings
         external = settings.external_groups if wants is None else wants
         self._wants = external if isinstance(external, int) else 0
-        self._identity = identity
-        self._folder = folder
-        self._clock = clock
-        self._intake = intake or Intake()
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._newcomers = NewcomerShare()
-        self.door = Door(settings.name, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
         self._known_bans = set(self.door.banned)
-        self._seal = Seal(identity, settings.name, session=int(clock() * 1000))
         self._pending = Waiting(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[Ready] = []
-        self._taken = dict.fromkeys(group_id.removeprefix(EXTERNAL).rpartition("/")[0] for group_id in trained)
+        trained = list(trained)
+        self._taken = dict.fromkeys(group.id.removeprefix(EXTERNAL).rpartition("/")[0] for group in trained)
         """Letters that are or were ready, the newest last; none is a second time."""
+        self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
         self._outbox: deque[tuple[Group, float]] = deque()
         self._rewards: dict[str, float] = {}
-        self._heard = 0
+        self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
+        self._supplied = 0
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
         self._needs = Needs()
         self._work, self._mail = asyncio.Event(), asyncio.Event()
@@ -120,11 +123,14 @@ class Node:
         """A group of this node is finished: it may be shared. Returns at once."""
         service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
         if rewards:
-            mean = fmean(rewards)
-            self._rewards[service] = NEED_DECAY * self._rewards.get(service, mean) + (1 - NEED_DECAY) * mean
+            _average(self._rewards, service, fmean(rewards))
+        sampled = [lp for rollout in group.finished for turn in rollout.turns for lp in turn.completion.logprobs]
+        if sampled:
+            _average(self._logprobs, service, fmean(sampled))
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
-        now_s = self._clock()
-        if not self._sharer(Own(service, rewards, size), self._needs.largest(now_s - self._settings.fresh_s), now_s):
+        now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
+        needs = self._needs.largest(now_s - self._settings.fresh_s)
+        if not self._sharer(Own(service, rewards, size), needs, steady_s):
             return
         if len(self._outbox) >= OUTBOX:
             self._outbox.popleft()
@@ -140,7 +146,7 @@ class Node:
         """Offers of use that were heard since this was asked last, by the share of use among those verified lately."""
         if not self._decided_lately:
             return 0.0  # and what was heard counts once it is known what it is worth
-        heard, self._heard = self._heard, 0
+        heard, self._supplied = self._supplied, 0
         return heard * self._useful_lately / self._decided_lately
 
     async def encoded(self, chosen: Sequence[Ready], version: int, logprobs: Logprobs) -> list[Group]:
@@ -153,8 +159,8 @@ class Node:
         for ready in chosen:
             group_id = f"{EXTERNAL}{ready.letter.id}/{ready.uses}"
             computed = [next(own) for _ in ready.source.kept]
-            skill = self._skill(ready.source.task.service)
-            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, skill=skill))
+            own_record = self._external(ready.source.task.service)
+            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, own_record))
         self.tally.taken += len(groups)
         return groups
 
@@ -180,33 +186,21 @@ class Node:
                 "taken": self._author_uses[peer_id],
                 "gaps": author.gaps,
             }
-            for peer_id, author in self.door.peers.items()
+            for peer_id, author in sorted(
+                self.door.peers.items(), key=lambda one: (self._author_uses[one[0]], one[1].good), reverse=True
+            )[:STATUS_PEERS]
         }
         return {
-            "peer_id": self._identity.peer_id,
-            "swarm": self._settings.name,
-            "connected": self._means.exchange.connected,
-            "failure": self._means.exchange.failure,
-            "time_s": self._clock(),
+            **super().status(),
             "admitted": self.door.admitted,
             "pending": len(self._pending),
             "ready": len(self._ready),
             **asdict(self.tally),
-            "refused": {reason.value: count for reason, count in self.door.refused.items()},
-            "banned": sorted(self.door.banned),
+            "known_peers": len(self.door.peers),
             "peers": peers,
         }
 
-    async def _listen(self) -> None:
-        while True:
-            for frame in await self._means.exchange.receive(INTAKE_BATCH):
-                letter = self.door.admit(frame, self._clock())
-                self._intake.read(letter)
-                if isinstance(letter, Letter):
-                    self._file(letter)
-            await self._intake.pause()
-
-    def _file(self, letter: Letter) -> None:
+    def _heard(self, letter: Letter) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
         if isinstance(letter.content, Want):
             self._needs.heard(letter, letter.content)
@@ -216,7 +210,7 @@ class Node:
         if letter.id in self._taken or letter.id in self._pending:
             self.door.refuse(letter.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
             return
-        self._heard += 1
+        self._supplied += 1
         for crowded_out in self._pending.add(letter, letter.content):
             self.door.refuse(crowded_out, Reason.CROWDED)
         self._work.set()
@@ -232,7 +226,7 @@ class Node:
             if key is None:
                 self._work.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(TELL_EVERY_S, rest_s) if rest_s > 0 else TELL_EVERY_S):
+                    async with asyncio.timeout(min(self.tell_every_s, rest_s) if rest_s > 0 else self.tell_every_s):
                         await self._work.wait()
                 continue
             letter, content = self._pending.pop(key)
@@ -241,7 +235,7 @@ class Node:
             took_s = time.monotonic() - began_s
             self._decided(letter, found)
             if was_newcomer:
-                rest = HANG_REST if found is Reason.HANGS else NEWCOMER_REST
+                rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else NEWCOMER_REST
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 
@@ -256,7 +250,9 @@ class Node:
             self._taken[letter.id] = None
             if len(self._taken) > MOST_TAKEN:  # the door itself lets no letter in that is as old as those
                 del self._taken[next(iter(self._taken))]
-            self.door.praise(letter.peer_id)
+            self._contents.remember(found.source.task, found.source.answers)
+            if self._contents.praises(found.source.task, letter.peer_id):
+                self.door.praise(letter.peer_id)
             self._ready.append(found)
 
     async def _verified(self, letter: Letter, content: Offer) -> Ready | Reason:
@@ -274,15 +270,16 @@ class Node:
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.door.refused.update(refused)
+        fresh = source.only(self._contents.fresh(task, source.answers))
         rewards: tuple[Reward, ...] = ()
-        for answer in source.answers:  # one at a time: of those that hang there is one
+        for answer in fresh.answers:  # one at a time: of those that hang there is one
             (reward,) = await means.scorer.score(task, [answer])
             if reward.status is not RewardStatus.SCORED:
                 return Reason.HANGS if reward.status is RewardStatus.TIMED_OUT else Reason.UNSCORED
             rewards += (reward,)
-        if not differ(self._compared(task.service, rewards)):
-            return Reason.UNINFORMATIVE
-        return Ready(letter, source, rewards)
+        if not rewards or not differ(self._compared(task.service, rewards)):
+            return Reason.UNINFORMATIVE if len(fresh.kept) == len(source.kept) else Reason.REPEATED
+        return Ready(letter, fresh, rewards)
 
     def chosen(self, wanted: int) -> list[Ready]:
         """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
@@ -315,7 +312,12 @@ class Node:
 
     def _skill(self, service: str) -> float | None:
         """This node's own mean reward in tasks of a kind, if peers' are to be compared with that; 0.5 before any."""
-        return self._rewards.get(service, 0.5) if self._settings.credit.startswith("skill") else None
+        return self._rewards.get(service, 0.5) if self._settings.credit.by_skill else None
+
+    def _external(self, service: str) -> External:
+        """What this node knows of itself in tasks of a kind: in all its tasks, where it has none of these."""
+        usual = self._logprobs.get(service, fmean(self._logprobs.values()) if self._logprobs else 0.0)
+        return External(self._skill(service), usual)
 
     def _compared(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
         """The rewards among which there must be a difference: of a group, and of this node itself if it is compared."""
@@ -338,7 +340,8 @@ class Node:
             self.door.refuse(author, Reason.BANNED)
         self._ready = [ready for ready in self._ready if ready.letter.peer_id not in new]
         self._known_bans = set(self.door.banned)
-        ban_in(self._folder, sorted(new & self.door.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
+        with self._file(BANNED_FILE):
+            ban_in(self._folder, sorted(new & self.door.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
 
     async def _speak(self) -> None:
         while True:
@@ -360,11 +363,11 @@ class Node:
         """Whether the exchange took a payload before it was too old."""
         frame: bytes | None = None
         while self._clock() < made_s + self._settings.fresh_s:
-            if frame is None and self._means.exchange.connected:
+            if frame is None and self._exchange.connected:
                 frame = self._seal.frame(kind, payload, self._clock())
             try:
                 if frame is not None:
-                    await self._means.exchange.publish(kind, self._identity.peer_id, frame)
+                    await self._exchange.publish(kind, self.peer_id, frame)
                     self.tally.shared_bytes += len(frame)
                     return True
             except ExchangeUnavailable:
@@ -372,20 +375,15 @@ class Node:
             await asyncio.sleep(RETRY_S)
         return False
 
-    async def _tell(self) -> None:
-        try:
-            await self._tell_for_ever()
-        finally:
-            write_status(self._folder, self.status())
+    async def _now_and_then(self) -> None:
+        """Forgets whom people banned, and says what this node lacks."""
+        self._forget_banned()
+        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
+        if needs and self.connected:
+            with contextlib.suppress(ExchangeUnavailable):
+                frame = self._seal.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
+                await self._exchange.publish(Kind.WANT, self.peer_id, frame)
 
-    async def _tell_for_ever(self) -> None:
-        while True:
-            self.door.banned |= set(read_lines(self._folder / BANNED_FILE))
-            self._forget_banned()
-            needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
-            if needs and self._means.exchange.connected:
-                with contextlib.suppress(ExchangeUnavailable):
-                    frame = self._seal.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
-                    await self._means.exchange.publish(Kind.WANT, self._identity.peer_id, frame)
-            write_status(self._folder, self.status())
-            await asyncio.sleep(TELL_EVERY_S)
+
+def _average(means: dict[str, float], service: str, value: float) -> None:
+    means[service] = NEED_DECAY * means.get(service, value) + (1 - NEED_DECAY) * value

@@ -1,23 +1,28 @@
-"""What a member of a swarm works with, how fast it reads, what it remembers in files, and what it counts."""
+"""What a node of a swarm works with, how fast it reads, what it remembers in files, and what it counts."""
 
 import asyncio
-import json
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from shoal.config import Credit
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
 from shoal.swarm.offer import MAX_ROLLOUTS
-from shoal.swarm.trust import Letter, Reason
+from shoal.swarm.trust import Door, Letter, Reason
 from shoal.types import Reward
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
+SESSION_FILE = "session"
 INTAKE_PER_S = 60.0
-"""Frames that a member reads per second at most, on average: 0.2 ms each, 1 % of a core, whoever sends how many."""
+"""Frames that are read per second at most, on average, whoever sends how many."""
+FRAME_S = 0.5e-3
+"""Of a core's time, which a frame may take; one that takes longer counts as so many more. Most take 0.2 ms."""
 INTAKE_BURST_S = 16.0
 """What would be read in this time may be read at once, by who joins late or was cut off."""
 OWN_COST = 0.25
@@ -48,8 +53,8 @@ class Settings(Protocol):
         ...
 
     @property
-    def credit(self) -> str:
-        """What peers' answers are compared with: begins with `group` or `skill`."""
+    def credit(self) -> Credit:
+        """What peers' answers are compared with."""
         ...
 
     @property
@@ -102,17 +107,21 @@ class Tally:
 
 
 class Intake:
-    """Bounds what a member reads. One event loop."""
+    """Bounds what a node reads, in frames and in processor time. One event loop."""
 
-    def __init__(self, per_s: float = INTAKE_PER_S) -> None:
+    def __init__(self, per_s: float = INTAKE_PER_S, timer: Callable[[], float] = time.thread_time) -> None:
+        """`timer` says how many seconds of a core this thread has used."""
         self._frame_s = 1 / per_s
+        self.timer = timer
         self._due_s = -math.inf  # when what was read so far would have been read at the average rate
 
-    def read(self, letter: Letter | Reason) -> None:
-        """A frame was read, and this came of it."""
-        now_s = asyncio.get_running_loop().time()
-        cost = OWN_COST if letter is Reason.OWN else 1.0
-        self._due_s = max(self._due_s, now_s - INTAKE_BURST_S) + cost * self._frame_s
+    def read(self, door: Door, frame: bytes, now_s: float) -> Letter | Reason:
+        """What a frame says, or why it is not heard; `now_s` is Unix time."""
+        loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
+        letter = door.admit(frame, now_s, loop_s)
+        cost = max(OWN_COST if letter is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
+        self._due_s = max(self._due_s, loop_s - INTAKE_BURST_S) + cost * self._frame_s
+        return letter
 
     async def pause(self) -> None:
         """Waits until more may be read."""
@@ -120,24 +129,37 @@ class Intake:
 
 
 def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
-    """Adds peers to the ban list in a node's folder; a running node reads it within seconds."""
+    """Adds peers to the ban list in a node's folder, which a running node reads within seconds. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / BANNED_FILE
-    before = path.read_text() if path.exists() else ""
+    before = path.read_bytes() if path.exists() else b""
     with path.open("a") as file:
-        if before and not before.endswith("\n"):
+        if before and not before.endswith(b"\n"):
             file.write("\n")  # people edit it too
         file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
 
 
 def read_lines(path: Path) -> list[str]:
-    """The words of a file; none without one."""
-    return path.read_text().split() if path.exists() else []
+    """The words of a file that people edit, in whatever encoding; none without one. Raises `OSError`."""
+    try:
+        return path.read_text(errors="replace").split()
+    except FileNotFoundError:
+        return []
 
 
-def write_status(folder: Path, values: Mapping[str, object]) -> None:
-    """Replaces status.json, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{STATUS_FILE}.unfinished"
-    unfinished.write_text(json.dumps(dict(values)))
-    unfinished.replace(folder / STATUS_FILE)
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file, whole or not at all. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def next_session(folder: Path, now_s: float) -> int:
+    """A number larger than those of all earlier lives in this folder, whatever the clock was set to since."""
+    path, session = folder / SESSION_FILE, int(now_s * 1000)
+    with contextlib.suppress(OSError, ValueError):  # without the file it is the time alone
+        session = max(session, int(path.read_text()) + 1)
+    with contextlib.suppress(OSError):
+        write_whole(path, str(session))
+    return session

@@ -1,12 +1,15 @@
 """What is shared: C(q), a question with its rollouts as decoded text (SAPO, arXiv 2509.08721, algorithm 1). Pure.
 
-Only what crosses tokenizers is in it: no token ids, no rewards (the taker scores by itself), no logprobs of tokens.
-One number per rollout, its log-likelihood under its generator, lets the taker weigh texts that it would never say.
+Only what crosses tokenizers is in it: no token ids, no rewards (the taker scores by itself), no logprobs. Nothing that
+is claimed in it changes by how much a taker trains on it. The types bound how much is built of a payload before it is
+looked at: decoding stops at the first length too large.
 """
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from shoal import wire
 from shoal.interfaces import Claim
@@ -16,6 +19,8 @@ from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
 MAX_ROLLOUTS = 64
 MAX_WANTED = 64
 MAX_NAME_CHARACTERS = 200
+
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 class GeneratorKind(StrEnum):
@@ -36,11 +41,6 @@ class OfferedRollout:
 
     text: str
     complete: bool = True
-    logprob: float | None = None  # nats, of the whole text under its generator; None where there is none
-
-    def __post_init__(self) -> None:
-        if self.logprob is not None and not (math.isfinite(self.logprob) and self.logprob <= 0):
-            raise ValueError(f"logprob: expected a finite number <= 0, got {self.logprob}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Offer:
     """A question with answers to it, as one node shares it."""
 
     claim: Claim
-    rollouts: tuple[OfferedRollout, ...]
+    rollouts: Annotated[tuple[OfferedRollout, ...], Meta(max_length=MAX_ROLLOUTS)]
     generator: GeneratorKind
-    model: str
+    model: Name
     """Its name, for people; printable, and nothing depends on it."""
     made_s: float  # Unix time at which the last rollout ended
 
@@ -71,7 +71,7 @@ class Offer:
 class Want:
     """What a node is bad at, so that others may share what would help it."""
 
-    needs: tuple[tuple[str, float], ...]
+    needs: Annotated[tuple[tuple[Name, float], ...], Meta(max_length=MAX_WANTED)]
     """Task services, and how much of the reward is missing there: 0..1."""
 
     def __post_init__(self) -> None:
@@ -127,9 +127,7 @@ def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str
 
 
 def _offered(rollout: Rollout) -> OfferedRollout:
-    completions = [turn.completion for turn in rollout.turns]
     return OfferedRollout(
         rollout.messages[-1].content,
-        complete=all(completion.finish_reason is FinishReason.STOP for completion in completions),
-        logprob=math.fsum(lp for completion in completions for lp in completion.logprobs) if completions else None,
+        complete=all(turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns),
     )

@@ -1,20 +1,23 @@
-"""Which bytes are let in, and what is known of who sent them. Pure: no I/O, and the time comes in as an argument.
+"""Which bytes are let in, and what is known of who sent them. No I/O; both clocks come in as arguments.
+
+Rates are kept by a clock that never goes back, ages by Unix time: who sets a clock silences nobody.
 
 A frame goes from cheap checks to dear ones and is refused at the first that fails:
 
     size -> schema -> swarm -> ban -> signature -> time -> sequence -> rate -> decompression -> payload
 
 After the door the node asks whether the claim is one of its own tasks; a receipt that gives another question or another
-truth is a signed lie, and its author is banned. Everything refused is counted by reason, and nothing that anybody else
-could have done (replaying, forging, flooding with a stolen name) is held against an author.
+truth on the same libraries is a signed lie, and its author is banned. Everything refused is counted by reason, and
+nothing that anybody else could have done (replaying, forging, flooding with a stolen name) is held against an author.
 
 Identities cost nothing, so nothing is given to new ones that a thousand of them could take together: newcomers share
-one rate and, in training, one small share of what is taken; the memory kept for them is bounded, and they push out
-each other, never the established.
+one rate and one share of the processor; the memory kept for them is bounded, and they push out each other, never the
+established. The established, of whom there are no more than `Limits.authors` either, push out who was silent longest.
 """
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,6 +35,8 @@ ESTABLISHED = 8.0
 """Decayed good evidence above which an author is no newcomer."""
 LIARS = 1024
 """Newcomers whose ban is remembered: to come back under a new name costs less than to wait."""
+FALLEN = 4096
+"""Established authors whose ban is remembered: each cost somebody the evidence that made it established."""
 WINDOW = 256
 """Sequence numbers below the highest that may still come, out of order."""
 
@@ -55,12 +60,16 @@ class Reason(StrEnum):
     HELD_OUT = NotOurs.HELD_OUT.value
     NOT_DRAWN = NotOurs.NOT_DRAWN.value
     TIMED_OUT = NotOurs.TIMED_OUT.value
+    OUT_OF_BOUNDS = NotOurs.OUT_OF_BOUNDS.value
+    OTHER_LIBRARIES = NotOurs.OTHER_LIBRARIES.value
     WRONG_QUESTION = NotOurs.WRONG_QUESTION.value
     WRONG_TRUTH = NotOurs.WRONG_TRUTH.value
     UNREADABLE = "not readable with this tokenizer"
     TOO_LONG = "too long for the context"
     UNSCORED = "not scored"
     HANGS = "no verdict in time"
+    REPEATED = "said before"
+    """The same answers to the same question were taken, whoever signed them."""
     UNINFORMATIVE = "nothing to learn"
     STALE = "not fresh any more"
     CROWDED = "no room"
@@ -68,8 +77,11 @@ class Reason(StrEnum):
 
 LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})
 """Each is proven by the author's own signature, and banned at once."""
-BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.HANGS})
-"""Held against the author: an honest node does not send them."""
+BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.OTHER_LIBRARIES, Reason.HANGS, Reason.TIMED_OUT})
+"""Held against the author: an honest node does not send them, or seldom."""
+STANDING_KEPT = {Reason.HANGS: 0.0, Reason.TIMED_OUT: 0.5, Reason.OTHER_LIBRARIES: 0.5}
+"""Share of the good evidence that an author keeps who sent what is dear to refuse: a hanging answer makes it a newcomer
+again; a receipt that was not drawn in time, which may be this machine's fault, does so after some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,11 @@ class Limits:
     newcomers_rate_per_s: float = 50.0
     """Of all newcomers together."""
     newcomers_burst: float = 512.0
+    author_share: float = 0.02
+    """Of a core's time, for decompressing and decoding what one author signs; all newcomers together have as much."""
+    author_burst_s: float = 1.0
     authors: int = 4096
-    """Newcomers remembered; the ones that were silent for longest are forgotten."""
+    """Newcomers remembered, and established ones; the ones that were silent for longest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +135,18 @@ class Bucket:
         self.left -= amount
         return True
 
+    def spend(self, amount: float) -> None:
+        """Takes what was used already, more than is there if need be."""
+        self.left -= amount
+
 
 @dataclass(slots=True)
 class Author:
     """What is known of one peer."""
 
     bucket: Bucket
+    processor: Bucket
+    """Seconds of a core."""
     session: int = -1
     highest: int = -1
     """Sequence number, in that session."""
@@ -180,16 +201,30 @@ class Door:
     as its author is remembered; an author is forgotten only when more than `limits.authors` newcomers came after it.
     """
 
-    def __init__(self, swarm: str, own_id: str, limits: Limits | None = None, *, banned: Iterable[str] = ()) -> None:
-        """`own_id` is this node's own peer id; its letters come back to it and are set aside."""
+    def __init__(
+        self,
+        swarm: str,
+        own_id: str,
+        limits: Limits | None = None,
+        *,
+        banned: Iterable[str] = (),
+        timer: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`own_id` is this node's own peer id; its letters come back to it and are set aside.
+
+        `timer` says how many seconds of a core this thread has used.
+        """
         self._swarm = swarm
         self._own_id = own_id
         self._limits = limits or Limits()
+        self._timer = timer
         self._newcomers: OrderedDict[str, Author] = OrderedDict()
-        self._established: dict[str, Author] = {}
+        self._established: OrderedDict[str, Author] = OrderedDict()
         self._newcomer_bucket = Bucket(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
+        self._newcomer_processor = self._processor()
         self.banned = set(banned)
         self._liars: OrderedDict[str, None] = OrderedDict()
+        self._fallen: OrderedDict[str, None] = OrderedDict()
         self.refused: Counter[Reason] = Counter()
         self.admitted = 0
 
@@ -198,20 +233,26 @@ class Door:
         """Everybody who is remembered, by peer id."""
         return {**self._established, **self._newcomers}
 
-    def admit(self, frame: bytes, now_s: float) -> Letter | Reason:
-        """What a frame says, or why it is not heard."""
+    def admit(self, frame: bytes, now_s: float, steady_s: float | None = None) -> Letter | Reason:
+        """What a frame says, or why it is not heard.
+
+        `now_s` is Unix time. `steady_s` is of a clock that is never set; without it `now_s` counts as one.
+        """
         try:
-            found = self._checked(frame, now_s)
+            found = self._checked(frame, now_s, now_s if steady_s is None else steady_s)
         except WireError:
             found = Reason.MALFORMED
         if isinstance(found, Reason):
             self.refused[found] += 1
             return found
+        began_s = self._timer()
         try:
             content = _content(found)
         except WireError:
             self.refuse(found.peer_id, Reason.BAD_BODY)
             return Reason.BAD_BODY
+        finally:
+            self._spend(self._record(found.peer_id), self._timer() - began_s)
         self.admitted += 1
         peer_id = found.peer_id
         return Letter(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
@@ -224,8 +265,7 @@ class Door:
         if reason in LIES | BLAMED:
             author = self._remember(peer_id, self._record(peer_id))
             author.learn(bad=1.0)
-            if reason is Reason.HANGS:  # the dearest thing to send: whoever does is a newcomer again
-                author.good = 0.0
+            author.good *= STANDING_KEPT.get(reason, 1.0)
 
     @property
     def lasting_bans(self) -> set[str]:
@@ -233,10 +273,12 @@ class Door:
         return self.banned - self._liars.keys()
 
     def _ban(self, peer_id: str) -> None:
-        if peer_id not in self._established and peer_id not in self.banned:
-            self._liars[peer_id] = None
-            if len(self._liars) > LIARS:
-                self.banned.discard(self._liars.popitem(last=False)[0])
+        if peer_id in self.banned:
+            return
+        table, most = (self._fallen, FALLEN) if peer_id in self._established else (self._liars, LIARS)
+        table[peer_id] = None
+        if len(table) > most:
+            self.banned.discard(table.popitem(last=False)[0])
         self.banned.add(peer_id)
 
     def praise(self, peer_id: str) -> None:
@@ -245,6 +287,8 @@ class Door:
         author.learn(good=1.0)
         if not author.newcomer and peer_id in self._newcomers:
             self._established[peer_id] = self._newcomers.pop(peer_id)
+            if len(self._established) > self._limits.authors:
+                self._established.popitem(last=False)
 
     def trust(self, peer_id: str) -> float:
         """0..1; 0 of the banned."""
@@ -254,7 +298,7 @@ class Door:
         """Whether too little good is known of a peer."""
         return self._record(peer_id).newcomer
 
-    def _checked(self, frame: bytes, now_s: float) -> Envelope | Reason:
+    def _checked(self, frame: bytes, now_s: float, steady_s: float) -> Envelope | Reason:
         if len(frame) > MAX_FRAME_BYTES:
             return Reason.TOO_LARGE
         envelope = opened(frame)
@@ -274,23 +318,37 @@ class Door:
         author = self._record(peer_id)
         if not author.is_new(envelope.session, envelope.sequence):
             return Reason.REPLAYED
-        if not self._within_rate(author, now_s):
+        if not self._within_rate(author, steady_s):
             return Reason.FLOODING
         self._remember(peer_id, author)
         author.mark(envelope.session, envelope.sequence)
         return envelope
 
-    def _within_rate(self, author: Author, now_s: float) -> bool:
-        return author.bucket.take(now_s) and (not author.newcomer or self._newcomer_bucket.take(now_s))
+    def _within_rate(self, author: Author, steady_s: float) -> bool:
+        if not (author.processor.take(steady_s, 0.0) and author.bucket.take(steady_s)):
+            return False
+        if not author.newcomer:
+            return True
+        return self._newcomer_processor.take(steady_s, 0.0) and self._newcomer_bucket.take(steady_s)
+
+    def _spend(self, author: Author, seconds: float) -> None:
+        author.processor.spend(seconds)
+        if author.newcomer:
+            self._newcomer_processor.spend(seconds)
+
+    def _processor(self) -> Bucket:
+        return Bucket(self._limits.author_share, self._limits.author_burst_s)
 
     def _record(self, peer_id: str) -> Author:
         """What is known of a peer; a new record, which nobody remembers yet, of one that is not known."""
         known = self._established.get(peer_id) or self._newcomers.get(peer_id)
-        return known or Author(Bucket(self._limits.rate_per_s, self._limits.burst))
+        return known or Author(Bucket(self._limits.rate_per_s, self._limits.burst), self._processor())
 
     def _remember(self, peer_id: str, author: Author) -> Author:
         """Only who passed the newcomers' rate gets here: else a crowd would push out everybody in a moment."""
-        if peer_id not in self._established:
+        if peer_id in self._established:
+            self._established.move_to_end(peer_id)
+        else:
             self._newcomers[peer_id] = author
             self._newcomers.move_to_end(peer_id)
             if len(self._newcomers) > self._limits.authors:

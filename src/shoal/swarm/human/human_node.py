@@ -21,15 +21,14 @@ from pathlib import Path
 from shoal.errors import ExchangeUnavailable, WireError
 from shoal.interfaces import Exchange, Recogniser, Scorer
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind
 from shoal.swarm.human.questions import Given, NotTaken, Other, Pace, Question, Questions, State
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, read_lines, write_status
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.trust import Door, Letter, Reason
+from shoal.swarm.peer import Peer
+from shoal.swarm.trust import Letter, Reason
 from shoal.types import RewardStatus, Task
 
-INTAKE_BATCH = 32
 HEARD = 64
 """Newest offers of peers that may be asked."""
 SHOWN_OTHERS = 8
@@ -38,7 +37,6 @@ MOST_SCORING = 32
 SHARE_EVERY_S = 0.25
 RETRY_S = 1.0
 OUTBOX = 64
-TELL_EVERY_S = 5.0
 MODEL = "people"
 
 
@@ -71,7 +69,7 @@ class Outgoing:
     frame: bytes | None = None
 
 
-class Desk:
+class Desk(Peer):
     """One event loop; `run` has to run for anything to be shared."""
 
     def __init__(
@@ -86,26 +84,16 @@ class Desk:
         seed: int | None = None,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
+        super().__init__(means.exchange, swarm, identity, folder, clock=clock)
         self.questions = Questions(pace or Pace())
         self.tally = Tally()
-        self.swarm = swarm
-        self.peer_id = identity.peer_id
         self._means = means
-        self._clock = clock
         self._rng = random.Random(seed)
-        self._seal = Seal(identity, swarm, session=int(clock() * 1000))
-        self._folder = folder
-        self._door = Door(swarm, identity.peer_id, banned=read_lines(folder / BANNED_FILE))
-        self._heard: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
+        self._offered: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
         self._outbox: deque[Outgoing] = deque()
         self._peers_turn = True
         self._opening = asyncio.Lock()
         self._unweighed: asyncio.Queue[tuple[Question, Offer]] = asyncio.Queue(HEARD)
-
-    @property
-    def connected(self) -> bool:
-        """Whether the swarm can be reached now."""
-        return self._means.exchange.connected
 
     async def run(self) -> None:
         """Listens and shares for ever."""
@@ -118,17 +106,11 @@ class Desk:
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
         return {
-            "peer_id": self.peer_id,
-            "swarm": self.swarm,
+            **super().status(),
             "generator": GeneratorKind.PERSON.value,
-            "connected": self.connected,
-            "failure": self._means.exchange.failure,
-            "time_s": self._clock(),
             "open": len(self.questions),
             "dropped": self.questions.dropped,
             **asdict(self.tally),
-            "refused": {reason.value: count for reason, count in self._door.refused.items()},
-            "banned": sorted(self._door.banned),
         }
 
     async def question_for(self, visitor: str) -> Question:
@@ -160,9 +142,9 @@ class Desk:
     async def _opened(self) -> Question:
         """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
         self._peers_turn, peers = not self._peers_turn, self._peers_turn
-        while peers and self._heard:
-            letter, content = self._heard.pop()
-            if letter.peer_id in self._door.banned:
+        while peers and self._offered:
+            letter, content = self._offered.pop()
+            if letter.peer_id in self.door.banned:
                 continue
             task = await self._means.recogniser.task(content.claim)
             if isinstance(task, Task):
@@ -170,7 +152,7 @@ class Desk:
                 if not self._unweighed.full():
                     self._unweighed.put_nowait((question, content))
                 return question
-            self._door.refuse(letter.peer_id, Reason(task.value))
+            self.door.refuse(letter.peer_id, Reason(task.value))
         return await self._question(await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32)))
 
     async def _question(self, task: Task) -> Question:
@@ -190,15 +172,9 @@ class Desk:
                 question.others = (*question.others, other)
                 await asyncio.sleep(time.monotonic() - began_s)
 
-    async def _listen(self) -> None:
-        intake = Intake()
-        while True:
-            for frame in await self._means.exchange.receive(INTAKE_BATCH):
-                letter = self._door.admit(frame, self._clock())
-                intake.read(letter)
-                if isinstance(letter, Letter) and isinstance(letter.content, Offer):
-                    self._heard.append((letter, letter.content))
-            await intake.pause()
+    def _heard(self, letter: Letter) -> None:
+        if isinstance(letter.content, Offer):
+            self._offered.append((letter, letter.content))
 
     async def _share(self) -> None:
         while True:
@@ -215,13 +191,6 @@ class Desk:
                 self._outbox.popleft()
             await asyncio.sleep(pause_s)
 
-    async def _tell(self) -> None:
-        """Writes status.json, and reads whom to hear no more."""
-        while True:
-            self._door.banned.update(read_lines(self._folder / BANNED_FILE))
-            write_status(self._folder, self.status())
-            await asyncio.sleep(TELL_EVERY_S)
-
     async def _publish(self, outgoing: Outgoing) -> bool:
         """Whether an offer needs no other try."""
         if not self.connected:
@@ -229,7 +198,7 @@ class Desk:
         try:
             if outgoing.frame is None:
                 outgoing.frame = self._seal.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
-            await self._means.exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
+            await self._exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
         except ExchangeUnavailable:
             return False
         except WireError:  # too large, though its answers are not

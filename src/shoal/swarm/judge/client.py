@@ -56,7 +56,7 @@ async def take(
     Raises `JudgeError` or `WireError`, also when the judge is not `judge`, and an `EngineError` when the model refuses
     a question or answers none; the first pause before it is asked again is `retry_s`.
     """
-    async with aiohttp.ClientSession() as http, ChatModel(model, logprobs=False) as chat:
+    async with aiohttp.ClientSession() as http, ChatModel(model) as chat:
         sittings, judge_id = statements(await _ledger(http, judge_url), judge)
         ask = Ask(judge_id, model.name, arm, round_, clock())
         data = await _exchanged(http, f"{judge_url}/challenge", signed(identity, ask))
