@@ -190,7 +190,7 @@ class Exchange(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why nobody could be reached when it was tried last; empty while somebody is, and before the first try."""
+        """Why nobody could be reached when it was tried last, or what is wrong there; empty before the first try."""
         ...
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:

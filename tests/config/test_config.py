@@ -90,6 +90,10 @@ def test_every_section_says_what_it_is_about() -> None:
             "'mask_tokens': both would still train the tokens that it masks",
         ),
         (
+            'swarm={external_groups = 2, credit = "skill"}',
+            "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, got 'skill'",
+        ),
+        (
             'train={advantage = "batch", dynamic_sampling = true}',
             "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
             "rewards are all equal have a gradient there",
@@ -107,8 +111,9 @@ def test_every_section_says_what_it_is_about() -> None:
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complaint: str) -> None:
+    advantage = {"advantage": "gae"} if override.startswith("swarm") else {}
     with pytest.raises(ConfigError) as caught:
-        parse({"seed": 0, "train": {"entropy_bonus": 0.01}, **TASKS}, [override])
+        parse({"seed": 0, "train": {"entropy_bonus": 0.01, **advantage}, **TASKS}, [override])
     assert str(caught.value) == complaint
 
 

@@ -5,6 +5,7 @@ import datetime
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -26,7 +27,7 @@ from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemoryHub
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import NatsServer, ServerOptions, server_config
+from shoal.swarm.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config
 from until import until
 
 
@@ -116,6 +117,54 @@ def test_a_late_joiner_reads_the_history_in_order_and_a_flood_pushes_out_only_it
         late = await collected(joined(server.url), KEPT_PER_AUTHOR + 1)
         assert time.monotonic() - began_s < 5
         assert late == [b"quiet", *(b"%d" % i for i in range(50, KEPT_PER_AUTHOR + 50))]
+
+    with_server(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("made", "connects", "sentence"),
+    [
+        ({"subjects": ["other.>"]}, False, r"keeps other\.> and none of shoal\.reef\.\*\.\*: remove it"),
+        ({"subjects": ["shoal.reef.offer.x"]}, False, "and none of"),
+        (
+            {"subjects": ["shoal.reef.>"]},
+            True,
+            "no bound on its bytes, no bound on the age .*, no bound on the frames of",
+        ),
+        (
+            {"subjects": ["shoal.*.*.*"], "max_bytes": 1 << 20, "max_age": 60.0, "max_msgs_per_subject": 9},
+            True,
+            "^$",
+        ),
+    ],
+)
+def test_a_stream_that_somebody_else_made_is_used_if_it_keeps_the_swarm_and_what_it_lacks_is_said(
+    tmp_path: Path, made: dict[str, object], connects: bool, sentence: str
+) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        client = await nats.connect(server.url)
+        await client.jetstream().add_stream(name="shoal-reef", **made)
+        await client.close()
+        member = joined(server.url)
+        reading = asyncio.ensure_future(collected(member, 1))
+        if connects:
+            await published(member, b"1")
+            assert await reading == [b"1"]
+        else:
+            await until(lambda: bool(member.failure))
+            reading.cancel()
+        assert member.connected == connects
+        assert re.search(sentence, member.failure), member.failure
+
+    with_server(tmp_path, body)
+
+
+def test_what_anybody_stores_on_a_server_is_bounded(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        client = await nats.connect(server.url)
+        with pytest.raises(nats.js.errors.APIError, match="insufficient storage"):
+            await client.jetstream().add_stream(name="all", subjects=["all.>"], max_bytes=MOST_STORED_BYTES + 1)
+        await client.close()
 
     with_server(tmp_path, body)
 

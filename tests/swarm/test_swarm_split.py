@@ -84,3 +84,30 @@ def test_the_chance_of_questions_and_draws_is_seldom_taken_for_oscillation(seed:
 def test_a_split_without_groups_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match="most < groups"):
         AdaptiveSplit(4, 4)
+
+
+@given(st.integers(0, 3 * WINDOW), st.floats(0, 50), st.booleans())
+def test_a_run_that_goes_on_splits_as_the_one_before_would_have(steps: int, supply: float, swings: bool) -> None:
+    def step(split: AdaptiveSplit, number: int) -> None:
+        own = 8 - split.external
+        split.stepped([0.2 if swings and number // 3 % 2 else 0.8] * own, supply)
+
+    whole, life = AdaptiveSplit(8, 6), AdaptiveSplit(8, 6)
+    for number in range(steps):
+        step(whole, number)
+        step(life, number)
+        after = AdaptiveSplit(8, 6)
+        after.restore(life.state())
+        assert after.external == whole.external
+        life = after
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 5000, '{"supply": 0}', '{"supply": "x", "cap": 1, "rewards": []}']
+)
+def test_a_state_that_cannot_be_read_is_as_none(text: str) -> None:
+    split = AdaptiveSplit(8, 6)
+    split.restore(text)
+    assert split.external == 0
+    split.restore('{"supply": 1e300, "cap": 99, "rewards": [[], [1.0]]}')
+    assert split.external == 6

@@ -14,8 +14,8 @@ from shoal.swarm.strategy import (
     NEWCOMER_SHARE,
     TAKERS,
     Candidate,
-    NewcomerShare,
     Own,
+    by_trust,
     differ,
     sharer_of,
     taken,
@@ -71,22 +71,22 @@ groups = st.lists(
 )
 
 
-@given(st.sampled_from(sorted(TAKERS)), groups, st.integers(0, 6), st.integers(0, 5))
+@given(st.sampled_from([*TAKERS, "trusted"]), groups, st.integers(0, 6), st.integers(0, 5))
 def test_every_taker_takes_different_informative_groups_and_no_more_than_asked(
     name: str, candidates: list[Candidate], n: int, seed: int
 ) -> None:
     for chosen in (
-        list(TAKERS[name](candidates, n, random.Random(seed))),
-        taken(TAKERS[name], candidates, n, random.Random(seed), NewcomerShare()),
+        list(taker_of(name)(candidates, n, random.Random(seed))),
+        taken(taker_of(name), candidates, n, random.Random(seed)),
     ):
         assert len(set(chosen)) == len(chosen) <= n
         assert all(differ(candidates[i].rewards) for i in chosen)
-    assert TAKERS[name](candidates, n, random.Random(seed)) == TAKERS[name](candidates, n, random.Random(seed))
+    assert taker_of(name)(candidates, n, random.Random(seed)) == taker_of(name)(candidates, n, random.Random(seed))
 
 
-def test_the_default_is_uniform_over_what_has_an_advantage() -> None:
-    candidates = [candidate(rewards=EQUAL), *(candidate(peer_id=peer) for peer in "abcd")]
-    counts = Counter(i for seed in range(2000) for i in TAKERS["informative"](candidates, 2, random.Random(seed)))
+def test_uniform_is_uniform_over_what_has_an_advantage_and_new_authors_are_like_others() -> None:
+    candidates = [candidate(rewards=EQUAL), *(candidate(peer_id=peer, newcomer=peer > "b") for peer in "abcd")]
+    counts = Counter(i for seed in range(2000) for i in TAKERS["uniform"](candidates, 2, random.Random(seed)))
     assert counts[0] == 0
     assert all(abs(counts[i] - 1000) < 120 for i in range(1, 5))
 
@@ -108,15 +108,28 @@ def test_trusted_prefers_trust_freshness_and_what_was_used_less() -> None:
     better = [candidate(trust=1.0, age_s=300.0), candidate(trust=0.5, age_s=0.0)]
     worse = [candidate(trust=0.5, age_s=300.0, uses=1), candidate(trust=0.5, age_s=300.0, author_uses=1)]
     for one, expected in [*((one, 2 / 3) for one in better), *((one, 1 / 3) for one in worse)]:
-        first = sum(TAKERS["trusted"]([one, base], 1, random.Random(seed)) == [0] for seed in range(3000))
+        first = sum(by_trust([one, base], 1, random.Random(seed)) == [0] for seed in range(3000))
         assert first / 3000 == pytest.approx(expected, abs=0.03)
+
+
+def test_where_everybody_is_new_the_paper_s_taker_gives_all_that_a_first_step_wants_and_the_default_one() -> None:
+    candidates = [candidate(peer_id=f"new{i % 4}", newcomer=True, author_uses=0) for i in range(28)]
+    assert len(taken(taker_of("uniform"), candidates, 4, random.Random(0))) == 4
+    assert len(taken(taker_of("trusted"), candidates, 4, random.Random(0))) == 1
+
+
+def test_a_name_that_was_changed_is_answered_with_the_new_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"swarm.take: 'informative' is now 'uniform'.*'trusted', keeps these to 15 ?%"
+    ):
+        taker_of("informative")
 
 
 def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:
     crowd = [candidate(peer_id=f"sybil{i}", newcomer=True) for i in range(1000)]
     candidates = [*crowd, *(candidate(peer_id="known") for _ in range(20))]
-    share, rng = NewcomerShare(), random.Random(0)
-    chosen = [i for _ in range(200) for i in taken(TAKERS["informative"], candidates, 4, rng, share)]
+    taker, rng = taker_of("trusted"), random.Random(0)
+    chosen = [i for _ in range(200) for i in taken(taker, candidates, 4, rng)]
     assert len(chosen) == 800  # the established fill what newcomers may not have
     of_newcomers = sum(candidates[i].newcomer for i in chosen)
     assert 0 < of_newcomers <= NEWCOMER_SHARE * 800 + 1
@@ -129,7 +142,7 @@ def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     taker = taker_of("my_strategy:greedy")
-    assert taken(taker, [candidate()] * 5, 3, random.Random(0), NewcomerShare()) == [0, 1, 2]
+    assert taken(taker, [candidate()] * 5, 3, random.Random(0)) == [0, 1, 2]
     with pytest.raises(ConfigError, match="expected a function"):
         taker_of("my_strategy:nothing")
     sys.modules.pop("my_strategy")

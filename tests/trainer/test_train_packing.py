@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trainer.packing import even_bins, even_slices, first_fit, micro_batches
+from shoal.trainer.packing import even_bins, even_slices, first_fit, micro_batches, mixed
 from shoal.types import Sample
 
 
@@ -69,3 +69,13 @@ def test_even_slices_differ_by_one_at_most(count: int, parts: int) -> None:
     slices = even_slices(count, parts)
     assert [i for part in slices for i in part] == list(range(count))
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
+def test_peers_groups_are_spread_evenly_over_all_updates(parts: int, own_each: int, external: int) -> None:
+    order = mixed([*"o" * parts * own_each, *"E" * external], str.isupper, parts)
+    for part in even_slices(len(order), parts):
+        update = [order[i] for i in part]
+        assert update.count("o") == own_each
+        assert external // parts <= update.count("E") <= external // parts + 1
+    assert mixed(range(6), lambda _: False, 2) == list(range(6))  # alone nothing is moved

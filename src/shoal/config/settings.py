@@ -261,8 +261,9 @@ class SwarmConfig(Section):
         description="Own groups shared: all, informative, budget:N (bytes/s), demand or module:function.",
     )
     take: str = Field(
-        "informative",
-        description="Peers' groups taken: informative, usable, rewarding, diverse, trusted or module:function.",
+        "trusted",
+        description="Peers' groups taken: uniform (as in SAPO), usable, rewarding, diverse, trusted (newcomers have "
+        "15 % at most) or module:function.",
     )
     credit: Credit = Field(
         Credit.GROUP_WEIGHT,
@@ -339,6 +340,11 @@ class Config(Section):
     def _check_critic(self) -> None:
         if self.train.advantage != "gae":
             return
+        if self.swarm.external_groups and self.swarm.credit is not Credit.GROUP:
+            raise ValueError(
+                "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, "
+                f"got {self.swarm.credit.value!r}"
+            )
         if self.asynchrony.late == "mask_tokens":
             raise ValueError(
                 "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "

@@ -32,12 +32,13 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import scorer_values
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
 from shoal.swarm.external import external_rows
-from shoal.swarm.external_share import AdaptiveSplit, most_external
+from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.node import Node
 from shoal.swarm.node_files import Ready
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.trainer.packing import mixed
 from shoal.types import Group, Sample, Task
 from shoal.weights import checkpoint
 from shoal.weights.store import FILE, PublishedVersion, WeightStore
@@ -125,6 +126,8 @@ class TrainLoop:
         self._wanted_groups = external if isinstance(external, int) else 0
         groups, reuse = parts.config.train.groups_per_step, parts.config.swarm.reuse
         self._split = AdaptiveSplit(groups, most_external(groups), reuse) if external == "adaptive" else None
+        if self._split is not None and parts.swarm is not None:
+            self._split.restore(parts.swarm.remembered(SPLIT_FILE))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """All steps that remain, then waits until the engine serves the last Version."""
@@ -224,7 +227,10 @@ class TrainLoop:
             self._serve_newest()
         values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external, wanted)
         if self._split is not None and parts.swarm is not None:
-            self._split.stepped([_mean_reward(group) for group in groups], parts.swarm.supply())
+            self._split.stepped(
+                [fmean(one.reward.value for one in group.finished) for group in groups], parts.swarm.supply()
+            )
+            parts.swarm.remember(SPLIT_FILE, self._split.state())
         parts.trackers.log(step + 1, values)
 
     def _chosen(self) -> tuple[int, list[Ready]]:
@@ -243,6 +249,9 @@ class TrainLoop:
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
         """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
+        groups = mixed(
+            groups, lambda group: group.external, self._config.train.minibatches
+        )  # no update is theirs alone
         rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
         credit = self._config.swarm.credit
         rows = [
@@ -388,7 +397,3 @@ def _task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
         values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
         values[f"tokens_per_s/{name}"] = sum(rollout.drawn_tokens for rollout in finished) / elapsed_s
     return values
-
-
-def _mean_reward(group: Group) -> float:
-    return fmean(rollout.reward.value for rollout in group.finished)

@@ -37,7 +37,7 @@ LARGE = Recipe()
 SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
 FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
 GENERATORS = ("frozen", "rule")
-EXCHANGE: dict[str, JsonValue] = {"share": "informative", "reuse": 2}
+EXCHANGE: dict[str, JsonValue] = {"share": "informative", "take": "uniform", "reuse": 2}
 PAUSE_S = 0.25
 """Between two groups of a generator."""
 START_TIMEOUT_S = 120.0

@@ -9,8 +9,13 @@ take more, s stays what it is.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, linear_regression, variance
 
+import msgspec
+
+SPLIT_FILE = "split.json"
+"""Of a node's folder: what the split has come to, for a run that goes on."""
 REUSE_CAP = 4
 """Times that one group is counted as supply, however often it may be used: the fifth time teaches little."""
 MEMORY = 0.9
@@ -32,6 +37,15 @@ def most_external(groups: int) -> int:
     (6, 3, 0)
     """
     return groups * 3 // 4
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a split remembers of its steps."""
+
+    supply: float
+    cap: int
+    rewards: tuple[tuple[float, ...], ...]
 
 
 class AdaptiveSplit:
@@ -61,6 +75,19 @@ class AdaptiveSplit:
             calm = oscillation(self._rewards) <= CALM
             self._cap = min(self._cap + 1, self._most) if calm else max(min(self._cap, wanted) - 1, 0)
             self._rewards = []
+
+    def state(self) -> str:
+        """What `restore` goes on from: JSON."""
+        return msgspec.json.encode(State(self._supply, self._cap, tuple(self._rewards))).decode()
+
+    def restore(self, text: str) -> None:
+        """Goes on from a state; one that cannot be read, or of other settings, counts as far as it fits."""
+        try:
+            state = msgspec.json.decode(text, type=State)
+        except (msgspec.MsgspecError, RecursionError):
+            return
+        self._supply, self._cap = max(state.supply, 0.0), max(0, min(state.cap, self._most))
+        self._rewards = [step for step in state.rewards if step][: WINDOW - 1]
 
 
 def oscillation(rewards: Sequence[Sequence[float]]) -> float:

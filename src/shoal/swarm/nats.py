@@ -44,7 +44,16 @@ HISTORY_S = 3600.0
 SKIP_EVERY_S = 10.0
 """Between two skips to the newest frames: in a flood everybody is behind again at once, and each makes a consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
-_FAILURES = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, ValueError, RuntimeError, AttributeError)
+_FAILURES = (
+    ExchangeUnavailable,
+    nats.errors.Error,
+    OSError,
+    asyncio.TimeoutError,
+    ssl.SSLError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+)
 # nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
 # has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
 
@@ -67,7 +76,7 @@ class NatsExchange:
         self.connections = 0
         """Made so far; one more than were lost while there is one."""
         self.failure = ""
-        """Why the last attempt to reach a server failed; empty while one is connected."""
+        """Why the last attempt to reach a server failed, or what is wrong with the stream of one that is connected."""
 
     async def __aenter__(self) -> "NatsExchange":
         return self
@@ -89,11 +98,13 @@ class NatsExchange:
             raise ExchangeUnavailable("no server of the swarm is connected")
         once = {"Nats-Msg-Id": hashlib.blake2b(frame, digest_size=16).hexdigest()}
         try:
-            await client.jetstream().publish(
+            kept = await client.jetstream().publish(
                 f"{self._subjects}.{kind}.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
             )
         except _FAILURES as error:
             raise ExchangeUnavailable(f"the swarm's server did not take a frame: {error or type(error)}") from error
+        if kept.stream != self._stream:
+            raise ExchangeUnavailable(f"the swarm's server put a frame into the stream {kept.stream!r}")
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and gives up to `most`, oldest first; connects again for as long as it takes."""
@@ -121,7 +132,6 @@ class NatsExchange:
             self._client = await self._connect()
             self._consumer = await self._follow(self._client.jetstream())
             self.connections += 1
-            self.failure = ""
         try:
             messages = await self._consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
         except TimeoutError:
@@ -191,10 +201,21 @@ class NatsExchange:
         return await stream.pull_subscribe(f"{self._subjects}.>", stream=self._stream, config=config)
 
     async def _ensure_stream(self, stream: JetStreamContext) -> None:
-        """Makes the stream unless it is there, on up to three servers; an operator may have made another one."""
+        """Makes the stream unless it is there, on up to three servers; an operator may have made another one.
+
+        Whoever comes first to a server without accounts can make it too. One that keeps none of the swarm's frames is
+        refused with an `ExchangeUnavailable`; one without bounds is used, and `failure` says so.
+        """
         with contextlib.suppress(NotFoundError):
-            await stream.stream_info(self._stream)
+            found = (await stream.stream_info(self._stream)).config
+            if not any(_covers(pattern, f"{self._subjects}.*.*") for pattern in found.subjects or ()):
+                raise ExchangeUnavailable(
+                    f"the stream {self._stream} keeps {', '.join(found.subjects or ()) or 'nothing'} and none of "
+                    f"{self._subjects}.*.*: remove it from the server, or take another swarm.name"
+                )
+            self.failure = _complaint(found)
             return
+        self.failure = ""
         config = StreamConfig(
             name=self._stream,
             subjects=[f"{self._subjects}.*.*"],
@@ -219,6 +240,30 @@ class NatsExchange:
         if client is not None:
             with contextlib.suppress(*_FAILURES):
                 await client.close()
+
+
+def _covers(pattern: str, subjects: str) -> bool:
+    """Whether a subject of NATS has all that another stands for."""
+    have, want = pattern.split("."), subjects.split(".")
+    if have[-1] == ">":
+        have, want = have[:-1], want[: len(have) - 1]
+    return len(have) == len(want) and all(one in ("*", other) for one, other in zip(have, want, strict=True))
+
+
+def _complaint(config: StreamConfig) -> str:
+    """What a stream lacks that every swarm should have; nothing of one that was made here."""
+    lacks = []
+    if (config.max_bytes or 0) <= 0:
+        lacks.append("no bound on its bytes")
+    if not config.max_age:
+        lacks.append("no bound on the age of frames")
+    if (config.max_msgs_per_subject or 0) <= 0:
+        lacks.append("no bound on the frames of one author, who can push out all others'")
+    if 0 < (config.max_msg_size or 0) < MAX_FRAME_BYTES:
+        lacks.append(f"no room for frames above {config.max_msg_size} bytes")
+    if config.discard is DiscardPolicy.NEW:
+        lacks.append("no room for new frames once it is full")
+    return f"the stream {config.name} has {', '.join(lacks)}" if lacks else ""
 
 
 async def _silence(error: Exception) -> None:

@@ -32,11 +32,11 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines
+from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_whole
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, Waiting
-from shoal.swarm.strategy import Candidate, NewcomerShare, Own, differ, sharer_of, taken, taker_of
+from shoal.swarm.strategy import Candidate, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Letter, Reason
 from shoal.types import EXTERNAL, External, Group, Reward, RewardStatus, seed_for
 
@@ -92,7 +92,6 @@ class Node(Peer):
         self._wants = external if isinstance(external, int) else 0
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
-        self._newcomers = NewcomerShare()
         self._known_bans = set(self.door.banned)
         self._pending = Waiting(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
@@ -163,6 +162,18 @@ class Node(Peer):
             groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, own_record))
         self.tally.taken += len(groups)
         return groups
+
+    def remember(self, name: str, text: str) -> None:
+        """Keeps something in a file of this node, for a life after this one."""
+        with self._file(name):
+            write_whole(self._folder / name, text)
+
+    def remembered(self, name: str) -> str:
+        """What an earlier life kept; nothing when there is none."""
+        path = self._folder / name
+        with self._file(name):
+            return path.read_text(errors="replace") if path.exists() else ""
+        return ""
 
     @property
     def ready(self) -> int:
@@ -298,7 +309,7 @@ class Node(Peer):
             )
             for ready in self._ready
         ]
-        chosen = [self._ready[i] for i in taken(self._taker, candidates, wanted, self._rng, self._newcomers)]
+        chosen = [self._ready[i] for i in taken(self._taker, candidates, wanted, self._rng)]
         for ready in chosen:
             ready.uses += 1
             self._author_uses[ready.letter.peer_id] += 1

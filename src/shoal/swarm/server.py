@@ -25,6 +25,9 @@ from shoal.net.process import Child, die_with_parent
 
 START_TIMEOUT_S = 20.0
 MAX_PAYLOAD_BYTES = 512 * 1024
+MOST_STORED_BYTES = 2 * 1024**3
+"""Of all streams, whoever makes them: eight swarms."""
+MOST_HELD_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def server_config(options: ServerOptions) -> str:
         f"port: {options.port or -1}",
         f"ports_file_dir: {_quoted(options.folder)}",
         f"log_file: {_quoted(options.folder / 'server.log')}",
-        f"jetstream {{ store_dir: {_quoted(options.folder / 'streams')} }}",
+        f"jetstream {{ store_dir: {_quoted(options.folder / 'streams')}, max_file_store: {MOST_STORED_BYTES}, "
+        f"max_memory_store: {MOST_HELD_BYTES} }}",
         f"max_payload: {MAX_PAYLOAD_BYTES}",
         'write_deadline: "5s"',  # of a client that reads nothing: it is cut off
         "max_pending: 16777216",

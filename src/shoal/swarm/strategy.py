@@ -1,17 +1,18 @@
 """What a node shares of its own groups, and what it takes of others'. Pure; randomness comes in as an argument.
 
-SAPO (arXiv 2509.08721) shares all and takes uniformly of the groups that have something to learn from; these are the
-defaults. Both sides can be chosen by name, and own code by `module:function`, with the signatures `Sharer` and `Taker`.
+SAPO (arXiv 2509.08721) shares all and takes uniformly of the groups that have something to learn from: `all` and
+`uniform`. Uniform gives a thousand made-up names a thousand shares, so the default is `trusted`, in which newcomers
+have one small share together. Own code comes by `module:function`, with the signatures `Sharer` and `Taker`.
 
     share   all           every group
             informative   those whose rewards differ
             budget:N      of these, as many as fit into N bytes per second on average
             demand        of these, the tasks that somebody wants
-    take    informative   uniformly of those whose rewards differ
+    take    uniform       uniformly of those whose rewards differ
             usable        uniformly of those whose rewards differ enough to be told from noise
             rewarding     of the informative, the highest mean reward first
             diverse       of the informative, one task after the other, each time of the author that gave least
-            trusted       of the informative, by trust, age, use and author
+            trusted       of the informative, by trust, age, use and author; of newcomers, 15 % at most
 """
 
 import math
@@ -27,7 +28,8 @@ from shoal.plugins import own_code
 from shoal.swarm.trust import Bucket
 
 NEWCOMER_SHARE = 0.15
-"""Of the groups taken, at most, in the long run."""
+"""Of the groups that `trusted` takes, at most, in the long run."""
+RENAMED = {"informative": "uniform"}
 USABLE_SPREAD = 0.2
 """Smallest difference between best and worst reward that says something."""
 USABLE_STD = 0.25
@@ -109,7 +111,7 @@ class Budget:
         return differ(own.rewards) and self._bucket.take(now_s, own.size_bytes)
 
 
-def informative(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+def uniform(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
     """SAPO's: drops what has no advantage, then uniform."""
     found = _where(candidates, differ)
     return rng.sample(found, min(n, len(found)))
@@ -153,7 +155,7 @@ def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list
     return taken
 
 
-def trusted(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
     """Without replacement, with a probability proportional to
     trust * (1 - p^L - (1-p)^L) * 2^(-age / half-life) / ((1 + uses) (1 + groups taken of the author)).
 
@@ -172,20 +174,24 @@ def trusted(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list
     return sorted(keys, key=keys.__getitem__, reverse=True)[:n]
 
 
-class NewcomerShare:
-    """Keeps what is taken of newcomers below their share, however many there are.
+class Trusted:
+    """Takes `by_trust`, and keeps what is taken of newcomers below their share, however many there are.
 
     Each group that is wanted adds `NEWCOMER_SHARE` to a credit that holds at most one group more than a step's share,
-    so that silence saves nothing up for a flood later.
+    so that silence saves nothing up for a flood later. What newcomers may not have goes to the established.
     """
 
-    def __init__(self, share: float = NEWCOMER_SHARE) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self._credit = 1.0
 
-    def within(self, candidates: Sequence[Candidate], chosen: Sequence[int], wanted: int) -> list[int]:
-        """Of the chosen, in order, all of the established and as many of newcomers as their credit allows."""
-        self._credit = min(self._credit + self._share * wanted, 1.0 + self._share * wanted)
+    def __call__(self, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+        """Up to `n`: as many of newcomers as their credit allows, and of the established as many as there are."""
+        kept = self._within(candidates, by_trust(candidates, n, rng), n)
+        rest = [i for i, candidate in enumerate(candidates) if not candidate.newcomer and i not in kept]
+        return kept + [rest[j] for j in by_trust([candidates[i] for i in rest], n - len(kept), rng)]
+
+    def _within(self, candidates: Sequence[Candidate], chosen: Sequence[int], wanted: int) -> list[int]:
+        self._credit = min(self._credit, 1.0) + NEWCOMER_SHARE * wanted
         kept = []
         for i in chosen:
             if candidates[i].newcomer:
@@ -202,11 +208,10 @@ SHARERS: Mapping[str, Sharer] = {
     "demand": demanded_groups,
 }
 TAKERS: Mapping[str, Taker] = {
-    "informative": informative,
+    "uniform": uniform,
     "usable": usable,
     "rewarding": rewarding,
     "diverse": diverse,
-    "trusted": trusted,
 }
 
 
@@ -227,25 +232,20 @@ def taker_of(name: str) -> Taker:
     """The taker of a name or `module:function`. Raises `ConfigError`."""
     if name in TAKERS:
         return TAKERS[name]
-    found: Taker = own_function("swarm.take", name, list(TAKERS))
+    if name == "trusted":
+        return Trusted()
+    if name in RENAMED:
+        raise ConfigError(
+            f"swarm.take: {name!r} is now {RENAMED[name]!r}, which takes newcomers as it takes others; the default, "
+            f"'trusted', keeps these to {NEWCOMER_SHARE:.0%}"
+        )
+    found: Taker = own_function("swarm.take", name, [*TAKERS, "trusted"])
     return found
 
 
-def taken(
-    taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random, newcomers: NewcomerShare
-) -> list[int]:
-    """Up to `n` different candidates as the taker chooses them; what newcomers may not have goes to the established."""
-    kept = newcomers.within(candidates, _valid(taker(candidates, n, rng), n, len(candidates)), n)
-    rest = [i for i, candidate in enumerate(candidates) if not candidate.newcomer and i not in kept]
-    if len(kept) < n and rest:
-        more = taker([candidates[i] for i in rest], n - len(kept), rng)
-        kept += [rest[j] for j in _valid(more, n - len(kept), len(rest))]
-    return kept
-
-
-def _valid(chosen: Sequence[int], n: int, size: int) -> list[int]:
-    """Each at most once and no more than `n`: own code is held to it."""
-    return list(dict.fromkeys(i for i in chosen if 0 <= i < size))[:n]
+def taken(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+    """Up to `n` candidates as the taker chooses them, each at most once: own code is held to it."""
+    return list(dict.fromkeys(i for i in taker(candidates, n, rng) if 0 <= i < len(candidates)))[:n]
 
 
 def own_function(field: str, name: str, known: Sequence[str]) -> Any:

@@ -3,9 +3,12 @@
 A micro-batch is what one forward and backward see; the split changes memory and speed, never the gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from shoal.types import Sample
+
+T = TypeVar("T")
 
 
 def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -77,6 +80,17 @@ def even_slices(count: int, parts: int) -> list[range]:
     [range(0, 2), range(2, 5)]
     """
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def mixed(things: Sequence[T], is_other: Callable[[T], bool], parts: int) -> list[T]:
+    """Things of two sorts, in an order in which `even_slices` have even shares of both.
+
+    >>> "".join(mixed("abcdXYZ", str.isupper, 2))
+    'abXcdYZ'
+    """
+    first, second = ([thing for thing in things if is_other(thing) is other] for other in (False, True))
+    slices = zip(even_slices(len(first), parts), even_slices(len(second), parts), strict=True)
+    return [thing for some, others in slices for thing in (*(first[i] for i in some), *(second[i] for i in others))]
 
 
 def prompt_length(row: Sample) -> int:
