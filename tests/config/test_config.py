@@ -91,7 +91,8 @@ def test_every_section_says_what_it_is_about() -> None:
         ),
         (
             'swarm={external_groups = 2, credit = "skill"}',
-            "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, got 'skill'",
+            "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, got "
+            "'skill'",
         ),
         (
             'train={advantage = "batch", dynamic_sampling = true}',
