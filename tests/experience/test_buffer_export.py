@@ -4,19 +4,37 @@ import asyncio
 import json
 import os
 import threading
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from buffer_values import group, open_buffer, rollout, run_group, train
+from buffer_values import META, group, open_buffer, rollout, run_group, train
+from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
-from shoal.experience.export import export_jsonl, export_parquet, streams
+from shoal.experience.export import export_jsonl, export_parquet, export_rows, streams
 from shoal.experience.raw import RawCompletion, RawTurn
-from shoal.types import Completion, FinishReason, Group, Reward, RewardStatus, Rollout
+from shoal.observe.export_extras import extras_of
+from shoal.trainer.advantage import mask_tokens, step_samples
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    RewardStatus,
+    Role,
+    Rollout,
+    ToolCall,
+    Turn,
+)
 
 FIELDS = [
-    *("group_id", "rollout_id", "task", "receipt", "messages", "tokens", "mask", "logprobs", "versions"),
-    *("reward", "status", "reason", "finished_seq", "admitted_version", "consumed_version", "consumed_step"),
+    *("group_id", "rollout_id", "task", "receipt", "answer", "messages", "tokens", "mask", "logprobs", "versions"),
+    *("advantages", "texts", "reward", "parts", "evidence", "turn_rewards"),
+    *("status", "reason", "finished_seq", "admitted_version", "consumed_version", "consumed_step"),
 ]
 
 
@@ -51,12 +69,21 @@ def test_a_line_per_rollout_has_the_promised_fields_in_order(run_dir, tmp_path):
         "rollout_id": "a/0",
         "task": "chain_sum",
         "receipt": {"dataset": "chain_sum", "dataset_version": "0.1.25", "config": "{}", "seed": 7, "index": 3},
-        "messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}],
+        "answer": "2",
+        "messages": [
+            {"role": "user", "content": "1 + 1 =", "tool_calls": [], "tool_call_id": "", "reasoning": ""},
+            {"role": "assistant", "content": "2", "tool_calls": [], "tool_call_id": "", "reasoning": ""},
+        ],
         "tokens": [1, 2, 3, 5, 5],
         "mask": [0, 0, 0, 1, 1],
         "logprobs": [0.0, 0.0, 0.0, -0.5, -0.5],
         "versions": [-1, -1, -1, 0, 0],
+        "advantages": None,
+        "texts": None,
         "reward": 1.0,
+        "parts": [],
+        "evidence": "",
+        "turn_rewards": [0.0],
         "status": "finished",
         "reason": "",
         "finished_seq": 1,
@@ -147,3 +174,73 @@ def test_every_token_of_a_long_answer_is_there(tmp_path):
     (row,) = lines(tmp_path / "out.jsonl")
     assert row["tokens"] == [1, 2, 3, *range(20_000)]
     assert sum(row["mask"]) == 20_000
+
+
+def said_with_a_tool(rollout_id: str, reward: Reward) -> Rollout:
+    """Two turns: a call of a tool, its answer, and what the model makes of it."""
+    first = Completion((5, 6), (-0.5, -0.5), (0, 0), FinishReason.STOP)
+    second = Completion((8,), (-0.25,), (1,), FinishReason.STOP)
+    messages = (
+        Message(Role.USER, "1 + 1 ="),
+        Message(Role.ASSISTANT, "", (ToolCall("c1", "add", '{"a": 1}'),), reasoning="I have a tool"),
+        Message(Role.TOOL, "2", tool_call_id="c1"),
+        Message(Role.ASSISTANT, "2"),
+    )
+    turns = (Turn((1, 2), first, 0.25), Turn((1, 2, 5, 6, 7), second))
+    return Rollout(rollout_id, messages, turns, reward)
+
+
+def consumed_group(run_dir, rewards, settings):
+    """A run directory in which one group was trained, with its settings."""
+
+    async def main():
+        buffer = open_buffer(run_dir, replace(META, groups_per_step=1))
+        admitted = await buffer.admit("a", "chain_sum")
+        rollouts = tuple(said_with_a_tool(f"a/{i}", reward) for i, reward in enumerate(rewards))
+        await buffer.add(Group("a", group("a").task, rollouts, admitted))
+        await buffer.take(1, 1)
+        await buffer.consumed(0, 1, ["a"], version_after=2)
+        await buffer.close()
+
+    asyncio.run(main())
+    (run_dir / "resolved.toml").write_text(to_toml(parse({"tasks": [{"name": "chain_sum"}], **settings})))
+
+
+def test_nothing_that_an_agent_or_a_scorer_said_is_left_out(tmp_path):
+    reward = Reward(1.0, parts=(("exact", 1.0), ("length", 0.5)), evidence="as asked")
+    consumed_group(tmp_path, [reward], {})
+    assert export_parquet(tmp_path, tmp_path / "out.parquet") == 1
+    export_jsonl(tmp_path, tmp_path / "out.jsonl")
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [row]
+    _, called, told, _ = row["messages"]
+    assert called["tool_calls"] == [{"id": "c1", "name": "add", "arguments": '{"a": 1}'}]
+    assert (called["reasoning"], told["tool_call_id"]) == ("I have a tool", "c1")
+    assert row["turn_rewards"] == [0.25, 0.0]
+    assert row["parts"] == [{"name": "exact", "value": 1.0}, {"name": "length", "value": 0.5}]
+    assert row["evidence"] == "as asked"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo", "batch", "group_batch"])
+@pytest.mark.parametrize("late", ["drop", "mask_tokens"])
+def test_advantages_are_those_of_the_rows_that_were_trained(tmp_path, kind, late):
+    settings = {"train": {"advantage": kind}, "asynchrony": {"late": late, "max_staleness": 0}}
+    consumed_group(tmp_path, [Reward(1.0), Reward(0.0), Reward(0.0)], settings)
+    rewards = [Reward(1.0), Reward(0.0), Reward(0.0)]
+    trained = Group("a", group("a").task, tuple(said_with_a_tool(f"a/{i}", r) for i, r in enumerate(rewards)), 0)
+    (rows,) = step_samples([trained], parse({"tasks": [{"name": "chain_sum"}], **settings}).train, 256)
+    if late == "mask_tokens":
+        rows, _ = mask_tokens(rows, 1)
+    exported = list(export_rows(tmp_path, extras_of(tmp_path)))
+    assert [tuple(row.advantages) for row in exported] == [row.advantages for row in rows]
+    assert any(map(any, (row.advantages for row in exported)))
+
+
+def test_the_texts_of_tokens_make_the_conversation_when_the_tokenizer_is_there(tmp_path):
+    consumed_group(tmp_path, [Reward(1.0)], {})
+    (tmp_path / "model").mkdir()
+    tokenizer = Tokenizer(WordLevel({f" w{i}": i for i in range(10)} | {"a": 10}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    (row,) = export_rows(tmp_path, extras_of(tmp_path))
+    assert row.tokens == [1, 2, 5, 6, 7, 8]
+    assert [text.strip() for text in row.texts] == ["w1", "w2", "w5", "w6", "w7", "w8"]

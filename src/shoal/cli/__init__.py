@@ -144,13 +144,15 @@ def export(
 ) -> None:
     """Write the rollouts of a run's log to a file."""
     from shoal.experience.export import export_jsonl, export_parquet
+    from shoal.observe.export_extras import extras_of
 
     if jsonl is None and parquet is None:
         raise ShoalError("export: expected --jsonl FILE or --parquet FILE, got neither")
+    extras = extras_of(run)
     if jsonl is not None:
-        print(f"{export_jsonl(run, jsonl)} rollouts in {jsonl}")
+        print(f"{export_jsonl(run, jsonl, extras)} rollouts in {jsonl}")
     if parquet is not None:
-        print(f"{export_parquet(run, parquet)} rollouts in {parquet}")
+        print(f"{export_parquet(run, parquet, extras)} rollouts in {parquet}")
 
 
 @app.command()

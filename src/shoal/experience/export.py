@@ -2,9 +2,14 @@
 
     group_id, rollout_id   ids; those of rollouts are unique within a group
     task, receipt          name of the task service; from where the task can be drawn again, or null
-    messages               role and content of each
-    tokens mask logprobs versions   streams of one length. Mask 1 is a drawn token; the others carry 0.0 and -1
+    answer                 the truth of the task, or null
+    messages               role, content, reasoning, tool_calls and tool_call_id of each
+    tokens mask logprobs versions   streams of one length. Mask 1 is a sampled token; the others carry 0.0 and -1
+    advantages             the same for advantages, 0.0 where mask is 0; null where it is not known, see `Extras`
+    texts                  the text of each token; null without the run's tokenizer
     reward                 null where the scorer did not answer
+    parts, evidence        the reward's parts by name, and what the scorer says for it
+    turn_rewards           of each turn, beside the reward
     status, reason         of the rollout: "finished", or "failed" and why. A finished rollout whose group was not
                            trained on carries the group's reason, such as "stale"
     finished_seq           order of commit of the group
@@ -16,8 +21,9 @@ other turn (an edited or compacted history) is appended with its whole prompt.
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -28,10 +34,31 @@ import pyarrow.parquet as pq
 from shoal import wire
 from shoal.errors import RunDirError
 from shoal.experience.log import BODY_BYTES, snapshot
-from shoal.experience.raw import RawGroup, RawMessage, RawReceipt, RawRollout, RawTask, RawTurn, read_groups
+from shoal.experience.raw import RawGroup, RawRollout, RawTask, RawTurn, read_groups
+from shoal.types import Message, Receipt
 
 ROWS_PER_SHARD = 1024
 """Rollouts per row group of a Parquet file: what is in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The columns that the log alone does not give, as functions of what it holds."""
+
+    advantages: Callable[[RawGroup], Sequence[list[float] | None] | None] = lambda group: None
+    """What a consumed group's sampled tokens were reinforced with, rollout by rollout; None when that is not known."""
+    text: Callable[[int], str] | None = None
+    """Of one token."""
+
+
+NONE = Extras()
+
+
+class NamedValue(msgspec.Struct):
+    """One part of a reward."""
+
+    name: str
+    value: float
 
 
 class ExportRow(msgspec.Struct):
@@ -40,13 +67,19 @@ class ExportRow(msgspec.Struct):
     group_id: str
     rollout_id: str
     task: str
-    receipt: RawReceipt | None
-    messages: list[RawMessage]
+    receipt: Receipt | None
+    answer: str | None
+    messages: list[Message]
     tokens: list[int]
     mask: list[int]
     logprobs: list[float]
     versions: list[int]
+    advantages: list[float] | None
+    texts: list[str] | None
     reward: float | None
+    parts: list[NamedValue]
+    evidence: str
+    turn_rewards: list[float]
     status: str
     reason: str
     finished_seq: int
@@ -55,23 +88,23 @@ class ExportRow(msgspec.Struct):
     consumed_step: int | None
 
 
-def export_jsonl(run_dir: Path, file: Path) -> int:
+def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
     """Writes every committed rollout as a line of JSON; gives how many. Raises `RunDirError`."""
     encoder = msgspec.json.Encoder()
     rows = 0
     with _written(file) as out:
-        for row in export_rows(run_dir):
+        for row in export_rows(run_dir, extras):
             out.write(encoder.encode(row) + b"\n")
             rows += 1
     return rows
 
 
-def export_parquet(run_dir: Path, file: Path) -> int:
+def export_parquet(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
     """Writes every committed rollout as a row of a Parquet file; gives how many. Raises `RunDirError`."""
     rows = 0
     with _written(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
         shard: list[ExportRow] = []
-        for row in export_rows(run_dir):
+        for row in export_rows(run_dir, extras):
             shard.append(row)
             if len(shard) == ROWS_PER_SHARD:
                 rows += _write_shard(writer, shard)
@@ -80,28 +113,42 @@ def export_parquet(run_dir: Path, file: Path) -> int:
     return rows
 
 
-def export_rows(run_dir: Path) -> Iterator[ExportRow]:
+def export_rows(run_dir: Path, extras: Extras = NONE) -> Iterator[ExportRow]:
     """Every committed rollout in the order of commit. Raises `RunDirError`, `WireError` for a damaged record."""
     with snapshot(run_dir) as connection:
         for group in read_groups(connection):
             task = wire.decode(group.task, RawTask, BODY_BYTES)
-            for body in group.bodies:
-                yield _row(group, task, wire.decode(body, RawRollout, BODY_BYTES))
+            advantages = extras.advantages(group) or [None] * len(group.bodies)
+            for body, values in zip(group.bodies, advantages, strict=True):
+                yield _row(group, task, wire.decode(body, RawRollout, BODY_BYTES), values, extras.text)
 
 
-def _row(group: RawGroup, task: RawTask, rollout: RawRollout) -> ExportRow:
+def _row(
+    group: RawGroup,
+    task: RawTask,
+    rollout: RawRollout,
+    advantages: list[float] | None,
+    text: Callable[[int], str] | None,
+) -> ExportRow:
     tokens, mask, logprobs, versions = streams(rollout.turns)
+    sampled = iter(advantages or [])
     return ExportRow(
         group_id=group.id,
         rollout_id=rollout.id,
         task=task.service,
         receipt=task.receipt,
+        answer=task.answer,
         messages=rollout.messages,
         tokens=tokens,
         mask=mask,
         logprobs=logprobs,
         versions=versions,
+        advantages=None if advantages is None else [next(sampled, 0.0) if one else 0.0 for one in mask],
+        texts=None if text is None else [text(token) for token in tokens],
         reward=rollout.reward.value if rollout.reward.status == "scored" else None,
+        parts=[NamedValue(name, value) for name, value in rollout.reward.parts],
+        evidence=rollout.reward.evidence,
+        turn_rewards=[turn.reward for turn in rollout.turns],
         status=rollout.status,
         reason=rollout.reason or group.ended_reason or "",
         finished_seq=group.finished_seq,
@@ -171,12 +218,36 @@ _PARQUET = pa.schema(
                 ]
             ),
         ),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("answer", pa.string()),
+        (
+            "messages",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("role", pa.string()),
+                        ("content", pa.string()),
+                        (
+                            "tool_calls",
+                            pa.list_(
+                                pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+                            ),
+                        ),
+                        ("tool_call_id", pa.string()),
+                        ("reasoning", pa.string()),
+                    ]
+                )
+            ),
+        ),
         ("tokens", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
         ("logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
+        ("advantages", pa.list_(pa.float32())),
+        ("texts", pa.list_(pa.string())),
         ("reward", pa.float64()),
+        ("parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
+        ("evidence", pa.string()),
+        ("turn_rewards", pa.list_(pa.float64())),
         ("status", pa.string()),
         ("reason", pa.string()),
         ("finished_seq", pa.int64()),

@@ -9,13 +9,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
-
-
-class RawMessage(msgspec.Struct):
-    """See `types.Message`."""
-
-    role: str
-    content: str
+from shoal.types import Message, Receipt
 
 
 class RawCompletion(msgspec.Struct):
@@ -31,6 +25,7 @@ class RawTurn(msgspec.Struct):
 
     prompt_ids: list[int]
     completion: RawCompletion
+    reward: float = 0.0
 
 
 class RawReward(msgspec.Struct):
@@ -38,13 +33,15 @@ class RawReward(msgspec.Struct):
 
     value: float
     status: str
+    parts: list[tuple[str, float]] = []
+    evidence: str = ""
 
 
 class RawRollout(msgspec.Struct):
     """See `types.Rollout`."""
 
     id: str
-    messages: list[RawMessage]
+    messages: list[Message]
     turns: list[RawTurn]
     reward: RawReward
     status: str
@@ -73,21 +70,12 @@ class RawRollout(msgspec.Struct):
         return [versions for _, versions in rows]
 
 
-class RawReceipt(msgspec.Struct):
-    """See `types.Receipt`."""
-
-    dataset: str
-    dataset_version: str
-    config: str
-    seed: int
-    index: int
-
-
 class RawTask(msgspec.Struct):
     """See `types.Task`."""
 
     service: str
-    receipt: RawReceipt | None = None
+    receipt: Receipt | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,109 @@
+"""What `shoal export` adds to the log: the advantages that training made of rewards, and the text of each token."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from shoal import wire
+from shoal.config import Config, load
+from shoal.errors import ConfigError, WireError
+from shoal.experience.export import Extras
+from shoal.experience.log import BODY_BYTES, snapshot
+from shoal.experience.raw import RawGroup, read_groups
+from shoal.trainer.advantage import Kind, returns_of, turn_advantages
+from shoal.types import EXTERNAL, Rollout, RolloutStatus
+
+WITHIN_GROUPS: tuple[Kind, ...] = ("grpo", "grpo_no_std", "rloo")
+ANCHOR = "a"
+TEXTS_KEPT = 1 << 16
+
+
+def extras_of(run_dir: Path) -> Extras:
+    """The extras of a run, by its resolved.toml; without one none are known.
+
+    Advantages are those of the settings that the run was last started with. They are not known of peers' groups, which
+    `swarm.credit` weighs, and with `train.advantage = "gae"`, where the critic makes them.
+    """
+    try:
+        config = load(run_dir / "resolved.toml")
+    except ConfigError:
+        return Extras()
+    folders = (run_dir / "model", Path(config.model.path))
+    file = next((one for folder in folders if (one := folder / "tokenizer.json").is_file()), None)
+    text = None if file is None else token_text(Tokenizer.from_file(str(file)))
+    return Extras(text=text) if config.train.advantage == "gae" else Extras(_Advantages(config, run_dir), text)
+
+
+def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Gives the text that a token adds to an answer: some tokenizers drop the space before a first one."""
+    anchor = tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+    before = tokenizer.decode(anchor, skip_special_tokens=False)
+
+    @lru_cache(TEXTS_KEPT)
+    def text(token: int) -> str:
+        return tokenizer.decode([*anchor, token], skip_special_tokens=False).removeprefix(before)
+
+    return text
+
+
+class _Advantages:
+    """Computes again what `trainer.advantage.step_samples` gave the rows of a group."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._returns = returns_of(config.train, config.rollout.max_tokens)
+        # Only where groups of a step are compared with one another does one need the others.
+        self._known = {} if config.train.advantage in WITHIN_GROUPS else self._of_steps(run_dir)
+
+    def __call__(self, group: RawGroup) -> list[list[float] | None] | None:
+        """Of each rollout's sampled tokens; None for those that failed."""
+        if group.step is None or group.version is None or group.id.startswith(EXTERNAL):
+            return None
+        rollouts = _rollouts(group)
+        if not rollouts:
+            return None
+        finished = [one for one in rollouts if one.status is not RolloutStatus.FAILED]
+        values = self._known.get(group.id)
+        if values is None:
+            returns = [self._returns(one) for one in finished]
+            (values,) = turn_advantages([returns], self._config.train.advantage)
+        of_turns = iter(values)
+        late = self._config.asynchrony.late == "mask_tokens"
+        oldest = group.version - self._config.asynchrony.max_staleness if late else 0
+        return [
+            None if one.status is RolloutStatus.FAILED else _of_tokens(one, next(of_turns), oldest) for one in rollouts
+        ]
+
+    def _of_steps(self, run_dir: Path) -> Mapping[str, list[list[float]]]:
+        """Of each turn of the finished rollouts of every consumed group, by the group's id."""
+        steps: dict[int, dict[str, list[list[float]]]] = defaultdict(dict)
+        with snapshot(run_dir) as connection:
+            for group in read_groups(connection):
+                if group.step is not None:
+                    finished = (one for one in _rollouts(group) if one.status is not RolloutStatus.FAILED)
+                    steps[group.step][group.id] = [self._returns(one) for one in finished]
+        kind = self._config.train.advantage
+        return {
+            group_id: values
+            for step in steps.values()
+            for group_id, values in zip(step, turn_advantages(list(step.values()), kind), strict=True)
+        }
+
+
+def _rollouts(group: RawGroup) -> list[Rollout]:
+    """The rollouts that can be read as such; what cannot has no advantage."""
+    try:
+        return [wire.decode(body, Rollout, BODY_BYTES) for body in group.bodies]
+    except WireError:
+        return []
+
+
+def _of_tokens(rollout: Rollout, turns: list[float], oldest_version: int) -> list[float]:
+    return [
+        value if version >= oldest_version else 0.0
+        for turn, value in zip(rollout.turns, turns, strict=False)  # without turns there still is a return
+        for version in turn.completion.versions
+    ]
