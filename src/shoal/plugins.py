@@ -32,7 +32,7 @@ def own_code(field: str, name: str) -> object:
         sys.path.insert(0, os.getcwd())
     try:
         found: object = getattr(import_module(module), attribute)
-    except Exception as error:  # a module runs when it is imported, and raises what it will
+    except (Exception, SystemExit) as error:  # a module runs when it is imported, and raises what it will
         raise ConfigError(f"{field}: {name!r} cannot be imported: {described(error)}") from error
     return found
 

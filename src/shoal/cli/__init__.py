@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +18,11 @@ from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
 from shoal.cli import task as task_commands
 from shoal.cli.output import JsonFlag, fail, show
+from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
 
 app = typer.Typer(
     name="shoal",
-    help="Post-trains language models with reinforcement learning: asynchronously inside a node.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,14 +30,30 @@ app = typer.Typer(
 
 app.add_typer(swarm_commands.app)
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.add_typer(rewards_commands.app)
 app.add_typer(judge_commands.app)
 app.add_typer(task_commands.app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"shoal {installed_version('shoal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def shoal(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Post-trains language models with reinforcement learning: asynchronously inside a node."""
+
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(cls=WithSettings, epilog=HELP)
 def demo(
     context: typer.Context,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
@@ -46,14 +63,14 @@ def demo(
     """Train the embedded small model on this machine and see it get better."""
     from shoal.run.demo import demo_config, run_demo
 
-    config = demo_config(run_dir, seed, context.args)
+    config = demo_config(run_dir, seed, context.obj)
     with stoppable(config.run_dir):
         figures, words = run_demo(config)
     print(words)
     show(figures, json_)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(cls=WithSettings, epilog=HELP)
 def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
@@ -64,14 +81,14 @@ def train(
     """Train a model as a configuration says."""
     from shoal.config import load
 
-    settings = load(config, context.args)
+    settings = load(config, context.obj)
     if remote := [task.name for task in settings.tasks if task.service == "remote"]:
         at = "http://{}:{}".format(*settings.services_at or ())
         print(f"waiting for: shoal task serve MODULE:TASK --orchestrator {at}  ({', '.join(remote)})", file=sys.stderr)
     if dry_run:
         from shoal.run.plan import plan
 
-        show(plan(settings), json_)
+        show(plan(settings, resume=resume), json_)
         return
     from dataclasses import asdict
 
@@ -83,7 +100,7 @@ def train(
     show(asdict(outcome), json_)
 
 
-@app.command(name="eval", context_settings=OVERRIDES)
+@app.command(name="eval", cls=WithSettings, epilog=HELP)
 def evaluate(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of the model and the tasks.")],
@@ -95,7 +112,7 @@ def evaluate(
     from shoal.run.training import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
-    show(run_evaluation(load(config, [*context.args, *extra])), json_)
+    show(run_evaluation(load(config, [*context.obj, *extra])), json_)
 
 
 @app.command()
@@ -209,20 +226,33 @@ def stoppable(run_dir: str) -> Iterator[None]:
         fail(f"stopped; go on with: shoal train {resolved} --resume" if resolved.exists() else "stopped", 130)
 
 
-def main() -> None:
-    """The console script."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; `arguments` are those of the process when not given."""
     try:
-        app()
-    except ShoalError as error:
-        fail(str(error), 2)
-    except BaseExceptionGroup as group:
-        known, unknown = group.split(ShoalError)
-        if known is None or unknown is not None:
+        app(arguments)
+    except (ShoalError, OSError, BaseExceptionGroup) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        sentences = [_sentence(leaf) for leaf in _leaves(error)]
+        if None in sentences:
             raise
-        leaf: BaseException = known
-        while isinstance(leaf, BaseExceptionGroup):
-            leaf = leaf.exceptions[0]
-        fail(str(leaf), 2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        fail(str(sentences[0]), 2)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """What a group is of, those that say most first."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    leaves = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    yield from sorted(leaves, key=lambda leaf: not isinstance(leaf, ShoalError))
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What the user can mend: our own errors, and paths that the system refuses; None for our bugs."""
+    if isinstance(error, ShoalError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: expected a path that can be used, got: {error.strerror}"
+    return None

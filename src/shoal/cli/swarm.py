@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import JsonFlag, show
+from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ConfigError, RunDirError
 
 app = typer.Typer(name="swarm", help="Nodes that learn from each other's text.", no_args_is_help=True)
@@ -61,7 +62,7 @@ def serve(
         print("stopped")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=WithSettings, epilog=HELP)
 def desk(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of a node: its tasks are asked.")],
@@ -82,11 +83,11 @@ def desk(
         print(url, f"peer id {peer_id}", sep="\n")
         sys.stdout.flush()
 
-    settings = load(config, context.args)
+    settings = load(config, context.obj)
     uvloop.run(serve_desk(settings, folder, Pace(answers, wait_s), host=host, port=port, announce=announce))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=WithSettings, epilog=HELP)
 def join(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
@@ -108,7 +109,7 @@ def join(
     from shoal.swarm.generator import Pace
 
     options = [f"--swarm.servers={json.dumps(server)}"] if server else []
-    settings = load(config, [*options, *context.args])
+    settings = load(config, [*options, *context.obj])
     pace = Pace(settings.rollout.group_size, every, groups)
     try:
         asyncio.run(generate(settings, answered_by(settings, model_url, model, key, rule), pace))

@@ -1,6 +1,7 @@
 """Settings are read from TOML with dotted overrides. Unknown keys are refused with "did you mean"."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 from shoal.config.losses import LOSSES
 from shoal.config.presets import with_preset
 from shoal.config.section import Section
-from shoal.config.settings import Config, TaskConfig
+from shoal.config.settings import EMBEDDED, Config, TaskConfig
 from shoal.errors import ConfigError
 
 MOST_LEVELS = 32
@@ -31,7 +32,10 @@ def known_keys(model: type[BaseModel]) -> list[str]:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`."""
+    """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`.
+
+    Files and model directories that the file names are relative to its folder; what overrides name, to this one.
+    """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -42,6 +46,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config file {path} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    _make_absolute(data, path.parent)
     return parse(data, overrides)
 
 
@@ -52,10 +57,23 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
         _apply(tree, override)
     _check_values(tree)
     _refuse_renamed(tree)
+    _make_absolute(tree, Path())
     try:
         return Config.model_validate(with_preset(tree))
     except ValidationError as error:
         raise ConfigError(_sentence(error, tree)) from None
+
+
+def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
+    """Has files of questions and model directories named as seen from everywhere; resolved.toml lies elsewhere."""
+    tasks, model = tree.get("tasks"), tree.get("model")
+    for task in tasks if isinstance(tasks, list) else []:
+        if isinstance(task, dict) and task.get("service") == "jsonl" and isinstance(file := task.get("path"), str):
+            task["path"] = str((folder / file).absolute())
+    if isinstance(model, dict) and isinstance(path := model.get("path"), str) and path not in EMBEDDED:
+        directory = (folder / path).absolute()
+        if os.path.isdir(directory):  # else it may be the name of a model on the hub
+            model["path"] = str(directory)
 
 
 def _check_values(tree: dict[str, JsonValue]) -> None:
@@ -168,7 +186,7 @@ def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
     for part in error["loc"]:
         if isinstance(node, dict) and part in node:
             node = node[str(part)]
-        elif isinstance(node, list) and isinstance(part, int):
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue

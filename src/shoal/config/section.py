@@ -8,9 +8,9 @@ UNBOUNDED = ("seed",)
 
 
 class Section(BaseModel):
-    """A table of settings: frozen, and closed to unknown keys."""
+    """A table of settings: frozen, closed to unknown keys, and taking nothing for what it is not."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @field_validator("*")
     @classmethod

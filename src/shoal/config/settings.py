@@ -11,9 +11,12 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shoal.config.losses import DecoupledLoss, LossConfig
 from shoal.config.presets import DEFAULT_MAX_TOKENS
-from shoal.config.section import Section
+from shoal.config.section import MOST, Section
+from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
+EMBEDDED = ("demo", "demo-code", "demo-turns")
+"""Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
 
@@ -53,7 +56,7 @@ class TaskConfig(Section):
     )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field("", description="Put before every question; empty for none.")
-    rewrite: list[tuple[str, str]] = Field(
+    rewrite: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         default_factory=list, description="Regular expression and replacement pairs that shorten the question."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
@@ -164,7 +167,7 @@ class TrainConfig(Section):
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), description="Adam's moving averages."
+        (0.9, 0.999), strict=False, description="Adam's moving averages."
     )
     weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW; without it that is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
@@ -310,6 +313,11 @@ class Config(Section):
         self._check_critic()
         self._check_tasks()
         self._check_services()
+        for field, urls in (("engine.urls", self.engine.urls), ("reward.urls", self.reward.urls)):
+            for url in urls:
+                checked_url(field, url)
+        for url in self.swarm.servers:
+            checked_url("swarm.servers", url, NATS)
         return self
 
     def _check_training(self) -> None:
@@ -379,7 +387,8 @@ class Config(Section):
 
     def _check_services(self) -> None:
         addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
-        if len(addresses) > 1 or not all(re.fullmatch(r".+:\d{1,5}", address) for address in addresses):
+        ports = [int(found[1]) if (found := re.fullmatch(r".+:(\d{1,5})", address)) else MOST for address in addresses]
+        if len(addresses) > 1 or any(port > 65535 for port in ports):
             raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
         if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
             raise ValueError("tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0")

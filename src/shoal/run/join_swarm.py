@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.assemble_rollouts import own_scorer
@@ -16,23 +15,12 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.node_files import Means
 from shoal.swarm.options import options_of
-from shoal.swarm.strategy import sharer_of, taker_of
 from shoal.tasks.mixture import Mixture
 
 FOLDER = "swarm"
 """Of a run directory: identity, ban list, status."""
 MOST_REMEMBERED = 16_384
 """Groups of peers that a run remembers to have trained, when it goes on."""
-
-
-def check_membership(config: Config) -> None:
-    """Raises `ConfigError` for settings that no swarm could fulfil; before anything is written or started."""
-    settings = config.swarm
-    sharer_of(settings.share), taker_of(settings.take)
-    if settings.servers:
-        options_of(settings.servers, settings.name)
-    elif settings.external_groups:
-        raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
 
 
 @asynccontextmanager

@@ -1,23 +1,23 @@
 """What a configuration will do, checked before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
 
-import json
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 from shoal.checker import needs_tests, task_spec
 from shoal.config import Config, load, to_toml
-from shoal.errors import ConfigError, ModelError, RunDirError
+from shoal.config.settings import EMBEDDED
+from shoal.errors import ConfigError, RunDirError
 from shoal.interfaces import TaskService
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.reward_hooks import hooks_of
+from shoal.run.checks import check_start
 from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
+from shoal.run.model_files import kv_bytes_per_token, number_in, parameter_count, settings_of, shapes_of
 from shoal.sandbox import backends
 from shoal.tasks.games.repair import Repair
 from shoal.tasks.games.seeded_game import DrawnGame
@@ -57,6 +57,7 @@ def prepare(config: Config, *, trains: bool = True) -> Iterator[Prepared]:
     for task in config.tasks:
         hooks_of(task.name, task.reward)
     max_model_len = _max_model_len(model_dir, config)
+    shapes_of(model_dir)
     agents = {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
     with library_of(config) as service:
         if not config.reward.urls:
@@ -99,18 +100,19 @@ def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int
     return longest
 
 
-def plan(config: Config) -> dict[str, object]:
-    """What a run would do, for `--dry-run`."""
+def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
+    """What a run would do, for `--dry-run`. Raises what the run would."""
+    check_start(config, resume=resume)
     with prepare(config) as prepared:
         return _plan(config, prepared)
 
 
 def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
-    settings = json.loads((prepared.model_dir / "config.json").read_text())
+    settings = settings_of(prepared.model_dir)
     parameters = parameter_count(prepared.model_dir)
     rows = config.train.groups_per_step * config.rollout.group_size
     row_tokens = min(prepared.longest_prompt + config.rollout.max_tokens, prepared.max_model_len)
-    kv_bytes = _kv_bytes_per_token(settings, BYTES[config.model.dtype]) * row_tokens * config.engine.max_running
+    kv_bytes = kv_bytes_per_token(settings, BYTES[config.model.dtype]) * row_tokens * config.engine.max_running
     return {
         "model": str(prepared.model_dir),
         "parameters": parameters,
@@ -130,7 +132,9 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
 def _trainer_bytes(config: Config, model_dir: Path) -> int:
     """Of each rank, without activations."""
     parameters, rank = parameter_count(model_dir), config.train.lora.rank
-    adapters = sum(rank * sum(shape) for name, shape in _shapes(model_dir) if _is_adapted(name, shape, config))
+    adapters = sum(
+        rank * sum(shape) for name, shape in shapes_of(model_dir).items() if _is_adapted(name, shape, config)
+    )
     trained = adapters if rank else parameters
     copies = 2 if config.train.kl.coefficient else 1  # and the reference
     return (copies * parameters * WEIGHT_BYTES + trained * TRAINED_BYTES) // config.train.ranks
@@ -153,36 +157,8 @@ def _expected_staleness(config: Config) -> str:
     return f"about {eta} when training is the slower side, below 1 when generation is"
 
 
-def parameter_count(model_dir: Path) -> int:
-    """From the headers of the safetensors files; no tensor is read."""
-    return sum(prod(shape) for _, shape in _shapes(model_dir))
-
-
-def _shapes(model_dir: Path) -> list[tuple[str, list[int]]]:
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
-    return [named for file in files for named in _shapes_in(file)]
-
-
-def _shapes_in(file: Path) -> list[tuple[str, list[int]]]:
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
-
-
-def _kv_bytes_per_token(settings: dict[str, int], number_bytes: int) -> int:
-    try:
-        heads, layers, width = (settings[name] for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-    except KeyError as error:
-        raise ModelError(f"config.json: expected {error.args[0]}, as causal language models have, got none") from error
-    width = settings.get("head_dim") or width // heads
-    return 2 * layers * (settings.get("num_key_value_heads") or heads) * width * number_bytes
-
-
 def _model_directory(path: str) -> Path:
-    if path in ("demo", "demo-code", "demo-turns"):
+    if path in EMBEDDED:
         from shoal.run.demo_model.warm_start import RECIPES, demo_model
 
         return demo_model(RECIPES[path]).directory
@@ -190,27 +166,13 @@ def _model_directory(path: str) -> Path:
 
 
 def _max_model_len(model_dir: Path, config: Config) -> int:
-    limit = json.loads((model_dir / "config.json").read_text()).get("max_position_embeddings")
+    limit = number_in(settings_of(model_dir), "max_position_embeddings")
     asked = config.engine.max_model_len
     if limit is None and asked is None:
         raise ConfigError(f"engine.max_model_len: the model in {model_dir} names no limit of its own, so set one")
     if limit is not None and asked is not None and asked > limit:
         raise ConfigError(f"engine.max_model_len: expected at most the model's {limit} tokens, got {asked}")
-    return int(asked or limit)
-
-
-def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Raises `RunDirError` unless a run can be written there (or resumed from there). Creates nothing."""
-    log = run_dir / "log.sqlite"
-    if resume and not log.is_file():
-        raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
-    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
-    parent = run_dir
-    while not parent.exists():
-        parent = parent.parent
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise RunDirError(f"{run_dir} cannot be written: no permission in {parent}")
+    return asked or limit or 0
 
 
 def changed_settings(config: Config, run_dir: Path) -> list[str]:

@@ -30,10 +30,11 @@ from shoal.observe.metrics import Record, Trackers, read_records, trackers_of
 from shoal.rollout.evaluation import accuracies
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
+from shoal.run.checks import check_start
 from shoal.run.engines import EngineSettings, Told, engines
-from shoal.run.join_swarm import check_membership, joined
+from shoal.run.join_swarm import joined
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
-from shoal.run.plan import Prepared, changed_settings, check_run_dir, prepare, write_resolved
+from shoal.run.plan import Prepared, changed_settings, prepare, write_resolved
 from shoal.run.waits import telling_waits
 from shoal.sandbox import backends
 from shoal.trainer.client import TrainerProcess
@@ -67,9 +68,7 @@ class Outcome:
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
     """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
-    run_dir = Path(config.run_dir)
-    check_membership(config)
-    check_run_dir(run_dir, resume=resume)
+    check_start(config, resume=resume)
     with prepare(config) as prepared:
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.config.urls import NATS, checked_url
 from shoal.errors import ConfigError
 
 CREDENTIALS = "SHOAL_NATS_CREDENTIALS"
@@ -29,8 +30,7 @@ class NatsOptions:
         if not self.servers:
             raise ConfigError("swarm.servers: expected at least one URL, got none")
         for url in self.servers:
-            if url.partition("://")[0] not in ("nats", "tls", "ws", "wss"):
-                raise ConfigError(f"swarm.servers: expected nats://HOST:PORT or tls://HOST:PORT, got {url!r}")
+            checked_url("swarm.servers", url, NATS)
         if not _NAME.fullmatch(self.swarm):
             raise ConfigError(f"swarm.name: expected letters, digits, - and _, got {self.swarm!r}")
         for name, path in ((CREDENTIALS, self.credentials), ("the swarm's certificate", self.tls_ca)):

@@ -1,0 +1,67 @@
+"""A model directory as far as it can be read without torch: its settings, and the shapes of its tensors."""
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from pydantic import JsonValue
+from safetensors import SafetensorError, safe_open
+
+from shoal.errors import ModelError
+
+
+def settings_of(model_dir: Path) -> Mapping[str, JsonValue]:
+    """The language model's part of config.json. Raises `ModelError`."""
+    path = model_dir / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected a JSON object: {error}") from None
+    inner = settings.get("text_config", settings) if isinstance(settings, dict) else None
+    if not isinstance(inner, dict):
+        raise ModelError(
+            f"{path}: expected a JSON object, got {'a list' if isinstance(settings, list) else settings!r}"
+        )
+    return inner
+
+
+def number_in(settings: Mapping[str, JsonValue], name: str) -> int | None:
+    """A count that config.json may name. Raises `ModelError` when it names something else."""
+    value = settings.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ModelError(f"config.json: {name}: expected a whole number of at least 1, got {value!r}")
+    return value
+
+
+def kv_bytes_per_token(settings: Mapping[str, JsonValue], number_bytes: int) -> int:
+    """What one token of context takes in an engine. Raises `ModelError` when config.json does not say it."""
+    found = {name: number_in(settings, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")}
+    for name, value in found.items():
+        if value is None:
+            raise ModelError(f"config.json: expected {name}, as causal language models have, got none")
+    heads, layers, width = (value or 0 for value in found.values())
+    width = number_in(settings, "head_dim") or width // heads
+    return 2 * layers * (number_in(settings, "num_key_value_heads") or heads) * width * number_bytes
+
+
+def shapes_of(model_dir: Path) -> dict[str, list[int]]:
+    """Every tensor's shape, from the headers of the safetensors files; no tensor is read. Raises `ModelError`."""
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{file}: expected whole safetensors weights: {error}") from None
+    if not shapes:
+        raise ModelError(f"model directory {str(model_dir)!r} has safetensors files without a tensor")
+    return shapes
+
+
+def parameter_count(model_dir: Path) -> int:
+    """How many numbers the weights are."""
+    return sum(prod(shape) for shape in shapes_of(model_dir).values())
