@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.config.losses import LOSSES
 from shoal.config.presets import with_preset
-from shoal.config.section import Section
+from shoal.config.section import NoTruth, Section
 from shoal.config.settings import EMBEDDED, Config, TaskConfig
 from shoal.errors import ConfigError
 
@@ -170,7 +170,9 @@ def _sentence(error: ValidationError, tree: JsonValue) -> str:
         hint = f"; did you mean {'.'.join([*named[:-1], close[0]])!r}?" if close else ""
         return f"unknown setting {where!r}{hint}"
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"]) if not where else f"{where}: {first['ctx']['error']}"
+        wrong = first["ctx"]["error"]
+        where = ".".join([*named, wrong.key]) if isinstance(wrong, NoTruth) else where
+        return f"{where}: {wrong}" if where else str(wrong)
     if first["type"] == "missing":
         return f"{where}: missing"
     complaints = dict.fromkeys(

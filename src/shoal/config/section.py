@@ -1,16 +1,32 @@
 """What every table of settings is."""
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 MOST = 10**9
 """The largest number that a setting may be; more is a slip of the keyboard, and too much for what computes with it."""
 UNBOUNDED = ("seed",)
 
 
-class Section(BaseModel):
-    """A table of settings: frozen, closed to unknown keys, and taking nothing for what it is not."""
+class NoTruth(ValueError):
+    """True or false for a setting that is neither, which would be taken for 1 or 0."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    def __init__(self, key: str, value: bool) -> None:
+        super().__init__(f"expected no true or false, got {str(value).lower()}")
+        self.key = key
+
+
+class Section(BaseModel):
+    """A table of settings: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, values: object) -> object:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and key in cls.model_fields and cls.model_fields[key].annotation is not bool:
+                raise NoTruth(key, value)
+        return values
 
     @field_validator("*")
     @classmethod

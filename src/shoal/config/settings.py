@@ -56,7 +56,7 @@ class TaskConfig(Section):
     )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field("", description="Put before every question; empty for none.")
-    rewrite: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
+    rewrite: list[tuple[str, str]] = Field(
         default_factory=list, description="Regular expression and replacement pairs that shorten the question."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
@@ -167,7 +167,7 @@ class TrainConfig(Section):
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), strict=False, description="Adam's moving averages."
+        (0.9, 0.999), description="Adam's moving averages."
     )
     weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW; without it that is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
