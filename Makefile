@@ -32,6 +32,7 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 
 fuzz: $(VENV)/dev-installed
 	$(BIN)/python tests/support/gateway_fuzz.py 10000
+	$(BIN)/python tests/support/checkers_fuzz.py 20000
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from shoal.errors import TaskError
+from shoal.patterns import compiled
 from shoal.types import Json, Task
 
 
@@ -41,7 +42,7 @@ class Math(_Checker, frozen=True, tag="math"):
 
 
 class Regex(_Checker, frozen=True, tag="regex"):
-    """A regular expression is found in the answer, or matches all of it. Without a pattern the truth is one."""
+    """A regular expression (RE2's) is found in the answer, or matches all of it. Without a pattern the truth is one."""
 
     pattern: str = ""
     match: Literal["search", "full"] = "search"
@@ -287,9 +288,9 @@ def _check(spec: Spec, where: str) -> None:
                 _check(part.scorer, f"{where}.parts.{position}.scorer")
         case Regex():
             try:
-                re.compile(spec.pattern)
-            except re.error as error:
-                raise TaskError(f"{where}.pattern: expected a regular expression: {error}") from None
+                compiled(spec.pattern)
+            except ValueError as error:
+                raise TaskError(f"{where}.pattern: {error}") from None
         case Code():
             if spec.timeout_s <= 0 or spec.memory_mb <= 0:
                 raise TaskError(f"{where}: expected timeout_s and memory_mb above 0")

@@ -180,6 +180,10 @@ class RewardStatus(StrEnum):
     FAILED = "failed"
 
 
+EXHAUSTED = "exhausted"
+"""Names the part of a reward whose checker used up its processor time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """What a scorer said of an answer. `value` is 0 and means nothing unless `status` is `SCORED`."""
@@ -192,6 +196,11 @@ class Reward:
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise ValueError(f"reward value: expected a finite number, got {self.value}")
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a checker used up its processor time on the answer, which is then worth 0 there."""
+        return any(name.rpartition("/")[2] == EXHAUSTED for name, _ in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

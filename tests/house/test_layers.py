@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 LAYERS = (
-    {"types", "errors", "clock", "interfaces", "wire", "plugins", "checker", "procedural"},
+    {"types", "errors", "clock", "interfaces", "wire", "plugins", "patterns", "checker", "procedural"},
     {"config", "model", "net", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
     {"observe", "rollout", "swarm"},

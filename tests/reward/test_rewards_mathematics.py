@@ -1,13 +1,20 @@
 """Mathematics: exact where both sides are rational, by math-verify elsewhere."""
 
+import signal
+import subprocess
+import sys
+import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.reward.bound import OutOfTime, within
 from shoal.reward.mathematics import final_answer, mathematics, rational
 
+SLACK_S = 1.0
+"""Processor time within which a signal is heeded."""
 EQUAL = [
     ("The answer is $1,234$.", "1234"),
     ("6 * 3 = 18\n#### 18", "18"),
@@ -59,8 +66,50 @@ def test_sets_intervals_and_expressions_are_compared_as_such(answer: str, truth:
     assert mathematics(answer, truth)[0] == value
 
 
-def test_a_tower_of_powers_is_wrong_and_does_not_hang() -> None:
-    assert mathematics("\\boxed{9^{9^{9^9}}}", "1")[0] == 0.0
+def test_a_tower_of_powers_is_stopped_at_its_processor_time() -> None:
+    began_s = time.process_time()
+    with pytest.raises(OutOfTime):
+        within(0.5, lambda answer: mathematics(answer, "1"), "\\boxed{9^{9^{9^9}}}")
+    assert time.process_time() - began_s < 0.5 + SLACK_S
+
+
+def test_a_judgement_that_catches_everything_is_stopped_too() -> None:
+    def stubborn(_: str) -> tuple[float, str]:
+        tries = 0
+        while True:
+            try:
+                tries += 1
+                while True:
+                    pass
+            except BaseException:  # as reasoning-gym's bare `except` does
+                if tries > 2:
+                    raise
+
+    began_s = time.process_time()
+    with pytest.raises(OutOfTime):
+        within(0.2, stubborn, "")
+    assert time.process_time() - began_s < 0.2 + SLACK_S
+    assert within(0.2, lambda answer: (1.0, answer), "next") == (1.0, "next")
+
+
+DEAF = """
+from shoal.reward.bound import within
+within(0.2, lambda answer: (float(sum(range(10**12))), ""), "")
+"""
+
+
+def test_a_judgement_deaf_to_signals_ends_with_its_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", DEAF], check=False, timeout=120)
+    assert ended.returncode == -signal.SIGXCPU
+
+
+WORDS = ("wonder", "thinking", "because", "nothing", "whatever", "anything", "together", "actually", "certainly")
+
+
+@pytest.mark.parametrize("end", [")", ",", " 3"])
+def test_a_number_followed_by_prose_is_judged_at_once(end: str) -> None:
+    judged = within(0.5, lambda answer: mathematics(answer, "7"), f"7 {' '.join(WORDS)}{end}")
+    assert judged[0] in (0.0, 1.0)
 
 
 @given(st.fractions(max_denominator=10**6))

@@ -27,6 +27,7 @@ from until import until
 
 T = TypeVar("T")
 HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers
+WORK = Task("quiz/0", "quiz", (), "\\sqrt{2}", '{"scorer": "math"}')
 NUMBER = Task("quiz/1", "quiz", (), "42", '{"scorer": "number"}')
 
 
@@ -85,20 +86,49 @@ def test_the_truth_of_every_dataset_scores_one_and_an_empty_answer_nothing(
     assert len(scores) > 100
 
 
-def test_wrong_timed_out_and_failed_are_three_outcomes(drawn: Callable[[str], Task]) -> None:
+def test_an_answer_on_which_the_checker_hangs_is_wrong_and_not_left_out(drawn: Callable[[str], Task]) -> None:
     coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        rewards = await scorer.score(coin, [coin.answer or "", HANG, "-7", coin.answer or ""])
+        assert (scorer.stats.scored, scorer.stats.timed_out, scorer.stats.restarts) == (4, 0, 0)
+        return rewards
+
+    rewards = run(work, timeout_s=1.0)
+    assert values(rewards) == [1.0, 0.0, 0.0, 1.0]
+    assert [reward.exhausted for reward in rewards] == [False, True, False, False]
+    assert rewards[1].evidence == "more than 1 s of processor time"
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_an_answer_whose_checker_is_deaf_to_signals_is_wrong_once_the_kernel_ends_it(boxed: bool) -> None:
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        slow = asyncio.create_task(scorer.score(WORK, ["sqrt(2)" * 100] * 100))
+        await until(lambda: scorer.stats.run_p50_s > 0)
+        os.kill(worker_of(scorer.pids[0]).pid, signal.SIGXCPU)  # as the kernel does
+        return await slow
+
+    rewards = run(work, boxed=boxed)
+    assert values(rewards) == [0.0] * 100
+    assert sum(reward.exhausted for reward in rewards) == 1
+
+
+def test_wrong_timed_out_and_failed_are_three_outcomes() -> None:
     hopeless = Task("quiz/2", "quiz", (), "no number", '{"scorer": "number"}')
 
     async def work(scorer: WorkerScorer) -> list[list[Reward]]:
-        hung = await scorer.score(coin, [coin.answer or "", HANG, "-7", coin.answer or ""])
+        slow = asyncio.create_task(scorer.score(WORK, ["sqrt(2)" * 100] * 100))
+        await until(lambda: scorer.stats.run_p50_s > 0)
+        os.kill(worker_of(scorer.pids[0]).pid, signal.SIGSTOP)  # the machine stands still: nobody's fault
+        stood = await slow
         rest = [await scorer.score(NUMBER, ["so 42.0", "43"]), await scorer.score(hopeless, ["1", "2"])]
-        assert (scorer.stats.scored, scorer.stats.timed_out, scorer.stats.failed) == (5, 1, 2)
+        assert (scorer.stats.scored, scorer.stats.timed_out, scorer.stats.failed) == (101, 1, 2)
         assert scorer.stats.restarts == 1
-        return [hung, *rest]
+        return [stood, *rest]
 
-    hung, numbers, failed = run(work, timeout_s=1.0)
-    assert values(hung) == [1.0, "timed_out", 0.0, 1.0]
-    assert hung[1].evidence == "no verdict within 1 s"
+    stood, numbers, failed = run(work, timeout_s=0.5)
+    (late,) = (reward for reward in stood if reward.status is RewardStatus.TIMED_OUT)
+    assert late.evidence == "no verdict within 4 s"
     assert values(numbers) == [1.0, 0.0]
     assert values(failed) == ["failed", "failed"]
     assert "expected a number" in failed[0].evidence
@@ -112,7 +142,7 @@ def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], 
         await asyncio.sleep(0.1)
         honest = [await scorer.score(coin, [coin.answer or ""] * 8) for _ in range(12)]
         assert not hung.done()
-        assert values(await hung) == ["timed_out"]
+        assert values(await hung) == [0.0]
         return [value for rewards in honest for value in values(rewards)]
 
     assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
@@ -124,7 +154,7 @@ def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Tas
     async def work(scorer: WorkerScorer) -> list[list[Reward]]:
         return await asyncio.gather(scorer.score(coin, [HANG]), *(scorer.score(NUMBER, ["42"]) for _ in range(5)))
 
-    assert [values(rewards) for rewards in run(work, timeout_s=1.0)] == [["timed_out"], *[[1.0]] * 5]
+    assert [values(rewards) for rewards in run(work, timeout_s=1.0)] == [[0.0], *[[1.0]] * 5]
 
 
 def test_a_worker_killed_in_the_middle_of_a_group_is_replaced_and_every_answer_scored(

@@ -195,7 +195,9 @@ class RewardConfig(Section):
     """Where answers are scored."""
 
     workers: int = Field(1, ge=1, le=1024, description="Processes that score, and sandboxes at once.")
-    timeout_s: float = Field(5.0, gt=0, le=86400, description="Deadline of one score, queueing not counted.")
+    timeout_s: float = Field(
+        5.0, gt=0, le=86400, description="Processor time of one score; an answer that takes more is wrong."
+    )
     urls: list[str] = Field(
         [], description="Running `shoal rewards serve`s that score instead; `SHOAL_REWARDS_TOKEN` is their token."
     )

@@ -10,9 +10,10 @@ from enum import StrEnum
 
 from shoal.types import Json
 
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-_NAMED = re.compile(r"\s*([\w.-]+)\[ARGS\]\s*")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# Possessive: a text that does not match is refused in linear time.
+_NAMED = re.compile(r"\s*+([\w.-]++)\[ARGS\]\s*+")
+_BETWEEN = re.compile(r"[; \n]*+")
 _decoder = json.JSONDecoder()
 
 
@@ -82,15 +83,17 @@ def split_calls(text: str, form: CallFormat) -> TextAndCalls:
 
 def _tagged(text: str, form: CallFormat) -> TextAndCalls:
     read = _from_json if form is CallFormat.TAGGED_JSON else _from_pairs
-    found = {match: read(match[1]) for match in _TAGGED.finditer(text)}
-    content, end = "", 0
-    for match, call in found.items():
-        content += text[end : match.start()] + ("" if call else match[0])
-        end = match.end()
-    content += text[end:]
-    calls = tuple(call for call in found.values() if call)
-    ill_formed = None in found.values() or "<tool_call>" in content or "</tool_call>" in content
-    return TextAndCalls(content.rstrip() if calls else content, calls, ill_formed)
+    calls: list[DrawnCall] = []
+    parts: list[str] = []
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
+        call = read(text[start + len(_OPEN) : close])
+        before, end = end, close + len(_CLOSE)
+        parts.append(text[before : start if call else end])
+        calls += [call] if call else []
+    content = "".join([*parts, text[end:]])
+    ill_formed = _OPEN in content or _CLOSE in content
+    return TextAndCalls(content.rstrip() if calls else content, tuple(calls), ill_formed)
 
 
 def _from_json(text: str) -> DrawnCall | None:
@@ -101,13 +104,16 @@ def _from_json(text: str) -> DrawnCall | None:
 
 
 def _from_pairs(text: str) -> DrawnCall | None:
-    name, mark, rest = text.partition("<arg_key>")
-    name, arguments, at = name.strip(), {}, 0
-    body = mark + rest
-    while match := _PAIR.match(body, at):
-        arguments[match[1]] = _value(match[2])
-        at = match.end()
-    if not name or any(c.isspace() for c in name) or at != len(body):
+    name, *pairs = text.split("<arg_key>")
+    name, arguments = name.strip(), {}
+    for pair in pairs:
+        key, closed, rest = pair.partition("</arg_key>")
+        opened, mark, value = rest.partition("<arg_value>")
+        value, ended, behind = value.partition("</arg_value>")
+        if not (closed and mark and ended) or opened.strip() or behind.strip():
+            return None
+        arguments[key] = _value(value)
+    if not name or any(c.isspace() for c in name):
         return None
     return _drawn(name, arguments)
 
@@ -130,7 +136,9 @@ def _bare(text: str) -> TextAndCalls:
         while at < len(body):
             value, at = _decoder.raw_decode(body, at)
             calls.append(_call(value))
-            at += len(body[at:]) - len(body[at:].lstrip("; \n"))
+            between = _BETWEEN.match(body, at)
+            assert between is not None
+            at = between.end()
     except (ValueError, RecursionError):
         calls.append(None)
     if None in calls:

@@ -1,14 +1,14 @@
 """The checkers that a worker process runs, made ready for one task. Pure, but some texts make them run for ever."""
 
-import re
 from collections.abc import Callable
 
 from shoal import checker
 from shoal.checker import Spec
 from shoal.errors import TaskError
+from shoal.patterns import compiled
 from shoal.reward import checkers
 from shoal.reward.mathematics import mathematics
-from shoal.reward.schema import check_schema, complaint, json_in, same
+from shoal.reward.schema import complaint_of, json_in
 
 Judging = Callable[[str], tuple[float, str]]
 """An answer's value, and the evidence for it."""
@@ -59,17 +59,17 @@ def _length(spec: checker.Length, answer: str) -> tuple[float, str]:
 
 def _regex(spec: checker.Regex, truth: str) -> Judging:
     try:
-        pattern = re.compile(spec.pattern or truth, re.DOTALL)
-    except re.error as error:
-        raise TaskError(f"expected a regular expression as the task's answer: {error}") from None
+        pattern = compiled(spec.pattern or truth)
+    except ValueError as error:
+        raise TaskError(str(error)) from None
     match = pattern.fullmatch if spec.match == "full" else pattern.search
     return lambda answer: (float(match(answer.strip()) is not None), "")
 
 
 def _json_schema(spec: checker.JsonSchema, truth: str) -> Judging:
     try:
-        check_schema(spec.schema)
-        expected = json_in(truth) if truth else None
+        complaint = complaint_of(spec.schema)
+        differs = complaint_of({"const": json_in(truth)} if truth else True)
     except ValueError as error:
         raise TaskError(str(error)) from None
 
@@ -78,9 +78,7 @@ def _json_schema(spec: checker.JsonSchema, truth: str) -> Judging:
             value = json_in(answer)
         except ValueError as error:
             return 0.0, f"no JSON: {error}"
-        why = complaint(value, spec.schema)
-        if not why and truth and not same(value, expected):
-            why = "another value than the truth"
+        why = complaint(value) or (differs(value) and "another value than the truth")
         return float(not why), why
 
     return judge

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+"
+MOST_DIGITS = 4300
+"""What Python reads as one integer."""
 _HUGE = re.compile(r"[eE][-+]?[0-9]{4}")
 _NUMBER = re.compile(rf"(?:(?<![0-9.)])[-+])?(?:{_UNSIGNED})(?:/[0-9]+)?")
 
@@ -51,7 +53,7 @@ def last_number(text: str) -> Fraction | None:
     Fraction(-45, 1)
     """
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not found or _HUGE.search(found[-1]):
+    if not found or len(found[-1]) > MOST_DIGITS or _HUGE.search(found[-1]):
         return None
     numerator, _, denominator = found[-1].replace(",", "").partition("/")
     try:

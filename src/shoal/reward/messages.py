@@ -18,6 +18,8 @@ class Batch(msgspec.Struct, frozen=True):
     truth: str | None
     info: str
     answers: list[str]
+    cpu_s: float
+    """Processor time of one answer."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -35,3 +37,5 @@ class Verdict(msgspec.Struct, frozen=True):
     value: float
     evidence: str = ""
     error: str = ""
+    exhausted: bool = False
+    """The answer used up its processor time."""

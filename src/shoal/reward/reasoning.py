@@ -39,11 +39,20 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
         answer = answer.strip()
         if not answer:
             return 0.0, "empty answer"
-        if receipt.dataset in _PARSED and not _EXPRESSION.fullmatch(answer):
+        if receipt.dataset in _PARSED and not is_expression(answer):
             return entry.score(""), "not an arithmetic expression"
         return entry.score(answer), ""
 
     return score
+
+
+def is_expression(text: str) -> bool:
+    """Whether a text is made of numbers, operators and names of functions only, so that SymPy may read it.
+
+    >>> is_expression("3*x^2 + sin(x)"), is_expression("exit()")
+    (True, False)
+    """
+    return _EXPRESSION.fullmatch(text) is not None
 
 
 @lru_cache(maxsize=256)

@@ -1,12 +1,14 @@
 """Scores answers in worker processes that are killed when an answer takes too long.
 
-"Wrong", "timed out" and "failed" are three outcomes. An answer that hangs or kills its worker costs the others of its
-group a fresh worker and nothing else: workers report answer by answer, so the blame falls on the right one.
+"Wrong", "timed out" and "failed" are three outcomes. An answer that uses up its processor time is wrong: the policy
+wrote it. One that kills its worker costs the others of its group a fresh worker and nothing else: workers report answer
+by answer, so the blame falls on the right one.
 """
 
 import asyncio
 import contextlib
 import os
+import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,17 +25,26 @@ from shoal.sandbox import backends
 from shoal.sandbox.command import WORK_FOLDER, installed_packages, own_package
 from shoal.sandbox.program import Rung
 from shoal.sandbox.runner import confined
-from shoal.types import Reward, RewardStatus, Task
+from shoal.types import EXHAUSTED, Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
 START_TIMEOUT_S = 120.0
 PREPARE_TIMEOUT_S = 30.0
+WALL_PER_CPU = 8.0
+"""How much longer than its processor time an answer may take; then it is the machine that stands still."""
 RETRIES = 1
 """How often an answer whose worker died is given to another one."""
 RECYCLE_AFTER = 20_000
 """Answers that a worker scores before it is replaced."""
 WINDOW = 4096
 """Answers and groups that the percentiles are taken over."""
+
+KILLED_BY_BOUND = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+"""How a worker ends whose judgement was deaf to signals: by itself, and within a sandbox."""
+
+
+class _Exhausted(ChildDied):
+    """The kernel ended the worker, for the processor time of one answer was used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,10 @@ class _Work:
         """Gives up the answer being scored; all of them when their task could not even be prepared."""
         for index in self.pending[:1] if self.prepared else self.pending:
             self.rewards[index] = Reward(0.0, RewardStatus.FAILED, evidence=reason)
+
+    def exhaust(self, cpu_s: float) -> None:
+        """Gives the answer being scored its 0."""
+        self.rewards[self.pending[0]] = exhausted(cpu_s)
 
     def died(self, reason: str) -> None:
         """Counts a death against the answer being scored, and gives it up when that was one too many."""
@@ -206,10 +221,13 @@ class WorkerScorer:
         except TimeoutError:
             self._discard(slot)
             if work.prepared:
-                evidence = f"no verdict within {self._timeout_s:g} s"
+                evidence = f"no verdict within {WALL_PER_CPU * self._timeout_s:g} s"
                 work.rewards[work.pending[0]] = Reward(0.0, RewardStatus.TIMED_OUT, evidence=evidence)
             else:
                 work.fail(f"the task was not prepared within {PREPARE_TIMEOUT_S:g} s")
+        except _Exhausted:
+            self._discard(slot)
+            work.exhaust(self._timeout_s)
         except ChildDied as error:
             self._discard(slot)
             work.died(str(error))
@@ -220,7 +238,8 @@ class WorkerScorer:
     async def _exchange(self, worker: "_Worker", work: _Work) -> None:
         """Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
         pending, task = work.pending, work.task
-        batch = Batch(work.spec, task.receipt, task.answer, task.info, [work.answers[index] for index in pending])
+        answers = [work.answers[index] for index in pending]
+        batch = Batch(work.spec, task.receipt, task.answer, task.info, answers, self._timeout_s)
         worker.send(wire.encode(batch))
         ready = wire.decode(await worker.receive(PREPARE_TIMEOUT_S), Ready)
         if ready.error:
@@ -230,8 +249,11 @@ class WorkerScorer:
         now = asyncio.get_running_loop().time
         for index in pending:
             began = now()
-            verdict = wire.decode(await worker.receive(self._timeout_s), Verdict)
+            verdict = wire.decode(await worker.receive(WALL_PER_CPU * self._timeout_s), Verdict)
             self._run_s.append(now() - began)
+            if verdict.exhausted:
+                work.exhaust(self._timeout_s)
+                continue
             status = RewardStatus.FAILED if verdict.error else RewardStatus.SCORED
             work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
 
@@ -299,6 +321,16 @@ class _Worker(Child):
             packages=[*installed_packages(), own_package().parent],
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
         )
+
+    async def _death(self) -> ChildDied:
+        """Tells the end that the kernel made of a judgement deaf to signals from all others."""
+        death = await super()._death()
+        return _Exhausted(str(death)) if self._process.returncode in KILLED_BY_BOUND else death
+
+
+def exhausted(cpu_s: float) -> Reward:
+    """Of an answer on which its checker used up its processor time."""
+    return Reward(0.0, parts=((EXHAUSTED, 1.0),), evidence=f"more than {cpu_s:g} s of processor time")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

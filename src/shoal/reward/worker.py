@@ -20,6 +20,7 @@ from pathlib import Path
 from shoal import checker, wire
 from shoal.errors import TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.reward.bound import OutOfTime, within
 from shoal.reward.checker_registry import judge_of
 from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
 from shoal.reward.reasoning import scorer_of
@@ -43,10 +44,12 @@ def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
     return scorer_of(batch.receipt, batch.truth)
 
 
-def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str) -> Verdict:
+def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: float) -> Verdict:
     """One answer's verdict. Where the scorer stumbles over an answer, the answer is wrong: the task was prepared."""
     try:
-        value, evidence = judge(answer)
+        value, evidence = within(cpu_s, judge, answer)
+    except OutOfTime:
+        return Verdict(0.0, exhausted=True)
     except Exception as error:  # scorers raise whatever an odd answer makes them raise
         return Verdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
     if not math.isfinite(value):
@@ -64,7 +67,7 @@ def answers(frame: bytes) -> Iterator[bytes]:
         return
     yield wire.encode(Ready())
     for answer in batch.answers:
-        yield wire.encode(verdict_of(judge, answer))
+        yield wire.encode(verdict_of(judge, answer, batch.cpu_s))
 
 
 def confine(*, boxed: bool) -> None:

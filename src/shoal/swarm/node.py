@@ -285,8 +285,10 @@ class Node(Peer):
         rewards: tuple[Reward, ...] = ()
         for answer in fresh.answers:  # one at a time: of those that hang there is one
             (reward,) = await means.scorer.score(task, [answer])
+            if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
+                return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
-                return Reason.HANGS if reward.status is RewardStatus.TIMED_OUT else Reason.UNSCORED
+                return Reason.UNSCORED
             rewards += (reward,)
         if not rewards or not differ(self._compared(task.service, rewards)):
             return Reason.UNINFORMATIVE if len(fresh.kept) == len(source.kept) else Reason.REPEATED

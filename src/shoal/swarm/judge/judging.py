@@ -260,7 +260,8 @@ async def marked(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) ->
             marks.append(Mark(task.service, 0.0, RewardStatus.TIMED_OUT))
             continue
         (reward,) = await scorer.score(task, [text])
-        marks.append(Mark(task.service, reward.value, reward.status))
+        status = RewardStatus.TIMED_OUT if reward.exhausted else reward.status
+        marks.append(Mark(task.service, reward.value, status))
     return marks
 
 
