@@ -311,6 +311,34 @@ def test_a_refused_question_about_health_is_a_death_and_ends_nothing() -> None:
     watched(engines, body)
 
 
+@pytest.mark.parametrize("why", ["the engine is lost", "the engine is full"])
+def test_versions_never_decrease_over_the_turns_of_a_session_while_engines_are_updated(why: str) -> None:
+    async def body(pool: EnginePool) -> None:
+        updating = asyncio.create_task(pool.update_weights(5, NOWHERE))
+        await until(lambda: loading.loads == [5])  # the first engine serves 5, the last one still 0
+        for number in range(100):
+            (first,) = await pool.generate([1], Sampling(3), session=f"s{number}")
+            if first.versions == (5, 5, 5):
+                break
+        others, load = [], 0
+        if why == "the engine is lost":
+            new.dead = True
+        else:
+            new.hangs = True
+            others = [asyncio.create_task(pool.generate([i], Sampling(1))) for i in range(20)]
+            await until(lambda: sum(not task.done() for task in others) == pool.seats[0].load >= 2)
+        load = pool.seats[0].load
+        second = asyncio.create_task(pool.generate([1, *first.token_ids, 2], Sampling(3), session=f"s{number}"))
+        await until(lambda: second.done() or pool.seats[0].state == "away" or pool.seats[0].load > load > 0)
+        loading.silent_load = new.hangs = False
+        assert (await second)[0].versions == (5, 5, 5)
+        await updating
+        await asyncio.gather(*others)
+
+    new, loading, old = CountingEngine(), SilentEngine(silent_load=True), CountingEngine()
+    watched([new, loading, old], body)
+
+
 def test_nothing_answers_for_longer_than_the_patience() -> None:
     async def run() -> None:
         engine = CountingEngine()

@@ -2,7 +2,7 @@
 
     request      goes to the engine that its session prefers (placement.py); when that one fails, to the next
     cut off      an answer that an engine aborted goes on elsewhere: prompt and drawn tokens are sent, never to an
-                 engine with older weights than its last token
+                 engine with older weights than its last token; nor is a later call of its session
     new weights  are loaded engine by engine, so that generation never stops as a whole
     away         an engine that does not answer gets no requests; when it is back it loads the newest weights first,
                  and neither a request nor an update of the others waits for it
@@ -13,14 +13,22 @@ Engines may join and leave at any time. A request fails only when no engine coul
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
 from shoal.engine import continuation
-from shoal.engine.pool_routing import Seat, State, chosen, summed, waves
+from shoal.engine.pool_routing import (
+    Seat,
+    SessionVersions,
+    State,
+    chosen,
+    oldest_served,
+    session_key,
+    summed,
+    waves,
+)
 from shoal.engine.replica import Member, PoolEngine, Target, loaded
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
@@ -59,6 +67,7 @@ class EnginePool:
         self._members: dict[str, Member] = {}
         self._target = Target(0, initial) if initial else None
         self._recovered = recovered
+        self._sessions = SessionVersions()
         self._loading = asyncio.Lock()  # who changes which weights the engines that take requests serve
         self._changed = asyncio.Event()
         self._suspected = asyncio.Event()  # a request failed: the engines are checked at once
@@ -120,11 +129,24 @@ class EnginePool:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
-        """Draws `n` completions of one prompt; calls of one `session` (else: of one prompt) prefer one engine."""
-        request = _Request(_key(session, prompt_ids), tuple(prompt_ids), sampling, priority)
+        """Draws `n` completions of one prompt; calls of one `session` (else: of one prompt) prefer one engine.
+
+        No token of a session is drawn under an older Version than those of its calls that ended before this one began.
+        """
+        key = session_key(session, prompt_ids)
+        at_least = self._sessions.newest(key)
+        request = _Request(key, tuple(prompt_ids), sampling, priority, at_least)
         begun = await self._asked(
-            request.key, n, 0, lambda engine: engine.generate(prompt_ids, sampling, n=n, priority=priority)
+            key, n, at_least, lambda engine: engine.generate(prompt_ids, sampling, n=n, priority=priority)
         )
+        whole = await self._all_whole(request, begun)
+        if session:
+            newest = max((completion.versions[-1] for completion in whole if completion.versions), default=0)
+            self._sessions.drew(key, newest, self._oldest_served)
+        return whole
+
+    async def _all_whole(self, request: "_Request", begun: list[Completion]) -> list[Completion]:
+        """The completions that were begun, each to its end."""
         if all(completion.finish_reason is not FinishReason.ABORT for completion in begun):
             return begun
         async with asyncio.TaskGroup() as tasks:
@@ -139,7 +161,7 @@ class EnginePool:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        return await self._asked(_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
+        return await self._asked(session_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Has one engine after another serve the weights at `path`; returns when all that answer do, and one does.
@@ -161,6 +183,7 @@ class EnginePool:
             for member in self._members.values():
                 if member.state is State.UPDATING:
                     self._lose(member, str(refusals[0]))
+            self._sessions.forget(self._oldest_served)
         await self._until(lambda: any(m.state is State.READY and m.version >= version for m in self._members.values()))
 
     async def info(self) -> EngineInfo:
@@ -172,6 +195,10 @@ class EnginePool:
             if infos:
                 return summed(infos)
             await self._wait(deadline_s)
+
+    @property
+    def _oldest_served(self) -> int:
+        return oldest_served(self.seats, self._target.version if self._target else 0)
 
     async def _info(self, member: Member) -> EngineInfo | None:
         served = member.version  # before the question: an update may end while it is under way
@@ -194,7 +221,7 @@ class EnginePool:
             if left is None:
                 return continuation.full(drawn)
             prompt_ids, sampling = left
-            at_least = drawn.versions[-1] if drawn.versions else 0
+            at_least = drawn.versions[-1] if drawn.versions else request.at_least
             ask = _generation(prompt_ids, sampling, request.priority)
             try:
                 (more,) = await self._asked(request.key, 1, at_least, ask)
@@ -365,17 +392,14 @@ class _Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     priority: int
+    at_least: int
+    """The Version of the newest token that its session has."""
 
 
 def _generation(
     prompt_ids: Sequence[int], sampling: Sampling, priority: int
 ) -> Callable[[PoolEngine], Awaitable[list[Completion]]]:
     return lambda engine: engine.generate(prompt_ids, sampling, priority=priority)
-
-
-def _key(session: str, token_ids: Collection[int]) -> bytes:
-    text = session.encode() if session else ",".join(map(str, token_ids)).encode()
-    return blake2b(text, digest_size=16).digest()
 
 
 def _backoff_s(rounds: int) -> float:

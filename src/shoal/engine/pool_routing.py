@@ -41,6 +41,38 @@ class Seat:
     """Sequences that the pool has there."""
 
 
+def session_key(session: str, token_ids: Collection[int]) -> bytes:
+    """The key of a session; of one prompt where there is none."""
+    text = session.encode() if session else ",".join(map(str, token_ids)).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+class SessionVersions:
+    """The newest Version that drew a token of each session, for as long as some engine is behind it."""
+
+    def __init__(self) -> None:
+        self._newest: dict[bytes, int] = {}
+
+    def newest(self, key: bytes) -> int:
+        """The Version that whoever goes on with a session must serve at least."""
+        return self._newest.get(key, 0)
+
+    def drew(self, key: bytes, version: int, oldest: int) -> None:
+        """Records a session's newest token; `oldest` is the oldest Version that an engine serves."""
+        if version > oldest:
+            self._newest[key] = max(version, self.newest(key))
+
+    def forget(self, oldest: int) -> None:
+        """Forgets the sessions with which every engine may go on."""
+        self._newest = {key: version for key, version in self._newest.items() if version > oldest}
+
+
+def oldest_served(seats: Sequence[Seat], newest: int) -> int:
+    """The oldest Version under which a token may be drawn from now on: who is away loads the `newest` first."""
+    served = (seat.version if seat.state is not State.AWAY else max(seat.version, newest) for seat in seats)
+    return min(served, default=newest)
+
+
 def preference(key: bytes, names: Collection[str]) -> list[str]:
     """The engines in the order in which the session `key` wants them."""
     return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=key[:64], digest_size=8).digest())
