@@ -5,6 +5,7 @@
     ├── ModelError            a model directory that cannot be used
     ├── TaskError             an unknown task, or one whose data cannot be read
     ├── RunDirError           a run directory that cannot be written, read or resumed
+    │   └── LogBehind         its checkpoint holds steps that its log has lost
     ├── EngineError           an engine that cannot do what was asked
     │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
     │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
@@ -39,6 +40,10 @@ class TaskError(ShoalError):
 
 class RunDirError(ShoalError):
     """A run directory that cannot be written, read or resumed."""
+
+
+class LogBehind(RunDirError):
+    """A checkpoint holds steps that the log has lost: going on would train their groups again."""
 
 
 class EngineError(ShoalError):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from buffer_values import META, group, open_buffer, run_group, train
+from buffer_values import META, group, masked_rows, open_buffer, run_group, train
 from shoal import wire
 from shoal.errors import RunDirError
 from shoal.experience import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
@@ -84,12 +84,12 @@ def test_with_mask_tokens_late_groups_are_given_unless_no_token_is_left(tmp_path
         await run_group(buffer, "all late", (0, 0))
         await run_group(buffer, "partly late", (0, 2))
         (taken,) = await buffer.take(1, 2)
-        await buffer.consumed(0, 2, [taken.id], version_after=3)
+        await buffer.consumed(0, 2, [taken.id], version_after=3, rows=masked_rows([taken], bound=1))
         await buffer.close()
         return taken.id
 
     assert asyncio.run(main()) == "partly late"
-    assert rows(tmp_path, "SELECT trained_from FROM consumed") == [(1,)]
+    assert rows(tmp_path, "SELECT trained_from, masked_tokens FROM consumed") == [(2, 2)]
 
 
 def test_with_train_every_group_is_given(tmp_path):

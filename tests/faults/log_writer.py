@@ -24,7 +24,8 @@ def rollout(rollout_id, admitted, served, failed):
     versions = sorted(random.choices(range(admitted, served + 1), k=length))
     drawn = Completion(tuple(range(length)), (-0.25,) * length, tuple(versions), FinishReason.STOP)
     status = RolloutStatus.FAILED if failed else RolloutStatus.FINISHED
-    return Rollout(rollout_id, (Message(Role.USER, "?"),), (Turn((1, 2), drawn),), Reward(1.0), status)
+    reason = "no answer" if failed else ""
+    return Rollout(rollout_id, (Message(Role.USER, "?"),), (Turn((1, 2), drawn),), Reward(1.0), status, reason)
 
 
 async def run_groups(buffer, worker):

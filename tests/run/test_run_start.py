@@ -13,8 +13,9 @@ from shoal.config import Config, parse
 from shoal.errors import RunDirError
 from shoal.experience import Buffer
 from shoal.observe.metrics import Record
-from shoal.run.loop import Totals, TrainLoop
+from shoal.run.loop import TrainLoop
 from shoal.run.plan import changed_settings, prepare, write_resolved
+from shoal.run.totals import Totals
 from shoal.run.training import run_meta, run_training, train
 from shoal.weights.store import WeightStore
 

@@ -1,6 +1,7 @@
 """Groups and runs of the buffer, shared by its tests."""
 
 from shoal.experience import Buffer, RunMeta
+from shoal.trainer import advantage
 from shoal.types import (
     Completion,
     FinishReason,
@@ -58,3 +59,9 @@ async def train(buffer, step, version, n=2, push=True):
 
 def open_buffer(run_dir, meta=META, *, max_running=64, resume=False):
     return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)
+
+
+def masked_rows(groups, bound):
+    """What the trainer is given of groups when tokens older than `bound` are masked; every other one is trained."""
+    rows = {group.id: [row for one in group.finished for row in advantage.rows(one, 1.0)] for group in groups}
+    return {name: advantage.mask_tokens(group_rows, bound)[0] for name, group_rows in rows.items()}

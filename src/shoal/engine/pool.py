@@ -19,16 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.engine import continuation
-from shoal.engine.pool_routing import (
-    Seat,
-    SessionVersions,
-    State,
-    chosen,
-    oldest_served,
-    session_key,
-    summed,
-    waves,
-)
+from shoal.engine.pool_routing import Seat, SessionVersions, State, chosen, oldest_served, session_key, summed, waves
 from shoal.engine.replica import Member, PoolEngine, Target, loaded
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo

@@ -3,34 +3,26 @@
 import asyncio
 import sqlite3
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 from shoal.experience import log
+from shoal.experience.admission import Admission
 from shoal.experience.balance import Balance, Due, Waiting
 from shoal.experience.counts import TaskCounts, read_task_counts
 from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
+from shoal.experience.uses import Taken
 from shoal.experience.writer import LogWriter
-from shoal.types import EXTERNAL, Group
+from shoal.types import EXTERNAL, Group, Sample
 
 STALE = "stale"
 """The reason of groups that were older than eta when they could have been consumed."""
 TOO_FEW = "half of the rollouts or more failed"
 """The reason of groups that finished with too little to train on."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """One group being trained on."""
-
-    waited: Waiting
-    version: int
-    horizon: int
 
 
 class Buffer:
@@ -57,12 +49,12 @@ class Buffer:
         self._late = meta.late
         self._waiting: list[Waiting] = []
         self._balance = Balance()
-        self._taken: dict[str, _Taken] = {}
+        self._taken: dict[str, Taken] = {}
         self._running: dict[str, str] = {}  # group id -> task service
         self._horizon = 0
         self._last_step = -1
         self._taker: asyncio.Future[None] | None = None
-        self._queue: deque[asyncio.Future[int]] = deque()
+        self._admission = Admission(self.gate)
         self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
         """Drawn for groups that were dropped, by task service, since this process began."""
@@ -126,6 +118,10 @@ class Buffer:
         """Calls `wake` whenever there may be more room than before."""
         self._on_room = wake
 
+    def on_locked(self, hear: Callable[[bool], None]) -> None:
+        """Calls `hear` with True when another program's lock keeps the log from being written, and with False after."""
+        self._writer.on_locked = hear
+
     def balance(self, due: Due) -> None:
         """What is taken keeps to what `due` says that each task may have had trained; call again when it changes."""
         self._balance.due = due
@@ -140,10 +136,7 @@ class Buffer:
             raise ValueError(f"group {group_id!r} is running already")
         if self._failure is not None:
             raise self._failure
-        if self.gate.capacity > 0 and not self._queue:
-            version = self.gate.admit()
-        else:
-            version = await self._admission()
+        version = await self._admission.place()
         self._running[group_id] = service
         self._counts(service).started += 1
         after = self._last_step
@@ -200,7 +193,7 @@ class Buffer:
                 self._taker = None
         chosen = {one.group.id for one in choice.groups}
         self._waiting = [one for one in self._waiting if one.group.id not in chosen]
-        self._taken.update({one.group.id: _Taken(one, version, self._horizon) for one in choice.groups})
+        self._taken.update({one.group.id: Taken(one, version, self._horizon) for one in choice.groups})
         return [one.group for one in choice.groups]
 
     def on_finished(self, hear: Callable[[Group], None]) -> None:
@@ -208,11 +201,19 @@ class Buffer:
         self._on_finished = hear
 
     async def consumed(
-        self, step: int, version: int, group_ids: Sequence[str], *, version_after: int, external: Sequence[Group] = ()
+        self,
+        step: int,
+        version: int,
+        group_ids: Sequence[str],
+        *,
+        version_after: int,
+        external: Sequence[Group] = (),
+        rows: Mapping[str, Sequence[Sample]] | None = None,
     ) -> None:
         """Records, in one transaction, that `step` trains these groups, in this order, under `version`.
 
         Then the `external` ones, which peers drew: they enter the log here, were never on offer and pass no gate.
+        `rows` are what the trainer was given of each group, by id: the log says how many late tokens they have masked.
 
         `version_after` is `version + 1` when the step ends with a push. Await it before the weights that come of the
         step are published: a log that knows the step can replay it, so nothing that was drawn from them is orphaned.
@@ -225,11 +226,9 @@ class Buffer:
         taken = self._taken_of(group_ids)
         if any(one.version != version for one in taken):
             raise ValueError(f"step {step}: groups were taken for another version than {version}")
-        rows = []
+        used, masks = [], self._late == "mask_tokens" and rows is not None
         for one in taken:
-            oldest = one.waited.oldest_version
-            trained_from = max(oldest, version - self.gate.eta) if self._late == "mask_tokens" else oldest
-            rows.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from))
+            used.append(one.use(rows[one.waited.group.id] if masks and rows else (), version - self.gate.eta))
             self._counts(one.waited.group.task.service).consumed += 1
             del self._taken[one.waited.group.id]
         if any(not group.external or group.oldest_version > version for group in external):
@@ -242,7 +241,7 @@ class Buffer:
             for group in external:
                 seq = log.insert_external(connection, group, after)
                 foreign.append(ConsumedGroup(seq, seq, group.oldest_version))
-            log.insert_step(connection, record, [*rows, *foreign])
+            log.insert_step(connection, record, [*used, *foreign])
 
         await self._writer.commit(write)
 
@@ -268,8 +267,8 @@ class Buffer:
         await self._writer.commit(lambda c: c.execute("INSERT INTO checkpoints VALUES (?)", (step,)) and None)
 
     async def sync(self) -> None:
-        """Makes what is committed survive the loss of power. Await it before a checkpoint gets its name: a checkpoint
-        must never know more steps than the log."""
+        """Makes what is committed survive the loss of power, in one file. Await it before a checkpoint gets its name: a
+        checkpoint must never know more steps than the log."""
         await self._writer.sync()
 
     async def steps_after(self, step: int = -1) -> list[StepRecord]:
@@ -299,27 +298,10 @@ class Buffer:
         self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
 
-    async def _admission(self) -> int:
-        """The Version under which the gate lets the caller's group start, after those who asked before."""
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place in self._queue:
-                self._queue.remove(place)
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self.gate.fail()  # admitted in the moment of being cancelled
-                self._admit_waiting()
-            raise
-
     def _admit_waiting(self) -> None:
         if self._on_room is not None:
             self._on_room()
-        while self._queue and (self._queue[0].done() or self.gate.capacity > 0):
-            place = self._queue.popleft()
-            if not place.done():
-                place.set_result(self.gate.admit())
+        self._admission.serve()
 
     def _end_running(self, group_id: str) -> str:
         """Forgets a running group; gives its service."""
@@ -327,7 +309,7 @@ class Buffer:
             raise ValueError(f"group {group_id!r} is not running: it was never admitted, or it has ended")
         return self._running.pop(group_id)
 
-    def _taken_of(self, group_ids: Sequence[str]) -> list[_Taken]:
+    def _taken_of(self, group_ids: Sequence[str]) -> list[Taken]:
         """What was taken, by id. Raises `ValueError` for a group that was not, or that was used since."""
         for group_id in group_ids:
             if group_id not in self._taken:
@@ -391,10 +373,7 @@ class Buffer:
         """The log cannot be written any more: whoever waits for groups or for room hears of it."""
         self._failure = self._failure or error
         self._wake_taker()
-        while self._queue:
-            place = self._queue.popleft()
-            if not place.done():
-                place.set_exception(error)
+        self._admission.fail(error)
 
     def _counts(self, service: str) -> TaskCounts:
         return self.counts.setdefault(service, TaskCounts())

@@ -14,7 +14,8 @@ it; no gate counted it, and it waited for nobody.
 `after_step` is the last step consumed when a row was written, -1 before the first.
 
 SQLite runs in WAL mode with synchronous=NORMAL: what is committed survives the death of any process at any moment;
-`sync` makes it survive the loss of power too.
+`sync` makes it survive the loss of power too, and moves it out of log.sqlite-wal into the file itself. A log that has
+lost steps which a checkpoint holds is refused (`LogBehind`).
 """
 
 import fcntl
@@ -27,13 +28,18 @@ from pathlib import Path
 from typing import IO, Literal
 
 from shoal import wire
-from shoal.errors import RunDirError
+from shoal.errors import LogBehind, RunDirError
+from shoal.experience import checkpoint
 from shoal.types import EXTERNAL, Group, Rollout, Task
 
-FORMAT = "1"
+FORMAT = "2"
 FILE = "log.sqlite"
 INTERRUPTED = "interrupted"
 """The reason of groups that were in flight when the process that ran them ended."""
+OPEN_TIMEOUT_S = 30.0
+"""How long opening a log waits for another program's lock."""
+LOCK_TIMEOUT_S = 1.0
+"""How long one attempt to write waits for it; there is another one until the log is closed."""
 BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
@@ -53,7 +59,7 @@ CREATE TABLE ended(
     group_id TEXT PRIMARY KEY, outcome TEXT NOT NULL, reason TEXT NOT NULL, after_step INTEGER NOT NULL);
 CREATE TABLE consumed(
     finished_seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, position INTEGER NOT NULL,
-    horizon INTEGER NOT NULL, trained_from INTEGER NOT NULL);
+    horizon INTEGER NOT NULL, trained_from INTEGER, masked_tokens INTEGER NOT NULL);
 CREATE UNIQUE INDEX consumed_in_step ON consumed(step, position);
 CREATE TABLE steps(step INTEGER PRIMARY KEY, version INTEGER NOT NULL, version_after INTEGER NOT NULL);
 CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
@@ -103,8 +109,10 @@ class ConsumedGroup:
     finished_seq: int
     horizon: int
     """The newest finished_seq that could have been chosen instead."""
-    trained_from: int
-    """Tokens of older Versions were masked."""
+    trained_from: int | None
+    """The oldest Version that drew a token which was trained; None when none was."""
+    masked_tokens: int = 0
+    """Tokens older than eta versions that were given to the trainer without an advantage."""
 
 
 class LockedLog:
@@ -116,11 +124,13 @@ class LockedLog:
         self._lock = lock
 
     def sync(self) -> None:
-        """Makes what was committed survive the loss of power. Blocks; any thread may call it.
+        """Makes what was committed survive the loss of power, and the log be whole without its -wal file. Blocks.
 
-        Frames of the write-ahead log that were moved into the database are synced by SQLite; the others here. SQLite
-        keeps no lock on this file, so closing it releases none.
+        Readers may keep frames in the write-ahead log; these are synced here. SQLite keeps no lock on that file, so
+        closing it releases none. Not while a transaction is under way.
         """
+        with suppress(sqlite3.OperationalError):  # locked: by who reads or writes
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         for path in (self.path.with_name(f"{FILE}-wal"), self.path.parent):
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY)
@@ -144,23 +154,51 @@ def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / "log.lock").open("ab")
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # whom peers' and users' texts are no business of
     except OSError as error:
         raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=OPEN_TIMEOUT_S)
     except (OSError, sqlite3.Error) as error:
         lock.close()
         raise RunDirError(f"{path} cannot be opened; does another process write this run? ({error})") from error
     try:
+        check_not_behind(connection, run_dir)
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         _create_or_check(connection, meta, path)
+        connection.execute(f"PRAGMA busy_timeout={int(LOCK_TIMEOUT_S * 1000)}")
     except (sqlite3.Error, RunDirError) as error:
         connection.close()
         lock.close()
-        raise error if isinstance(error, RunDirError) else RunDirError(f"{path} is not a log: {error}") from error
+        if isinstance(error, RunDirError):
+            raise
+        if is_locked(error):
+            raise RunDirError(f"{path} is locked by another program; end that one, then --resume") from error
+        raise RunDirError(f"{path} is not a log: {error}") from error
     return LockedLog(connection, lock, path)
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether another program's lock is all that is wrong."""
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def check_not_behind(connection: sqlite3.Connection, run_dir: Path) -> None:
+    """Raises `LogBehind` when a checkpoint holds steps that the log has not."""
+    saved = checkpoint.newest_step(run_dir)
+    if saved is None:
+        return
+    there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'steps'").fetchone()
+    (last,) = connection.execute("SELECT MAX(step) FROM steps").fetchone() if there else (None,)
+    if last is None or last < saved:
+        raise LogBehind(
+            f"{run_dir / FILE} {'has no step' if last is None else f'ends with step {last}'}, but a checkpoint holds "
+            f"step {saved}: the log has lost steps, as a copy without its -wal file does; bring back the whole log, "
+            f"or remove the checkpoints after its last step to train what it lost anew"
+        )
 
 
 def memory_log(meta: RunMeta) -> LockedLog:
@@ -220,7 +258,11 @@ def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0)) as connection:
             connection.execute("BEGIN")
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+                check_not_behind(connection, run_dir)
                 raise RunDirError(f"{path} is empty: the run was killed while it was created")
+            (written,) = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+            if written != FORMAT:
+                raise RunDirError(f"{path}: expected a log of format {FORMAT}, got {written}, of another Shoal")
             yield connection
     except sqlite3.Error as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
@@ -269,9 +311,9 @@ def insert_step(connection: sqlite3.Connection, record: StepRecord, groups: Sequ
     connection.execute("INSERT INTO steps VALUES (?, ?, ?)", (record.step, record.version, record.version_after))
     for position, group in enumerate(groups):
         usable = connection.execute(
-            "INSERT INTO consumed SELECT ?, ?, ?, ?, ? WHERE EXISTS ("
-            "SELECT 1 FROM groups LEFT JOIN ended USING (group_id) WHERE finished_seq = ? AND outcome IS NULL)",
-            (group.finished_seq, record.step, position, group.horizon, group.trained_from, group.finished_seq),
+            "INSERT INTO consumed SELECT ?1, ?2, ?3, ?4, ?5, ?6 WHERE EXISTS ("
+            "SELECT 1 FROM groups LEFT JOIN ended USING (group_id) WHERE finished_seq = ?1 AND outcome IS NULL)",
+            (group.finished_seq, record.step, position, group.horizon, group.trained_from, group.masked_tokens),
         ).rowcount
         if usable != 1:
             raise sqlite3.IntegrityError(f"group {group.finished_seq} of step {record.step} is missing or was dropped")

@@ -94,6 +94,8 @@ class RawGroup:
     version: int | None
     """That it was consumed under."""
     trained_from: int | None
+    masked_tokens: int | None
+    """Both as `log.ConsumedGroup` has them."""
     bodies: tuple[bytes, ...]
     """Wire bytes of the rollouts."""
 
@@ -101,7 +103,8 @@ class RawGroup:
 def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
     """Every finished group in the order of commit, one in memory at a time."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, admitted_version, reason, ended.after_step, step, version, trained_from "
+        "SELECT finished_seq, group_id, task, admitted_version, reason, ended.after_step, step, version, "
+        "trained_from, masked_tokens "
         "FROM groups LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) "
         "LEFT JOIN steps USING (step) ORDER BY finished_seq"
     )

@@ -5,10 +5,13 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from shoal.errors import RunDirError
-from shoal.experience.log import LockedLog
+from shoal.experience.log import LockedLog, is_locked
 
 T = TypeVar("T")
 
@@ -19,15 +22,19 @@ MAX_BATCH = 256
 class _Write(Generic[T]):
     """One write of a transaction, and who is told of it."""
 
-    __slots__ = ("_arrived", "_future", "_result", "_run")
+    __slots__ = ("_arrived", "_future", "_result", "_run", "alone")
 
     def __init__(
         self,
         run: Callable[[sqlite3.Connection], T],
         arrived: Callable[[T], None] | None,
         future: "asyncio.Future[T] | None",
+        *,
+        alone: bool = False,
     ) -> None:
         self._run, self._arrived, self._future = run, arrived, future
+        self.alone = alone
+        """Whether it is in no transaction."""
 
     def run(self, connection: sqlite3.Connection) -> None:
         self._result = self._run(connection)
@@ -49,6 +56,9 @@ class LogWriter:
     Invariant: `arrived` callbacks run on the event loop, in commit order, after the commit. After one failure nothing
     more is written: every later write fails with the same error, and `on_failure` hears of the first.
 
+    Another program's lock on the log is waited out, however long it is held; `on_locked` hears when that begins (True)
+    and ends (False).
+
     The queue holds at most a few writes per running group, so the admission gate bounds it. With `threaded=False`
     each write happens at once on the caller's thread, which a virtual clock needs.
     """
@@ -56,6 +66,8 @@ class LogWriter:
     def __init__(self, log: LockedLog, *, on_failure: Callable[[Exception], None], threaded: bool = True) -> None:
         self._log = log
         self._on_failure = on_failure
+        self.on_locked: Callable[[bool], None] = lambda locked: None
+        self._closing = threading.Event()
         self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[_Write[object] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,14 +85,20 @@ class LogWriter:
         self._ask(_Write(run, arrived, future))
         return await future
 
+    async def alone(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        """The result of what is done between two transactions. Raises `RunDirError` when the log cannot be written."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._ask(_Write(run, None, future, alone=True))
+        return await future
+
     async def sync(self) -> None:
-        """Returns when all that was committed survives the loss of power too."""
-        await self.commit(lambda _: None)
+        """Returns when all that was committed survives the loss of power too, and of the -wal file."""
         if self._thread is not None:
-            await asyncio.to_thread(self._log.sync)
+            await self.alone(lambda _: self._log.sync())
 
     async def close(self) -> None:
-        """Waits for the writes asked for so far and closes the log."""
+        """Waits for the writes asked for so far, but for no other program's lock, and closes the log."""
+        self._closing.set()
         if self._thread is not None and self._thread.is_alive():
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join)
@@ -90,7 +108,7 @@ class LogWriter:
         if self._failure is not None:
             write.fail(self._failure)
         elif self._thread is None:
-            self._deliver([write], self._transaction([write]))
+            self._deliver([write], self._done([write]))
         else:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
@@ -98,7 +116,7 @@ class LogWriter:
             self._queue.put(write)  # type: ignore[arg-type]  # a queue of writes of any result
 
     def _work(self) -> None:
-        """The thread: whatever is queued becomes one transaction."""
+        """The thread: whatever is queued becomes one transaction, but for what is done between two."""
         assert self._loop is not None
         ending = False
         while not ending:
@@ -107,28 +125,53 @@ class LogWriter:
                 batch.append(self._queue.get())
             writes = [write for write in batch if write is not None]
             ending = len(writes) < len(batch)
-            failure = self._transaction(writes) if writes else None
-            try:
-                self._loop.call_soon_threadsafe(self._deliver, writes, failure)
-            except RuntimeError:
-                return  # the loop is closed: nobody is left to be told
+            for _, group in groupby(writes, attrgetter("alone")):
+                together = list(group)
+                self._tell(self._deliver, together, self._done(together))
 
-    def _transaction(self, writes: "Sequence[_Write[T]]") -> Exception | None:
+    def _tell(self, told: Callable[..., None], *arguments: object) -> None:
+        if self._loop is None:
+            told(*arguments)
+            return
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(told, *arguments)
+
+    def _begin(self) -> None:
+        """Begins a transaction as soon as no other program writes."""
+        waiting = False
+        while True:
+            try:
+                self._log.connection.execute("BEGIN IMMEDIATE")
+                break
+            except sqlite3.OperationalError as error:
+                if not is_locked(error) or self._closing.is_set():
+                    raise
+            if not waiting:
+                waiting = True
+                self._tell(self.on_locked, True)
+        if waiting:
+            self._tell(self.on_locked, False)
+
+    def _done(self, writes: "Sequence[_Write[T]]") -> Exception | None:
         """Runs writes as one transaction: all of them are durable afterwards, or none and the reason is returned."""
         if self._failure is not None:
             return self._failure
         connection = self._log.connection
+        in_transaction = not writes[0].alone
         try:
-            connection.execute("BEGIN IMMEDIATE")
+            if in_transaction:
+                self._begin()
             for write in writes:
                 write.run(connection)
-            connection.execute("COMMIT")
+            if in_transaction:
+                connection.execute("COMMIT")
         except Exception as error:  # whatever it is, somebody awaits this write and must hear of it
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             self._failure = error
             if isinstance(error, sqlite3.OperationalError | OSError):
-                self._failure = RunDirError(f"{self._log.path} cannot be written: {error}; free space, then --resume")
+                what = "end the program that locks it" if is_locked(error) else "free space"
+                self._failure = RunDirError(f"{self._log.path} cannot be written: {error}; {what}, then --resume")
                 self._failure.__cause__ = error
         return self._failure
 

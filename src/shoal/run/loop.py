@@ -11,26 +11,27 @@ Generation goes on during every one of them.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
 from shoal.config import Config
 from shoal.engine import canary
-from shoal.experience import Buffer
+from shoal.experience import Buffer, StepRecord, checkpoint
 from shoal.experience.buffer import STALE
 from shoal.interfaces import Engine, EngineInfo, Runner
-from shoal.observe.metrics import Record, Trackers
+from shoal.observe.metrics import Trackers
 from shoal.reward.binary_scorer import FULL
 from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import accuracies
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import scorer_values
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
+from shoal.run.totals import Totals
 from shoal.swarm.external import external_rows
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.node import Node
@@ -40,7 +41,6 @@ from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.packing import mixed
 from shoal.types import Group, Sample, Task
-from shoal.weights import checkpoint
 from shoal.weights.store import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
@@ -71,34 +71,6 @@ class Parts:
     eval_tasks: Sequence[Task]
     trackers: Trackers
     swarm: Node | None = None
-
-
-@dataclass(slots=True)
-class Totals:
-    """What a run adds up to."""
-
-    samples: int = 0
-    staleness_max: int = 0
-    """Of the groups that were consumed."""
-    rewards: list[float] = field(default_factory=list)  # one per step
-    evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
-
-    @classmethod
-    def earlier(cls, records: Iterable[Record], steps: int) -> "Totals":
-        """What the processes before this one recorded of the first `steps` steps; rates are of each process alone."""
-        of_step: dict[float, Record] = {}
-        totals = cls()
-        for record in records:
-            step = _known(record, "step")
-            if step > steps:
-                continue
-            if record["kind"] == "step":
-                of_step[step] = record
-            elif record["kind"] == "eval":
-                totals.evals.append((_known(record, "sampled"), _known(record, "greedy")))
-        totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
-        totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
-        return totals
 
 
 class TrainLoop:
@@ -188,13 +160,20 @@ class TrainLoop:
             },
         )
 
-    async def replay(self, step: int, version: int, version_after: int) -> None:
-        """Trains a step that the log has but the checkpoint has not, on the same groups, and publishes as it did."""
-        groups = await self._parts.buffer.groups_of(step)
-        rows, _ = self._rows(groups, version)
-        await self._parts.trainer.step(rows, version)
-        if version_after > version:
-            await self._publish(version_after)
+    async def replay(self, record: StepRecord) -> None:
+        """Trains a step that the log has but the checkpoint has not, on the same groups, and pushes as it did.
+
+        Only the weights that the engine will serve are written: one Version after another would fill the disk.
+        """
+        groups = await self._parts.buffer.groups_of(record.step)
+        rows, _ = self._rows(groups, record.version)
+        await self._parts.trainer.step(list(rows.values()), record.version)
+        if record.version_after == record.version:
+            return
+        if record.version_after == self._parts.buffer.recovered.version:
+            await self._publish(record.version_after)
+        else:
+            await self._parts.trainer.publish(None)
 
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
@@ -210,20 +189,20 @@ class TrainLoop:
             encoding = both.create_task(self._external_groups(chosen, version))
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = self._rows([*groups, *external], version)
-        version_after = version + 1 if push else version
+        after = version + 1 if push else version
         ids = [group.id for group in groups]
         async with asyncio.TaskGroup() as both:
             recorded = both.create_task(
-                parts.buffer.consumed(step, version, ids, version_after=version_after, external=external)
+                parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
             )
-            trained = both.create_task(parts.trainer.step(rows, version))
+            trained = both.create_task(parts.trainer.step(list(rows.values()), version))
         assert recorded.done()
         stats = trained.result()
         self._busy_s += stats.seconds
         if stats.refused_updates:
             parts.trackers.log_event("updates_refused", step=step + 1, reason="the gradient is not finite")
         if push:
-            await self._publish(version_after)
+            await self._publish(after)
             self._serve_newest()
         values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external, wanted)
         if self._split is not None and parts.swarm is not None:
@@ -247,24 +226,21 @@ class TrainLoop:
         logprobs = partial(self._parts.trainer.logprobs, temperature=self._config.rollout.temperature)
         return await self._parts.swarm.encoded(chosen, version, logprobs)
 
-    def _rows(self, groups: Sequence[Group], version: int) -> tuple[list[tuple[Sample, ...]], Counter[str]]:
-        """Each group's rows, and how many tokens of each task the late policy took out of the gradient."""
-        groups = mixed(
-            groups, lambda group: group.external, self._config.train.minibatches
-        )  # no update is theirs alone
-        rows = step_samples(groups, self._config.train, self._config.rollout.max_tokens)
-        credit = self._config.swarm.credit
-        rows = [
-            external_rows(group, group_rows, credit) if group.external else group_rows
-            for group, group_rows in zip(groups, rows, strict=True)
-        ]
+    def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
+        """Each group's rows, by id, and how many tokens of each task the late policy took out of the gradient."""
+        config = self._config
+        groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
+        rows = dict(
+            zip([g.id for g in groups], step_samples(groups, config.train, config.rollout.max_tokens), strict=True)
+        )
         late_tokens: Counter[str] = Counter()
-        if self._config.asynchrony.late != "mask_tokens":
-            return rows, late_tokens
-        masked = [mask_tokens(group_rows, version - self._config.asynchrony.max_staleness) for group_rows in rows]
-        for group, (_, late) in zip(groups, masked, strict=True):
-            late_tokens[group.task.service] += late
-        return [kept for kept, _ in masked], late_tokens
+        for group in groups:
+            if group.external:
+                rows[group.id] = external_rows(group, rows[group.id], config.swarm.credit)
+            if config.asynchrony.late == "mask_tokens":
+                rows[group.id], late = mask_tokens(rows[group.id], version - config.asynchrony.max_staleness)
+                late_tokens[group.task.service] += late
+        return rows, late_tokens
 
     async def _publish(self, version: int, *, push: bool = True) -> None:
         """Writes the weights as `version` and records them."""
@@ -381,11 +357,6 @@ class TrainLoop:
             "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
             "failed": sum(task.failed.total() for task in counts),
         }
-
-
-def _known(record: Record, name: str) -> float:
-    value = record.get(name)
-    return float(value) if isinstance(value, int | float) else nan
 
 
 def _task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -33,13 +34,14 @@ from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.checks import check_start
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.join_swarm import joined
-from shoal.run.loop import PARITY_BOUND_NATS, Parts, Totals, TrainLoop
+from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, prepare, write_resolved
+from shoal.run.recovery import opened_buffer, recover
+from shoal.run.totals import Totals
 from shoal.run.waits import telling_waits
 from shoal.sandbox import backends
 from shoal.trainer.client import TrainerProcess
 from shoal.types import Sampling, Split
-from shoal.weights import checkpoint
 from shoal.weights.store import FILE, WeightStore
 
 PARITY_TOKENS = 24
@@ -153,7 +155,7 @@ def _opened(
     config: Config, run_dir: Path, stack: AsyncExitStack, listeners: Sequence[Listener], *, resume: bool
 ) -> tuple[Buffer, Trackers]:
     """The run directory, with what the run is written down; the stack closes it, or removes one that never began."""
-    buffer = Buffer.open(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
+    buffer = opened_buffer(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
     stack.push_async_callback(buffer.close)
     if not resume:
         stack.enter_context(nothing_left_behind(run_dir, buffer))
@@ -161,11 +163,21 @@ def _opened(
     write_resolved(config, run_dir)
     trackers = trackers_of(config.metrics, run_dir, listeners)
     stack.callback(trackers.close)
+    buffer.on_locked(partial(_tell_lock, trackers))
+    stack.callback(buffer.on_locked, lambda locked: None)
     if changed:
         trackers.log_event("settings_changed", settings=", ".join(changed))
     if trackers.prometheus_port is not None:
         trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
     return buffer, trackers
+
+
+def _tell_lock(trackers: Trackers, locked: bool) -> None:
+    """Says that the run stands still until another program ends its write, and that it goes on."""
+    if locked:
+        trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
+    else:
+        trackers.log_event("log_unlocked")
 
 
 def _groups_at_once(config: Config) -> int:
@@ -231,7 +243,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
     if first_step:
         loop.totals = Totals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
-    await _recover(parts, loop)
+    await recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(backends.in_use))
@@ -278,23 +290,6 @@ async def _train_and_evaluate(parts: Parts, prepared: Prepared, loop: TrainLoop,
         for task in background:
             task.cancel()
     return trained_s
-
-
-async def _recover(parts: Parts, loop: TrainLoop) -> None:
-    """Brings the trainer to where the log ends: the last checkpoint, then every recorded step after it."""
-    saved = await asyncio.to_thread(checkpoint.latest, parts.run_dir)
-    if saved is not None:
-        await parts.trainer.load(saved.path)
-    for record in await parts.buffer.steps_after(saved.step if saved else -1):
-        await loop.replay(record.step, record.version, record.version_after)
-    if parts.buffer.recovered.version > 0:
-        await loop.serve_recovered(parts.buffer.recovered.version)
-        parts.trackers.log_event(
-            "resumed",
-            step=loop.first_step,
-            waiting=float(parts.buffer.recovered.waiting),
-            interrupted=float(parts.buffer.recovered.interrupted),
-        )
 
 
 async def logprob_mismatch(parts: Parts, prepared: Prepared) -> float:

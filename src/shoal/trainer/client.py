@@ -55,9 +55,9 @@ class TrainerProcess:
         request = m.Logprobs(tuple(tuple(row) for row in rows), temperature)
         return (await self._ask(request, m.Scored)).logprobs
 
-    async def publish(self, path: Path, *, push: bool = True) -> float:
-        """Writes the weights to a safetensors file; seconds it took. `push` says whether it counts as a push."""
-        return (await self._ask(m.Publish(str(path), push), m.Done)).seconds
+    async def publish(self, path: Path | None, *, push: bool = True) -> float:
+        """Writes the weights to a safetensors file, if to any; seconds it took. `push`: whether it counts as a push."""
+        return (await self._ask(m.Publish(None if path is None else str(path), push), m.Done)).seconds
 
     async def save(self, directory: Path) -> float:
         """Writes weights, optimizer and counters into an existing directory; seconds it took."""

@@ -104,7 +104,8 @@ class Logprobs(msgspec.Struct, frozen=True, tag=True):
 class Publish(msgspec.Struct, frozen=True, tag=True):
     """Writes the weights to a safetensors file that the engines will serve."""
 
-    path: str
+    path: str | None
+    """None writes nothing: a replayed push whose weights nobody will serve."""
     push: bool = True
     """Whether it counts as a push; not when a resumed run serves again what was pushed before it ended."""
 

@@ -149,7 +149,8 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
         case Logprobs(rows, temperature):
             return Scored(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
         case Publish(path, push):
-            trainer.write_weights(Path(path))
+            if path is not None:
+                trainer.write_weights(Path(path))
             if push:
                 trainer.pushed()
         case Save(directory):

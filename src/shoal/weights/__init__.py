@@ -1,1 +1,1 @@
-"""Weights on disk: published Versions and the trainer's checkpoints."""
+"""Published Versions of the weights on disk."""

@@ -78,6 +78,12 @@ class WeightStore:
             return None
         return PublishedVersion(version, final / FILE, digest) if whole else None
 
+    def keep_only(self, version: int) -> None:
+        """Removes what a run that ended left besides `version`: older and newer Versions, and unfinished ones."""
+        for path in self._directory.glob("v*"):
+            if path.name != f"v{version}":
+                shutil.rmtree(path, ignore_errors=True)
+
     def remove_before(self, version: int) -> None:
         """Removes the Versions older than `version`; call it once every engine serves that one."""
         for path in self._directory.glob("v*"):

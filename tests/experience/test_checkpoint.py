@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shoal.errors import RunDirError
-from shoal.weights import checkpoint
+from shoal.experience import checkpoint
 
 
 def weights(text):
@@ -19,70 +19,95 @@ def weights(text):
     return write
 
 
+def save(run_dir, step, write, *, keep=2):
+    write(checkpoint.begin(run_dir, step))
+    return checkpoint.seal(run_dir, step, keep=keep)
+
+
 def names(run_dir):
     return sorted(os.listdir(run_dir / "checkpoints"))
 
 
 def test_what_was_saved_is_found_again(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
-    saved = checkpoint.save(tmp_path, 25, weights("w"))
-    assert checkpoint.latest(tmp_path) == saved
+    assert checkpoint.intact(tmp_path) is None
+    saved = save(tmp_path, 25, weights("w"))
+    assert checkpoint.intact(tmp_path) == saved
     assert saved.step == 25
     assert (saved.path / "model" / "weights").read_text() == "w"
 
 
 def test_the_newest_is_by_number_and_only_the_newest_are_kept(tmp_path):
     for step in (8, 9, 10, 100):
-        checkpoint.save(tmp_path, step, weights(str(step)), keep=2)
+        save(tmp_path, step, weights(str(step)), keep=2)
     assert names(tmp_path) == ["step-10", "step-100"]
-    newest = checkpoint.latest(tmp_path)
+    newest = checkpoint.intact(tmp_path)
     assert newest is not None
     assert newest.step == 100
 
 
 def test_a_checkpoint_being_written_is_not_seen_and_its_remains_are_removed(tmp_path):
-    checkpoint.save(tmp_path, 1, weights("1"))
+    save(tmp_path, 1, weights("1"))
     weights("half")(checkpoint.begin(tmp_path, 2))
-    newest = checkpoint.latest(tmp_path)
+    newest = checkpoint.intact(tmp_path)
     assert newest is not None
     assert newest.step == 1
-    checkpoint.save(tmp_path, 3, weights("3"))
+    save(tmp_path, 3, weights("3"))
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
 def test_a_write_that_fails_leaves_the_one_before(tmp_path):
-    checkpoint.save(tmp_path, 1, weights("1"))
+    save(tmp_path, 1, weights("1"))
 
     def fail(directory):
         (directory / "weights").write_text("half")
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        checkpoint.save(tmp_path, 2, fail)
+        save(tmp_path, 2, fail)
     assert [one.step for one in checkpoint.checkpoints(tmp_path)] == [1]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    checkpoint.save(tmp_path, 5, weights("before"))
-    again = checkpoint.save(tmp_path, 5, weights("after"))
+    save(tmp_path, 5, weights("before"))
+    again = save(tmp_path, 5, weights("after"))
     assert (again.path / "model" / "weights").read_text() == "after"
     assert names(tmp_path) == ["step-5"]
 
 
 def test_a_cut_or_incomplete_copy_is_passed_over(tmp_path):
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, weights("weights"), keep=3)
+        save(tmp_path, step, weights("weights"), keep=3)
     (tmp_path / "checkpoints" / "step-3" / "model" / "weights").write_text("w")
     (tmp_path / "checkpoints" / "step-2" / "optimizer").unlink()
     (tmp_path / "checkpoints" / "step-4").mkdir()
     assert [one.step for one in checkpoint.checkpoints(tmp_path)] == [1]
 
 
+def test_one_with_other_bytes_of_the_same_size_is_named_and_the_older_intact_one_is_found(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, weights("weights"))
+    (tmp_path / "checkpoints" / "step-2" / "model" / "weights").write_text("weighty")
+    told = []
+    found = checkpoint.intact(tmp_path, told.append)
+    assert found is not None
+    assert found.step == 1
+    assert [sentence.endswith("step-2/model/weights has other bytes than were saved") for sentence in told] == [True]
+    (tmp_path / "checkpoints" / "step-1" / "optimizer").write_text("nothing")
+    assert checkpoint.intact(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"optimizer": 7}', '{"optimizer": ["a", "b"]}'])
+def test_one_with_a_damaged_list_of_files_is_passed_over(tmp_path, text):
+    save(tmp_path, 1, weights("1"))
+    (save(tmp_path, 2, weights("2")).path / "files.json").write_text(text)
+    assert checkpoint.newest_step(tmp_path) == 1
+
+
 def test_an_empty_checkpoint_is_refused(tmp_path):
     checkpoint.begin(tmp_path, 1)
     with pytest.raises(RunDirError, match="nothing was saved"):
         checkpoint.seal(tmp_path, 1)
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.intact(tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path):
@@ -94,13 +119,13 @@ def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path):
 @pytest.mark.parametrize("arguments", [{"step": -1}, {"keep": 0}])
 def test_impossible_arguments_are_refused(tmp_path, arguments):
     with pytest.raises(ValueError, match="expected at least"):
-        checkpoint.save(tmp_path, arguments.get("step", 1), weights("w"), keep=arguments.get("keep", 1))
+        save(tmp_path, arguments.get("step", 1), weights("w"), keep=arguments.get("keep", 1))
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from shoal.weights import checkpoint
+from shoal.experience import checkpoint
 
 def write(step):
     def fill(directory):
@@ -111,7 +136,8 @@ def write(step):
 step = int(sys.argv[2])
 while True:
     step += 1
-    checkpoint.save(Path(sys.argv[1]), step, write(step), keep=2)
+    write(step)(checkpoint.begin(Path(sys.argv[1]), step))
+    checkpoint.seal(Path(sys.argv[1]), step, keep=2)
     print(step, flush=True)
 """
 
@@ -128,7 +154,7 @@ def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):
         told = max([told, *map(int, child.stdout.read().split())])
         child.stdout.close()
         child.wait()
-        newest = checkpoint.latest(tmp_path)
+        newest = checkpoint.intact(tmp_path)
         assert newest is not None
         assert newest.step >= told
         assert len(checkpoint.checkpoints(tmp_path)) <= 3

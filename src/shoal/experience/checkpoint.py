@@ -1,13 +1,14 @@
 """Checkpoints of a run: each is there whole or not at all.
 
     <run_dir>/checkpoints/step-25/            what the trainer saved, and
-    <run_dir>/checkpoints/step-25/sizes.json  bytes of each file
+    <run_dir>/checkpoints/step-25/files.json  size and checksum of each file
 
 A checkpoint is written under another name, synced, and renamed; a crash leaves at most the unfinished directory, which
 the next `begin` removes. The step in the name is the cursor: the log has the steps after it, and they are replayed.
 So a checkpoint must be sealed only after the log has its steps and was synced (`Buffer.sync`).
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from shoal.errors import RunDirError
 
 FOLDER = "checkpoints"
-_SIZES = "sizes.json"
+_FILES = "files.json"
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 
@@ -30,13 +31,6 @@ class Checkpoint:
     step: int
     """The last step it holds."""
     path: Path
-
-
-def save(run_dir: Path, step: int, write: Callable[[Path], None], *, keep: int = 2) -> Checkpoint:
-    """Has `write` fill a directory and makes it the checkpoint of `step`. Keeps the newest `keep`. Blocks."""
-    directory = begin(run_dir, step)
-    write(directory)
-    return seal(run_dir, step, keep=keep)
 
 
 def begin(run_dir: Path, step: int) -> Path:
@@ -69,10 +63,10 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
     folder = run_dir / FOLDER
     unfinished, final = folder / f"step-{step}{_UNFINISHED}", folder / f"step-{step}"
     try:
-        sizes = {str(file.relative_to(unfinished)): file.stat().st_size for file in _files(unfinished)}
-        if not sizes:
+        saved = {str(file.relative_to(unfinished)): (file.stat().st_size, _digest(file)) for file in _files(unfinished)}
+        if not saved:
             raise RunDirError(f"{unfinished} is empty: nothing was saved")
-        (unfinished / _SIZES).write_text(json.dumps(sizes, sort_keys=True))
+        (unfinished / _FILES).write_text(json.dumps(saved, sort_keys=True))
         for path in [*unfinished.rglob("*"), unfinished]:
             _sync(path)
         if final.exists():
@@ -87,9 +81,22 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
     return Checkpoint(step, final)
 
 
-def latest(run_dir: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; None when there is none."""
-    return next(reversed(checkpoints(run_dir)), None)
+def intact(run_dir: Path, told: Callable[[str], None] = lambda damage: None) -> Checkpoint | None:
+    """The newest checkpoint whose files have the bytes that were saved; None when there is none. Blocks: reads all.
+
+    `told` hears which newer ones are damaged, and where.
+    """
+    for checkpoint in reversed(checkpoints(run_dir)):
+        damaged = _damaged_file(checkpoint.path)
+        if damaged is None:
+            return checkpoint
+        told(f"{checkpoint.path / damaged} has other bytes than were saved")
+    return None
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest whole checkpoint by its name and sizes; None when there is none."""
+    return max((checkpoint.step for checkpoint in checkpoints(run_dir)), default=None)
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -104,10 +111,24 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 def _is_whole(path: Path) -> bool:
     try:
-        sizes: dict[str, int] = json.loads((path / _SIZES).read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        return all((path / name).stat().st_size == size for name, (size, _) in _saved(path).items())
+    except (OSError, ValueError, TypeError, AttributeError):  # no list of files, or one that was damaged
         return False
+
+
+def _damaged_file(path: Path) -> str | None:
+    """The first file of a whole checkpoint that is not as it was saved."""
+    return next((name for name, (_, digest) in _saved(path).items() if _digest(path / name) != digest), None)
+
+
+def _saved(path: Path) -> dict[str, tuple[int, str]]:
+    files: dict[str, tuple[int, str]] = json.loads((path / _FILES).read_text())
+    return files
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _files(directory: Path) -> list[Path]:

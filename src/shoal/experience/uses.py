@@ -1,0 +1,40 @@
+"""Groups that a step trains, and what the log says of the use. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.experience.balance import Waiting
+from shoal.experience.log import ConsumedGroup
+from shoal.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One group being trained on."""
+
+    waited: Waiting
+    version: int
+    horizon: int
+
+    def use(self, rows: Sequence[Sample] = (), bound: int = 0) -> ConsumedGroup:
+        """The use of the group, when the trainer was given these rows in which tokens older than `bound` are masked.
+
+        What is masked is counted in the rows and not derived from the bound: the audit compares the two.
+        """
+        oldest: int | None = self.waited.oldest_version
+        masked = 0
+        if rows and self.waited.oldest_version < bound:
+            oldest, masked = late_tokens(rows, bound)
+        return ConsumedGroup(self.waited.finished_seq, self.horizon, oldest, masked)
+
+
+def late_tokens(rows: Sequence[Sample], bound: int) -> tuple[int | None, int]:
+    """The oldest Version of a trained token of these rows, and how many tokens older than `bound` are masked."""
+    oldest, masked = None, 0
+    for row in rows:
+        for drawn, version, advantage in zip(row.mask, row.versions, row.advantages, strict=True):
+            if drawn and advantage != 0:
+                oldest = version if oldest is None else min(oldest, version)
+            elif drawn and version < bound:
+                masked += 1
+    return oldest, masked

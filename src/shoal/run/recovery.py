@@ -1,0 +1,43 @@
+"""Goes on with a run that ended: the log is the truth, a checkpoint saves computing what it has already."""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+
+from shoal.errors import LogBehind
+from shoal.experience import Buffer, RunMeta, checkpoint
+from shoal.observe.metrics import JsonlTracker
+from shoal.run.loop import Parts, TrainLoop
+
+
+def opened_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
+    """The buffer of a run directory. Raises `RunDirError`; that a log is behind its checkpoint is an event as well."""
+    try:
+        return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)
+    except LogBehind as error:
+        with closing(JsonlTracker(run_dir / "metrics.jsonl")) as metrics:
+            metrics.write("event", {"name": "log_behind_checkpoint", "reason": str(error)})
+        raise
+
+
+async def recover(parts: Parts, loop: TrainLoop) -> None:
+    """Brings the trainer to where the log ends: the newest intact checkpoint, then every recorded step after it."""
+    recovered = parts.buffer.recovered
+
+    damages: list[str] = []
+    saved = await asyncio.to_thread(checkpoint.intact, parts.run_dir, damages.append)
+    for damage in damages:
+        parts.trackers.log_event("checkpoint_damaged", reason=damage)
+    if saved is not None:
+        await parts.trainer.load(saved.path)
+    await asyncio.to_thread(parts.store.keep_only, recovered.version)  # a resume needs no more disk than a run
+    for record in await parts.buffer.steps_after(saved.step if saved else -1):
+        await loop.replay(record)
+    if recovered.version > 0:
+        await loop.serve_recovered(recovered.version)
+        parts.trackers.log_event(
+            "resumed",
+            step=loop.first_step,
+            waiting=float(recovered.waiting),
+            interrupted=float(recovered.interrupted),
+        )

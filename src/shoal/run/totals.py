@@ -1,0 +1,40 @@
+"""Sums of a run over its steps, those of earlier processes included."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import nan
+
+from shoal.observe.metrics import Record
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run adds up to."""
+
+    samples: int = 0
+    staleness_max: int = 0
+    """Of the groups that were consumed."""
+    rewards: list[float] = field(default_factory=list)  # one per step
+    evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
+
+    @classmethod
+    def earlier(cls, records: Iterable[Record], steps: int) -> "Totals":
+        """What the processes before this one recorded of the first `steps` steps; rates are of each process alone."""
+        of_step: dict[float, Record] = {}
+        totals = cls()
+        for record in records:
+            step = _known(record, "step")
+            if step > steps:
+                continue
+            if record["kind"] == "step":
+                of_step[step] = record
+            elif record["kind"] == "eval":
+                totals.evals.append((_known(record, "sampled"), _known(record, "greedy")))
+        totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
+        totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
+        return totals
+
+
+def _known(record: Record, name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else nan
