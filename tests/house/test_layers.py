@@ -11,7 +11,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 LAYERS = (
     {"types", "errors", "clock", "interfaces", "wire", "plugins", "patterns", "checker", "procedural"},
-    {"config", "model", "net", "sandbox"},
+    {"net"},
+    {"config", "model", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
     {"observe", "rollout", "swarm"},
     {"run"},

@@ -9,14 +9,21 @@ from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
+from shoal.model.gguf import converted, gguf_file
 
 
 def local_directory(path: str) -> Path:
-    """The directory of a model: the one named, or the download of a hub name. Raises `ModelError`."""
+    """The directory of a model: the one named, what a GGUF file became, or the download of a hub name.
+
+    Raises `ModelError`.
+    """
+    file = gguf_file(path)
+    if file is not None:
+        return converted(file)
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelError(f"model directory {path!r} has no config.json: it is not a Hugging Face model")
+            raise ModelError(f"model directory {path!r} has neither config.json nor a GGUF file: it is no model")
         return directory
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model directory {path!r} does not exist")

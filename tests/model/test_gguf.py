@@ -1,0 +1,112 @@
+"""A model in one GGUF file is the same model: weights, tokenizer and template come along."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from shoal.errors import ModelError
+from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.renderer_loading import load_renderer, local_directory
+from shoal.run.demo_model.architecture import Shape, save, untrained
+from shoal.types import Message, Role
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def gguf_name(name: str) -> str:
+    """`model.layers.0.mlp.up_proj.weight` is `blk.0.ffn_up.weight`."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+
+
+def write_gguf(model: Qwen2ForCausalLM, path: Path) -> None:
+    """Byte-level tokens of ASCII; the last one ends an answer."""
+    config = model.config
+    writer = GGUFWriter(path, "qwen2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    letters = [*map(chr, range(33, 127)), "ab"]
+    tokens = [*letters, *(f"<{i}>" for i in range(config.vocab_size - len(letters)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(letters) + [3] * (len(tokens) - len(letters)))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_bos_token_id(len(tokens) - 1)
+    writer.add_pad_token_id(len(tokens) - 1)
+    writer.add_chat_template(TEMPLATE)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(gguf_name(name), tensor.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_its_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = untrained(Shape(width=32, feed_forward=64), seed=3)
+    (tmp_path / "models").mkdir()
+    file = tmp_path / "models" / "tiny.gguf"
+    write_gguf(model, file)
+    directory = local_directory(str(file))
+    assert (directory / "config.json").is_file()
+    assert local_directory(str(file.parent)) == directory, "a directory with one GGUF file stands for it"
+    row_T = torch.tensor([5, 6, 7, 40, 41])
+    found_T, _ = packed_logprobs(load_model(directory), row_T, [5])
+    save(model, tmp_path / "plain")
+    wanted_T, _ = packed_logprobs(load_model(tmp_path / "plain"), row_T, [5])
+    torch.testing.assert_close(found_T, wanted_T)
+    renderer = load_renderer(directory)
+    assert (
+        renderer.prompt_ids([Message(Role.USER, "x")])
+        == AutoTokenizer.from_pretrained(directory)("<x>=", add_special_tokens=False).input_ids
+    )
+    assert renderer.stop_token_ids == (model.config.vocab_size - 1,)
+
+
+def test_a_file_that_is_no_gguf_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_bytes(b"no such thing")
+    with pytest.raises(ModelError, match="could not be made"):
+        local_directory(str(tmp_path / "model.gguf"))
+    assert list((tmp_path / "cache" / "shoal").iterdir()) == []
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"a \.gguf file"):
+        local_directory(str(tmp_path / "model.bin"))
+
+
+def test_a_directory_with_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match="several GGUF files"):
+        local_directory(str(tmp_path))
