@@ -19,6 +19,12 @@ def _clip(value: Tensor, low: float, high: float) -> Tensor:
     return value
 
 
+def _surrogate(r: Tensor, advantage: float, clip: tuple[float, float], dual: float) -> Tensor:
+    """min(r A, clip(r) A); where A < 0, dual clip: the larger of that and dual A (arXiv 1912.09729 Eq. 5)."""
+    least = min(r * advantage, _clip(r, 1 - clip[0], 1 + clip[1]) * advantage)
+    return max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 else least
+
+
 def grpo(
     logp: Sequence[Tensor],
     behav: Sequence[float],
@@ -26,13 +32,14 @@ def grpo(
     mask: Sequence[int],
     clip_low: float,
     clip_high: float,
+    dual: float,
 ) -> Tensor:
     """DAPO, arXiv 2503.14476 Eq. 8 without its normalisation: sum of -min(r A, clip(r, 1 - low, 1 + high) A)."""
     total = torch.zeros((), dtype=torch.float64)
     for t in range(len(mask)):
         if mask[t] == 1:
             r = torch.exp(logp[t] - behav[t])
-            total = total - min(r * advantage[t], _clip(r, 1 - clip_low, 1 + clip_high) * advantage[t])
+            total = total - _surrogate(r, advantage[t], (clip_low, clip_high), dual)
     return total
 
 
@@ -46,6 +53,7 @@ def decoupled(
     clip_high: float,
     cap: float,
     over_cap: str,
+    dual: float,
     correction: bool = True,
 ) -> Tensor:
     """AReaL, arXiv 2505.24298 Eq. 5: sum of -(pi_prox / pi_behav) min(u A, clip(u) A), u = pi_theta / pi_prox.
@@ -59,7 +67,7 @@ def decoupled(
             if weight > cap:
                 weight = cap if over_cap == "clamp" else 0.0
             u = torch.exp(logp[t] - prox[t])
-            total = total - weight * min(u * advantage[t], _clip(u, 1 - clip_low, 1 + clip_high) * advantage[t])
+            total = total - weight * _surrogate(u, advantage[t], (clip_low, clip_high), dual)
     return total
 
 
@@ -106,6 +114,7 @@ def decoupled_by_row(
     clip: tuple[float, float],
     bounds: tuple[float, float],
     over_cap: str,
+    dual: float,
 ) -> Tensor:
     """`decoupled` with one weight per row, the product of its tokens' pi_prox / pi_behav; 0 below the lower bound."""
     total = torch.zeros((), dtype=torch.float64)
@@ -118,7 +127,7 @@ def decoupled_by_row(
             weight = bounds[1] if over_cap == "clamp" else 0.0
         for t in drawn:
             u = torch.exp(logp[t] - prox[t])
-            total = total - weight * min(u * advantage[t], _clip(u, 1 - clip[0], 1 + clip[1]) * advantage[t])
+            total = total - weight * _surrogate(u, advantage[t], clip, dual)
     return total
 
 
@@ -153,6 +162,7 @@ def gspo(
     mask: Sequence[int],
     rows: Sequence[int],
     clip: tuple[float, float],
+    dual: float,
 ) -> Tensor:
     """GSPO, arXiv 2507.18071 Eq. 5 and 7: s = (pi_theta(y) / pi_old(y)) ^ (1 / |y|), and sum over each row's |y| tokens
     of -min(s A, clip(s) A), of which the paper takes the mean."""
@@ -166,7 +176,7 @@ def gspo(
             mean = mean + (logp[t] - behav[t]) / len(drawn)
         s = torch.exp(mean)
         for t in drawn:
-            total = total - min(s * advantage[t], _clip(s, 1 - clip[0], 1 + clip[1]) * advantage[t])
+            total = total - _surrogate(s, advantage[t], clip, dual)
     return total
 
 
@@ -231,11 +241,24 @@ def positive_only(logp: Sequence[Tensor], advantage: Sequence[float], mask: Sequ
     return total
 
 
-def log_linear_prox(logp: float, behav: float, version: int, behav_version: int) -> float:
+def log_linear_prox(logp: float, behav: float, drew: int, before: int, now: int) -> float:
     """log pi_behav + alpha (log pi_theta - log pi_behav), alpha = (v_prox - v_behav) / (v_theta - v_behav), where
-    v_prox = version and v_theta = version + 1."""
-    alpha = (version - behav_version) / (version + 1 - behav_version)
+    weights are counted by the updates that made them: those that drew the token, before the step, and now."""
+    alpha = (before - drew) / (now - drew) if now > before else 1.0
     return behav + alpha * (logp - behav)
+
+
+def reinforce_pp(rewards: Sequence[float], kl: Sequence[Sequence[float]], coefficient: float) -> list[list[float]]:
+    """REINFORCE++, arXiv 2501.03262: A_t = r - coefficient * sum of kl_i over i >= t, of each token of each answer,
+    less the mean over all tokens of the batch, by their standard deviation."""
+    left = [
+        [reward - coefficient * math.fsum(row[t:]) for t in range(len(row))]
+        for reward, row in zip(rewards, kl, strict=True)
+    ]
+    every = [value for row in left for value in row]
+    mean = math.fsum(every) / len(every)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in every) / len(every))
+    return [[(value - mean) / deviation for value in row] for row in left]
 
 
 def kl(logp: Sequence[Tensor], ref: Sequence[float], mask: Sequence[int], estimator: str) -> Tensor:

@@ -10,7 +10,9 @@ import pytest
 from buffer_values import group, open_buffer
 from shoal.experience import Buffer, RunMeta, task_counts
 from shoal.experience.audit import audit
-from shoal.run.dynamic_sampling import REDRAWS_PER_GROUP, UNINFORMATIVE, informative_groups
+from shoal.rollout.reward_hooks import shorter_is_better
+from shoal.run.dynamic_sampling import REDRAWS_PER_GROUP, UNINFORMATIVE, informative_groups, outcome_returns
+from shoal.trainer.advantage import is_informative
 from shoal.types import Group, Reward
 
 
@@ -60,3 +62,13 @@ def test_where_nothing_is_informative_a_step_gives_up_a_bounded_number_of_groups
     assert [len(groups) for groups in trained] == [2, 2, 2]
     assert task_counts(tmp_path)["chain_sum"].dropped[UNINFORMATIVE] == 3 * 2 * REDRAWS_PER_GROUP
     assert audit(tmp_path).ok
+
+
+def test_an_all_wrong_group_teaches_nothing_though_its_answers_differ_in_length(tmp_path: Path) -> None:
+    """What is taken off for length is no outcome."""
+    plain = graded("g", 0, (0.0, 0.0))
+    longer = replace(plain.rollouts[1], turns=plain.rollouts[1].turns * 2)
+    group_ = shorter_is_better(replace(plain, rollouts=(plain.rollouts[0], longer)), per_token=0.01)
+    assert len({rollout.reward.value for rollout in group_.rollouts}) == 2
+    assert not is_informative(group_, outcome_returns)
+    assert is_informative(shorter_is_better(graded("g", 0, (0.0, 1.0)), per_token=0.01), outcome_returns)

@@ -28,6 +28,7 @@ from shoal.config import (
 )
 from shoal.trainer.loss import Streams, log_linear_prox, token_loss
 from shoal.trainer.regularisers import kl, to_go
+from shoal.trainer.trainer import Moment
 
 ALL_LOSSES: list[LossConfig] = [
     GRPOLoss(),
@@ -108,7 +109,7 @@ def assert_equal(got: tuple[float, list[float]], wanted: tuple[float, list[float
 
 @given(cases())
 def test_grpo_and_its_gradient_equal_the_definition(case: Case) -> None:
-    wanted = defined(case, lambda logp: reference.grpo(logp, case.behav, case.advantage, case.mask, 0.2, 0.28))
+    wanted = defined(case, lambda logp: reference.grpo(logp, case.behav, case.advantage, case.mask, 0.2, 0.28, 3.0))
     assert_equal(ours(case, GRPOLoss(clip_low=0.2, clip_high=0.28)), wanted)
 
 
@@ -124,7 +125,7 @@ def test_decoupled_and_its_gradient_equal_the_definition(case: Case, over_cap: s
     wanted = defined(
         case,
         lambda logp: reference.decoupled(
-            logp, case.prox, case.behav, case.advantage, case.mask, 0.2, 0.28, 5.0, over_cap, correction
+            logp, case.prox, case.behav, case.advantage, case.mask, 0.2, 0.28, 5.0, over_cap, 3.0, correction
         ),
     )
     assert_equal(ours(case, config), wanted)
@@ -146,13 +147,13 @@ def test_decoupled_by_row_and_its_gradient_equal_the_definition(
 ) -> None:
     config = DecoupledLoss(weight_floor=bounds[0], weight_cap=bounds[1], weight_level="sequence", over_cap=over_cap)
     streams = (case.prox, case.behav, case.advantage, case.mask, case.rows)
-    wanted = defined(case, lambda logp: reference.decoupled_by_row(logp, *streams, (0.2, 0.28), bounds, over_cap))
+    wanted = defined(case, lambda logp: reference.decoupled_by_row(logp, *streams, (0.2, 0.28), bounds, over_cap, 3.0))
     assert_equal(ours(case, config), wanted)
 
 
 @given(cases(), st.floats(1.1, 5.0))
 def test_decoupled_masked_outside_a_band_is_icepop(case: Case, beta: float) -> None:
-    config = DecoupledLoss(weight_floor=1 / beta, weight_cap=beta, over_cap="mask", clip_high=0.2)
+    config = DecoupledLoss(weight_floor=1 / beta, weight_cap=beta, over_cap="mask", clip_high=0.2, dual_clip=1e300)
     streams = (case.prox, case.behav, case.advantage, case.mask)
     assert_equal(ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta)))
 
@@ -161,7 +162,7 @@ def test_decoupled_masked_outside_a_band_is_icepop(case: Case, beta: float) -> N
 def test_gspo_and_its_gradient_equal_the_definition(case: Case, clip: tuple[float, float]) -> None:
     streams = (case.behav, case.advantage, case.mask, case.rows)
     config = GSPOLoss(clip_low=clip[0], clip_high=clip[1])
-    assert_equal(ours(case, config), defined(case, lambda logp: reference.gspo(logp, *streams, clip)))
+    assert_equal(ours(case, config), defined(case, lambda logp: reference.gspo(logp, *streams, clip, 3.0)))
 
 
 @given(cases())
@@ -216,13 +217,35 @@ def test_to_go_is_the_sum_over_the_rest_of_the_row(case: Case) -> None:
     assert got.tolist() == pytest.approx(wanted, abs=1e-9)
 
 
-@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0), st.integers(0, 9)), min_size=1, max_size=5))
-def test_log_linear_proximal_logprobs_equal_the_definition(tokens: list[tuple[float, float, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0), st.integers(0, 9)), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+def test_log_linear_proximal_logprobs_equal_the_definition(
+    tokens: list[tuple[float, float, int]], push_every: int, since_push: int, taken: int
+) -> None:
     logp, behav, versions = zip(*tokens, strict=True)
-    got = log_linear_prox(
-        torch.tensor(logp, dtype=torch.float64), torch.tensor(behav, dtype=torch.float64), torch.tensor(versions), 9
-    )
-    assert got.tolist() == pytest.approx([reference.log_linear_prox(lp, b, 9, v) for lp, b, v in tokens], abs=1e-9)
+    config = TrainConfig(push_every=push_every, minibatches=2)
+    age = Moment(9, since_push, taken).age(torch.tensor(versions), config)
+    got = log_linear_prox(torch.tensor(logp, dtype=torch.float64), torch.tensor(behav, dtype=torch.float64), age, taken)
+    before = 2 * (9 * push_every + since_push)
+    wanted = [reference.log_linear_prox(lp, b, 2 * v * push_every, before, before + taken) for lp, b, v in tokens]
+    assert got.tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+def test_log_linear_proximal_logprobs_of_a_first_update_are_its_own_however_far_pushes_are_apart() -> None:
+    logp_T, behav_T, version_T = torch.tensor([-1.1]), torch.tensor([-2.0]), torch.tensor([5])
+    age_T = Moment(5, since_push=3).age(version_T, TrainConfig(push_every=4))
+    assert log_linear_prox(logp_T, behav_T, age_T, 0).item() == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(), DecoupledLoss(), GSPOLoss()])
+def test_a_token_that_became_likelier_against_its_advantage_gives_no_boundless_gradient(loss: LossConfig) -> None:
+    case = Case(theta=[-0.1], prox=[-10.1], behav=[-10.1], advantage=[-1.0], mask=[1], rows=[0])
+    value, (slope,) = ours(case, loss)
+    assert (value, slope) == (3.0, 0.0)
 
 
 @pytest.mark.parametrize("logp", [math.log(0.9), math.log(0.5), math.log(0.3), math.log(0.01)])

@@ -7,6 +7,12 @@ from pydantic import Field
 
 from shoal.config.section import Section
 
+_DUAL_CLIP = Field(
+    3.0,
+    gt=1,
+    description="Ratio above which a token of negative advantage gives no gradient (dual clip); a huge number is off.",
+)
+
 
 class GRPOLoss(Section):
     """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
@@ -14,6 +20,7 @@ class GRPOLoss(Section):
     name: Literal["grpo"] = "grpo"
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
 
 
 class DecoupledLoss(Section):
@@ -22,6 +29,7 @@ class DecoupledLoss(Section):
     name: Literal["decoupled"] = "decoupled"
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
     weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
     weight_level: Literal["token", "sequence"] = Field(
@@ -50,6 +58,7 @@ class GSPOLoss(Section):
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
 
 
 class CISPOLoss(Section):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from shoal.config.losses import DecoupledLoss, LossConfig
+from shoal.config.losses import DecoupledLoss, LossConfig, PositiveOnlyLoss
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import MOST, Section
 from shoal.config.urls import NATS, checked_url
@@ -73,7 +73,7 @@ class RolloutConfig(Section):
         1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Of the sampling distribution."
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus size; 1 is off. See docs/engine.md before training with less."
+        1.0, gt=0, le=1, description="Nucleus size; 1 is off, and trained answers need it (all but positive_only)."
     )
     top_k: int = Field(0, ge=0, le=MOST_TOP_K, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
@@ -132,6 +132,7 @@ class CriticConfig(Section):
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
     value_clip: float = Field(0.2, gt=0, description="How far a step may move a value before its gradient is cut.")
     coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
+    lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
 
 
 class TrainConfig(Section):
@@ -166,6 +167,10 @@ class TrainConfig(Section):
     )
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="How it falls from then to the last of steps * minibatches updates."
+    )
+    lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.999), description="Adam's moving averages."
     )
@@ -311,6 +316,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         self._check_training()
+        self._check_truncation()
         self._check_masking()
         self._check_critic()
         self._check_tasks()
@@ -321,6 +327,18 @@ class Config(Section):
         for url in self.swarm.servers:
             checked_url("swarm.servers", url, NATS)
         return self
+
+    def _check_truncation(self) -> None:
+        """Refuses sampling of which the trainer would compute other logprobs than those the tokens were drawn with."""
+        rollout = self.rollout
+        truncates = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+        for name in (name for name, on in truncates.items() if on):
+            if not isinstance(self.train.loss, PositiveOnlyLoss):
+                raise ValueError(
+                    f"rollout.{name}: expected {getattr(RolloutConfig(), name):g}, which is off, got "
+                    f"{getattr(rollout, name):g}: the loss {self.train.loss.name!r} compares logprobs of whole "
+                    "distributions"
+                )
 
     def _check_training(self) -> None:
         if self.train.groups_per_step % self.train.minibatches:

@@ -1,16 +1,20 @@
-"""`shoal demo`: the embedded small model gets better at spelling words backward, on this machine, in about a minute."""
+"""`shoal demo`: a model gets better on this machine: the embedded one within a minute, or a real one (`--real`)."""
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from shoal.config import Config, parse
+from shoal.model.gguf import SMOLLM2
+from shoal.model.made_models import cache_directory
 from shoal.observe.progress import LiveProgress
 from shoal.observe.report import write_report
 from shoal.run.demo_model.warm_start import REWRITE, demo_model
 from shoal.run.training import run_training
 
+LARGEST_TERM = 20
 LEARNED = (
     "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
     "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
@@ -39,6 +43,50 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
             "train": {"steps": 400, "groups_per_step": 8, "lr": 3e-4, "warmup_steps": 5},
             "eval": {"every_steps": 50, "questions": 256},
             "checkpoint": {"every_steps": 50},
+        },
+        overrides,
+    )
+
+
+def sums(largest: int) -> Iterator[dict[str, str]]:
+    """A question for each pair of numbers from 1 to `largest`."""
+    for a in range(1, largest + 1):
+        for b in range(1, largest + 1):
+            yield {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
+
+
+def write_sums(path: Path) -> None:
+    """The questions of `real_config` as a JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums(LARGEST_TERM)))
+
+
+def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `--real`: SmolLM2-135M-Instruct learns sums. Raises `ConfigError`.
+
+    The same as `examples/smollm2/train.toml`, with the questions in the cache.
+    """
+    questions = cache_directory() / f"sums-{LARGEST_TERM}.jsonl"
+    questions.parent.mkdir(parents=True, exist_ok=True)
+    write_sums(questions)
+    folder = run_dir or Path("runs") / time.strftime("demo-real-%Y%m%d-%H%M%S")
+    return parse(
+        {
+            "run_dir": str(folder),
+            "seed": seed,
+            "model": {"path": SMOLLM2, "dtype": "bfloat16"},
+            "tasks": [
+                {
+                    "name": "sums",
+                    "service": "jsonl",
+                    "path": str(questions),
+                    "scorer": "number",
+                    "eval_share": 0.5,
+                }
+            ],
+            "rollout": {"group_size": 8, "max_tokens": 32},
+            "train": {"steps": 40, "groups_per_step": 6, "lr": 1e-5},
+            "eval": {"every_steps": 0, "questions": 200},
+            "checkpoint": {"every_steps": 40},
         },
         overrides,
     )

@@ -1,22 +1,32 @@
 """Dynamic sampling: groups whose rewards are all equal are given up for others, within the staleness budget."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import replace
 
 from shoal.experience import Buffer
+from shoal.rollout.reward_hooks import BEFORE
 from shoal.trainer.advantage import is_informative, turn_returns
 from shoal.types import Group, Rollout
 
-Returns: TypeAlias = Callable[[Rollout], list[float]]
 UNINFORMATIVE = "uninformative"
 REDRAWS_PER_GROUP = 3
 """Bound on what one step gives up: on tasks that are all too easy or too hard it would never end."""
 
 
-async def informative_groups(buffer: Buffer, n: int, version: int, returns: Returns = turn_returns) -> list[Group]:
+def outcome_returns(rollout: Rollout) -> list[float]:
+    """The rollout's returns by what it achieved: before anything was taken off for its length.
+
+    >>> from shoal.types import Reward
+    >>> outcome_returns(Rollout("r", (), (), Reward(0.75, parts=((BEFORE, 1.0),))))
+    [1.0]
+    """
+    before = next((value for name, value in rollout.reward.parts if name == BEFORE), rollout.reward.value)
+    return turn_returns(replace(rollout, reward=replace(rollout.reward, value=before)))
+
+
+async def informative_groups(buffer: Buffer, n: int, version: int) -> list[Group]:
     """Takes `n` groups for `version`, dropping those that teach nothing; their budget lets others start.
 
-    `returns` is what a rollout's rewards come to, turn by turn.
+    Rollouts are compared by their outcomes: an all-wrong group teaches nothing, though its answers differ in length.
 
     After `REDRAWS_PER_GROUP * n` drops it takes what comes. A dropped group stays in the log, with its reason, and is
     never offered again. Source: dynamic sampling of DAPO (arXiv 2503.14476 §3.2).
@@ -25,7 +35,7 @@ async def informative_groups(buffer: Buffer, n: int, version: int, returns: Retu
     room = REDRAWS_PER_GROUP * n
     while len(kept) < n:
         taken = await buffer.take(n - len(kept), version)
-        idle = {group.id for group in [group for group in taken if not is_informative(group, returns)][:room]}
+        idle = {group.id for group in [group for group in taken if not is_informative(group, outcome_returns)][:room]}
         if idle:
             await buffer.drop(sorted(idle), UNINFORMATIVE)
         room -= len(idle)

@@ -167,7 +167,8 @@ class TrainLoop:
         """
         groups = await self._parts.buffer.groups_of(record.step)
         rows, _ = self._rows(groups, record.version)
-        await self._parts.trainer.step(list(rows.values()), record.version)
+        since_push = record.step % self._config.train.push_every
+        await self._parts.trainer.step(list(rows.values()), record.version, since_push)
         if record.version_after == record.version:
             return
         if record.version_after == self._parts.buffer.recovered.version:
@@ -178,8 +179,7 @@ class TrainLoop:
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
         train = self._config.train
-        redraw = partial(informative_groups, returns=self._returns)
-        take = redraw if train.dynamic_sampling else Buffer.take
+        take = informative_groups if train.dynamic_sampling else Buffer.take
         wanted, chosen = self._chosen()
         places = len(chosen) if self._split else 0
         parts.buffer.fill(places)
@@ -195,7 +195,7 @@ class TrainLoop:
             recorded = both.create_task(
                 parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
             )
-            trained = both.create_task(parts.trainer.step(list(rows.values()), version))
+            trained = both.create_task(parts.trainer.step(list(rows.values()), version, step % train.push_every))
         assert recorded.done()
         stats = trained.result()
         self._busy_s += stats.seconds

@@ -174,7 +174,9 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
     rollouts, each once. Groups of which no more than half finished are padded by nobody: the buffer drops them.
     """
     returns = returns_of(config, max_tokens)
-    values = turn_advantages([[returns(rollout) for rollout in group.finished] for group in groups], config.advantage)
+    values = [[returns(rollout) for rollout in group.finished] for group in groups]
+    if not normalised_after_kl(config):
+        values = turn_advantages(values, config.advantage)
     result = []
     for group, group_values in zip(groups, values, strict=True):
         finished = list(zip(group.finished, group_values, strict=True))
@@ -182,6 +184,14 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
             finished = [finished[i % len(finished)] for i in range(len(group.rollouts))]
         result.append(tuple(row for rollout, value in finished for row in rows(rollout, value)))
     return result
+
+
+def normalised_after_kl(config: TrainConfig) -> bool:
+    """Whether the trainer, which knows the distance to the reference, makes the advantages of "batch".
+
+    REINFORCE++ (arXiv 2501.03262) normalises what is left of the rewards after the KL penalty came off.
+    """
+    return config.advantage == "batch" and config.kl.coefficient > 0 and config.kl.where == "reward"
 
 
 def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:

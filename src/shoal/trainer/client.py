@@ -44,9 +44,11 @@ class TrainerProcess:
         request = m.Start(str(model_dir), *sections, temperature, threads, max_tokens)
         return await self._ask(request, m.Started)
 
-    async def step(self, groups: Sequence[tuple[Sample, ...]], version: int | None = None) -> m.StepStats:
-        """One training step, after `version` was published."""
-        return (await self._ask(m.Step(tuple(groups), version), m.Stepped)).stats
+    async def step(
+        self, groups: Sequence[tuple[Sample, ...]], version: int | None = None, since_push: int = 0
+    ) -> m.StepStats:
+        """One training step, `since_push` steps after `version` was published."""
+        return (await self._ask(m.Step(tuple(groups), version, since_push), m.Stepped)).stats
 
     async def logprobs(
         self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0

@@ -98,15 +98,16 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
     """Clipped surrogate around the weights that drew the token, with a wider upper bound.
 
-        r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A
 
-    Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), GRPO (arXiv 2402.03300 Eq. 3) with the clip-higher and
+    Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), dual clip (arXiv 1912.09729 Eq. 5), GRPO (arXiv
+    2402.03300 Eq. 3) with the clip-higher and
     the token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
     """
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
     ratio_T = _ratio(streams.logp_T, streams.behav_T, m)
-    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config.clip_low, config.clip_high)
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config)
     none_T = torch.zeros_like(m)
     return TokenLoss(-surrogate_T, _where(m, ratio_T.detach()), clipped_T & m, none_T, none_T)
 
@@ -115,7 +116,7 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     """Decoupled PPO: the clip is around the proximal weights, and each token is weighted back to those that drew it.
 
         w = pi_prox / pi_behav,   u = pi_theta / pi_prox
-        loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
+        loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' dual_clip A
 
     w' carries no gradient: it is min(w, weight_cap) when `over_cap` is "clamp", and w or, above the cap, 0 when it is
     "mask"; below weight_floor it is 0. With `weight_level` "sequence" w is the product over the row. With
@@ -126,9 +127,7 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
     prox_T = streams.prox_T.detach()
-    surrogate_T, clipped_T = _clipped_surrogate(
-        _ratio(streams.logp_T, prox_T, m), A_T, config.clip_low, config.clip_high
-    )
+    surrogate_T, clipped_T = _clipped_surrogate(_ratio(streams.logp_T, prox_T, m), A_T, config)
     masked_T = capped_T = torch.zeros_like(m)
     w_T = torch.ones_like(A_T)
     if config.behaviour_correction == "on":
@@ -162,7 +161,7 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     """Clipped surrogate whose ratio is of a whole row: all its tokens are clipped, or none.
 
         s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
-        loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t)
+        loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -dual_clip A_t
 
     With one advantage per row the mean of loss_t over the row is the paper's term; hence its `loss_mean` is "rows".
     Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
@@ -171,7 +170,7 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     A_T = _where(m, streams.advantage_T)
     log_ratio_T = _log_ratio(streams.logp_T, streams.behav_T, m)
     ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(m.to(A_T.dtype), streams).clamp(min=1))
-    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config.clip_low, config.clip_high)
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config)
     none_T = torch.zeros_like(m)
     return TokenLoss(-_where(m, surrogate_T), _behaviour_ratio(streams), clipped_T & m, none_T, none_T)
 
@@ -225,17 +224,19 @@ def positive_only(streams: Streams) -> TokenLoss:
     return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
 
 
-def log_linear_prox(logp_T: Tensor, behav_T: Tensor, version_T: Tensor, version: int) -> Tensor:
-    """log pi_prox, interpolated between the weights that drew each token and those being trained, by their versions.
+def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) -> Tensor:
+    """log pi_prox, interpolated between the weights that drew each token and those being trained.
 
-        log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
-        alpha = (v_prox - v_behav) / (v_theta - v_behav)
+        log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav),   alpha = age / (age + taken)
 
-    v_prox is `version`, the newest that was published, and v_theta the one that training makes next. Spares the forward
-    of "recomputed". Takes and gives [T], without gradient. Source: AReaL's log-linear approximation.
+    `age_T` counts the optimizer updates from the weights that drew a token to those before the step, `taken` those of
+    the step so far; so the first update of a step has the exact value, whatever the distance between pushes. Spares the
+    forward of "recomputed". Takes and gives [T], without gradient. Source: AReaL's log-linear approximation, whose
+    alpha = (v_prox - v_behav) / (v_theta - v_behav) counts pushes.
     """
-    lag_T = (version - version_T).clamp(min=0).to(behav_T.dtype)
-    return behav_T + lag_T / (lag_T + 1) * (logp_T.detach() - behav_T)
+    age_T = age_T.clamp(min=0).to(behav_T.dtype)
+    alpha_T = age_T / (age_T + taken) if taken else torch.ones_like(age_T)
+    return behav_T + alpha_T * (logp_T.detach() - behav_T)
 
 
 def _where(mask_T: Tensor, x_T: Tensor) -> Tensor:
@@ -289,8 +290,12 @@ def _bounded(
     return torch.where(masked_T, 0.0, w_T.clamp(max=cap)), masked_T, capped_T
 
 
-def _clipped_surrogate(ratio_T: Tensor, A_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where the second is the smaller: there the gradient is zero."""
+def _clipped_surrogate(
+    ratio_T: Tensor, A_T: Tensor, config: GRPOLoss | DecoupledLoss | GSPOLoss
+) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r) A), where A < 0 at least dual_clip A; and where the gradient is zero."""
     free_T = ratio_T * A_T
-    held_T = ratio_T.clamp(1 - low, 1 + high) * A_T
-    return torch.minimum(free_T, held_T), held_T.detach() < free_T.detach()
+    held_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high) * A_T
+    over_T = (A_T < 0) & (ratio_T.detach() > config.dual_clip)
+    surrogate_T = torch.where(over_T, config.dual_clip * A_T, torch.minimum(free_T, held_T))
+    return surrogate_T, over_T | (held_T.detach() < free_T.detach())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from shoal.config import GSPOLoss, TrainConfig
+from shoal.config import GSPOLoss, SoftAdaptiveLoss, TrainConfig
 from shoal.types import Sample
 
 Mean: TypeAlias = Literal["tokens", "rows", "budget"]
@@ -41,7 +41,7 @@ def loss_mean(config: TrainConfig) -> Mean:
     """The config's, or the one that its loss was published with."""
     if config.loss_mean is not None:
         return config.loss_mean
-    return "rows" if isinstance(config.loss, GSPOLoss) else "tokens"
+    return "rows" if isinstance(config.loss, GSPOLoss | SoftAdaptiveLoss) else "tokens"
 
 
 def token_weight(mean: Mean, size: Size, row_tokens: int, budget_tokens: int) -> float:

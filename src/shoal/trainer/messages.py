@@ -92,6 +92,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     groups: tuple[tuple[Sample, ...], ...]
     version: int | None = None
     """The newest that was published."""
+    since_push: int = 0
+    """Steps that were taken since it was."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, tag=True):

@@ -1,5 +1,6 @@
 """AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -30,21 +31,38 @@ class Update:
 def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> float:
     """Of update number `update` (from 0), which is number `since_reset` after the last reset (None: there was none).
 
-    The rate rises linearly over the first `warmup_steps` updates and again over `rewarm_updates` after each reset:
-    Adam's first step after a reset is lr * sign(gradient), whatever the gradient's size.
+    The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says until the last of
+    steps * minibatches updates. It rises again over `rewarm_updates` after each reset: Adam's first step after a reset
+    is lr * sign(gradient), whatever the gradient's size.
 
     >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
     >>> [learning_rate(config, k, None) for k in range(5)]
     [0.25, 0.5, 0.75, 1.0, 1.0]
     >>> [learning_rate(config, 10 + k, k) for k in range(3)]
     [0.5, 1.0, 1.0]
+    >>> falling = TrainConfig(lr=1.0, steps=4, lr_schedule="linear", lr_end=0.5)
+    >>> [learning_rate(falling, k, None) for k in (0, 2, 4, 9)]
+    [1.0, 0.75, 0.5, 0.5]
     """
-    rate = config.lr
+    rate = config.lr * _share_of_peak(config, update)
     if update < config.warmup_steps:
         rate *= (update + 1) / config.warmup_steps
     if since_reset is not None and since_reset < config.rewarm_updates:
         rate *= (since_reset + 1) / config.rewarm_updates
     return rate
+
+
+def _share_of_peak(config: TrainConfig, update: int) -> float:
+    falling = max(1, config.steps * config.minibatches - config.warmup_steps)
+    progress = min(1.0, max(0.0, (update - config.warmup_steps) / falling))
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            left = 1 - progress
+        case "cosine":
+            left = (1 + math.cos(math.pi * progress)) / 2
+    return config.lr_end + (1 - config.lr_end) * left
 
 
 class Optimizer:
@@ -54,17 +72,17 @@ class Optimizer:
     the moments it determines every later update.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, also: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`also` are parameters beside those of the model, by names that it has not."""
+    def __init__(self, model: nn.Module, config: TrainConfig, critic: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`critic` are parameters beside those of the model, by names that it has not, with a rate of their own."""
         self._config = config
         # parameters() names tied weights once.
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(also or {})
-        matrices = [p for p in self._named.values() if p.ndim >= 2]
-        vectors = [p for p in self._named.values() if p.ndim < 2]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = trained | dict(critic or {})
         # Norms and biases are not decayed: pulling a norm's scale to zero is no regularisation.
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": [p for p in part if (p.ndim >= 2) is matrices], "weight_decay": decay, "peak": peak}
+            for part, peak in ((trained.values(), config.lr), ((critic or {}).values(), config.critic.lr or config.lr))
+            for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         ]
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
@@ -83,7 +101,7 @@ class Optimizer:
             self._adam.zero_grad()
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
         for group in self._adam.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["peak"] / self._config.lr
         before = [p.detach().clone() for p in parameters]
         self._adam.step()
         torch._foreach_sub_(before, [p.detach() for p in parameters])

@@ -58,6 +58,19 @@ class Ranks:
             for tensor in tensors:
                 distributed.all_reduce(tensor)
 
+    def mean_and_deviation(self, streams: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation (with n) of the numbers of all ranks, float64."""
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for stream in streams:
+            sums += torch.stack([stream.sum(dtype=torch.float64), sums.new_tensor(stream.numel())])
+        self.add_up(sums)
+        mean, count = sums[0] / sums[1].clamp(min=1), sums[1].clamp(min=1)
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for stream in streams:
+            squares += (stream.double() - mean).square().sum()
+        self.add_up(squares)
+        return mean, (squares / count).sqrt()
+
     def largest(self, tensor: Tensor) -> None:
         """Replaces the tensor by its maximum over the ranks."""
         if self.count > 1:

@@ -39,7 +39,7 @@ def kl(logp_T: Tensor, ref_T: Tensor, mask_T: Tensor, estimator: Estimator) -> T
 def to_go(x_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
     """For each token the sum of x from it to the end of its row; `row_T` must not decrease.
 
-    Taken off the advantages, with x = coefficient * kl(pi_behav, pi_ref), it is the KL penalty in the reward: a token
+    Taken off the returns, with x = coefficient * kl(pi_behav, pi_ref), it is the KL penalty in the reward: a token
     answers for what comes after it. Source: REINFORCE++ (arXiv 2501.03262), PPO for language models (arXiv 2203.02155).
 
     >>> to_go(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1]), 2).tolist()

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.loading import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
 from shoal.trainer import critic, lora
+from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import Streams, log_linear_prox, token_loss
 from shoal.trainer.loss_weights import Size, loss_mean, size_of, token_weight
 from shoal.trainer.messages import StepStats
@@ -35,6 +36,21 @@ from shoal.types import Sample
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 VALUE_HEAD = "value_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When an update is taken: after `taken` others of its step, `since_push` steps after `version` was published."""
+
+    version: int | None = None
+    since_push: int = 0
+    taken: int = 0
+
+    def age(self, version_N: Tensor, config: TrainConfig) -> Tensor:
+        """Updates from the weights of each version to those before the step. Raises `TrainerError` without one."""
+        if self.version is None:
+            raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
+        return ((self.version - version_N) * config.push_every + self.since_push) * config.minibatches
 
 
 class Trainer:
@@ -87,10 +103,10 @@ class Trainer:
         trained = (*self.model.parameters(), *self._value_head_parameters().values())
         return sum(p.numel() for p in trained if p.requires_grad)
 
-    def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None) -> StepStats:
+    def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None, since_push: int = 0) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
 
-        `version` is the newest that was published; the log-linear proximal weights need it.
+        `version` is the newest that was published, `since_push` steps ago; the log-linear proximal weights need them.
         Raises `TrainerError` for rows that this model cannot read.
         """
         started = time.perf_counter()
@@ -106,9 +122,12 @@ class Trainer:
         elif wants_prox:
             # The training forward of the first update is itself the proximal one.
             minibatches = [self._with_prox(m) if k else m for k, m in enumerate(minibatches)]
+        if normalised_after_kl(self._config):
+            minibatches = self._normalised(minibatches)
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
-            self.accumulate(minibatch, totals, version=version, fresh=k == 0 or wants_prox)
+            at = Moment(version, since_push, taken=len(updates))
+            self.accumulate(minibatch, totals, at=at, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay as they are.
             if minibatch.informative:
                 updates.append(self._optimizer.update())
@@ -279,6 +298,32 @@ class Trainer:
             for minibatch in judged
         ]
 
+    def _normalised(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """With advantages made of the returns: less the KL penalty, over mean and std of all tokens of the step."""
+        left = [[self._less_kl(batch) for batch in minibatch.batches] for minibatch in minibatches]
+        counted = [
+            left_N
+            for minibatch, parts in zip(minibatches, left, strict=True)
+            for batch, left_N in zip(minibatch.batches, parts, strict=True)
+            if not batch.idle
+        ]
+        mean, deviation = self._ranks.mean_and_deviation(counted, self.device)
+        return [
+            replace(
+                minibatch,
+                batches=tuple(
+                    replace(batch, advantage_N=((left_N.double() - mean) / (deviation + critic.WHITEN_EPS)).float())
+                    for batch, left_N in zip(minibatch.batches, parts, strict=True)
+                ),
+            )
+            for minibatch, parts in zip(minibatches, left, strict=True)
+        ]
+
+    def _less_kl(self, batch: MicroBatch) -> Tensor:
+        """What each token's `advantage_N` is after the KL penalty of it and all later ones of its row."""
+        kl_N = to_go(self._kl(batch, batch.behav_N), batch.row_N, len(batch.lengths))
+        return batch.advantage_N - self._config.kl.coefficient * kl_N
+
     @torch.no_grad()
     def _judged_batch(self, batch: MicroBatch) -> MicroBatch:
         """One micro-batch of rows whose `advantage_N` is their reward."""
@@ -299,11 +344,11 @@ class Trainer:
         minibatch: Minibatch,
         totals: Totals,
         *,
-        version: int | None = None,
+        at: "Moment | None" = None,
         fresh: bool,
     ) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
-        config = self._config
+        config, at = self._config, at or Moment()
         for batch in minibatch.batches:
             outputs = self._outputs(batch, with_entropy=True)
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
@@ -311,9 +356,8 @@ class Trainer:
             before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
             prox_N, all_N = before_N, torch.ones_like(logp_N, dtype=torch.bool)
             if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
-                if version is None:
-                    raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
-                prox_N = log_linear_prox(logp_N, batch.behav_N, batch.version_N, version)
+                age_N = at.age(batch.version_N, config)
+                prox_N = log_linear_prox(logp_N, batch.behav_N, age_N, at.taken)
             penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
             streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, all_N, batch.row_N, rows=len(batch.lengths))
             terms = token_loss(streams, config.loss)
@@ -333,7 +377,7 @@ class Trainer:
                 continue
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
             # No version is drawn by version -1.
-            drawn_now_N = batch.version_N == (-1 if version is None else version)
+            drawn_now_N = batch.version_N == (-1 if at.version is None else at.version)
             totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, drawn_now_N, kl_N, sum(batch.lengths))
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,7 +389,8 @@ class Trainer:
             kl_N = self._kl(batch, logp_N)
             return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
         kl_N = self._kl(batch, batch.behav_N)
-        if self._value_head is not None:  # it came off the rewards that the advantages were made of
+        if self._value_head is not None or normalised_after_kl(self._config):
+            # It came off the rewards that the advantages were made of.
             return zero_N, batch.advantage_N, kl_N
         return zero_N, batch.advantage_N - config.coefficient * to_go(kl_N, batch.row_N, len(batch.lengths)), kl_N
 

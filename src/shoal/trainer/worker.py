@@ -144,8 +144,8 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     started = time.perf_counter()
     match request:
-        case Step(groups, version):
-            return Stepped(trainer.step(groups, version))
+        case Step(groups, version, since_push):
+            return Stepped(trainer.step(groups, version, since_push))
         case Logprobs(rows, temperature):
             return Scored(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
         case Publish(path, push):
