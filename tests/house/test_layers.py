@@ -68,7 +68,7 @@ def test_a_module_imports_its_own_folder_and_lower_layers_only(module: str, sour
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config", "import shoal.net.process"),  # never a neighbour above layer 0
+        ("config", "import shoal.sandbox"),  # never a neighbour above layer 0
         ("types", "import shoal.config"),
         ("engine.pool", "from shoal.experience import Log"),
         ("engine.pool", "def f():\n    from shoal import run"),

@@ -139,6 +139,7 @@ def icepop(
     mask: Sequence[int],
     clip: tuple[float, float],
     beta: float,
+    dual: float,
 ) -> Tensor:
     """GLM-5, arXiv 2602.15763 §3.2: sum of -pop(rho) min(r A, clip(r) A).
 
@@ -151,7 +152,7 @@ def icepop(
             rho = math.exp(prox[t] - behav[t])
             pop = rho if 1 / beta <= rho <= beta else 0.0
             r = torch.exp(logp[t] - prox[t])
-            total = total - pop * min(r * advantage[t], _clip(r, 1 - clip[0], 1 + clip[1]) * advantage[t])
+            total = total - pop * _surrogate(r, advantage[t], clip, dual)
     return total
 
 

@@ -15,6 +15,7 @@ from shoal.config import ModelConfig, TrainConfig, parse
 from shoal.errors import ConfigError
 from shoal.trainer import critic
 from shoal.trainer.messages import StepStats
+from shoal.trainer.optim import Optimizer
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -125,3 +126,19 @@ def test_late_tokens_cannot_be_masked_with_a_critic() -> None:
 def test_a_critic_trains_on_one_rank_only() -> None:
     with pytest.raises(ConfigError, match=r"train\.ranks: expected 1 with train.advantage = 'gae'"):
         parse({"tasks": [{"name": "chain_sum"}], "train": {"advantage": "gae", "ranks": 2}})
+
+
+def test_the_critic_learns_at_its_own_rate_and_the_schedule_moves_both() -> None:
+    model, head = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
+    config = TrainConfig.model_validate(
+        {"lr": 1e-3, "steps": 2, "lr_schedule": "linear", "critic": {"lr": 1e-1}, "advantage": "gae"}
+    )
+    optimizer = Optimizer(model, config, {"value_head.weight": head.weight})
+    for share in (1.0, 0.5):
+        before = [model.weight.detach().clone(), head.weight.detach().clone()]
+        for parameter in (model.weight, head.weight):
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer.update().lr == pytest.approx(1e-3 * share)
+        # Adam's step on a constant gradient is the rate itself.
+        for parameter, old, rate in zip((model.weight, head.weight), before, (1e-3, 1e-1), strict=True):
+            torch.testing.assert_close(old - parameter, torch.full_like(old, rate * share), rtol=1e-3, atol=1e-6)

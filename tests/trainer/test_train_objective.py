@@ -15,7 +15,7 @@ from reference import losses as definitions
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.loading import packed_logprobs
-from shoal.trainer.loss_weights import Size, size_of
+from shoal.trainer.loss_weights import Size, loss_mean, size_of
 from shoal.trainer.step_stats import Totals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
@@ -227,3 +227,7 @@ def test_log_linear_proximal_weights_of_a_first_update_are_the_recomputed_ones(t
         torch.testing.assert_close(gradient(ours, rows, version=version)[0], gradient(exact, rows)[0])
     with pytest.raises(TrainerError, match="needs the version"):
         ours.step([rows])
+
+
+def test_soft_adaptive_counts_every_row_the_same_as_published() -> None:
+    assert loss_mean(TrainConfig.model_validate({"loss": {"name": "soft_adaptive"}})) == "rows"
