@@ -25,6 +25,9 @@ Our own bugs are `AssertionError`s and keep their traceback.
 class ShoalError(Exception):
     """Something the user can act on: the text says what was expected, what came and what to do."""
 
+    http_status = 500
+    """Of a server's answer to a request that fails with it."""
+
 
 class ConfigError(ShoalError):
     """A configuration that cannot be run."""
@@ -36,6 +39,8 @@ class ModelError(ShoalError):
 
 class TaskError(ShoalError):
     """An unknown task, or one whose data cannot be read."""
+
+    http_status = 409
 
 
 class RunDirError(ShoalError):
@@ -49,21 +54,31 @@ class LogBehind(RunDirError):
 class EngineError(ShoalError):
     """An engine that cannot do what was asked."""
 
+    http_status = 400
+
 
 class RequestRefused(EngineError):
     """The request itself is wrong; trying again does not help."""
+
+    http_status = 400
 
 
 class EngineUnavailable(EngineError):
     """The engine is gone, full or paused; trying again may help."""
 
+    http_status = 503
+
 
 class SessionError(ShoalError):
     """A request that a session cannot serve."""
 
+    http_status = 400
+
 
 class HistoryDiverged(SessionError):
     """A request that does not extend the conversation of a session whose history policy is `strict`."""
+
+    http_status = 409
 
 
 class TrainerError(ShoalError):
@@ -84,6 +99,8 @@ class JudgeError(ShoalError):
 
 class ChildDied(ShoalError):
     """A child process ended without being asked to."""
+
+    http_status = 503
 
 
 class WireError(ShoalError):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from shoal.engine.asking import counted
 
 from shoal.engine import canary
-from shoal.engine.asking import counted
 from shoal.engine.external_server import Abilities, Counters, Drawn, ForeignEngine, Stop, finish_reason
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_server import changed_weights, serving
+from engine_server import TOKEN, changed_weights, serving
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.pool import EnginePool
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -452,7 +452,7 @@ def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: 
     async def ask(urls: list[str], pid: int) -> None:
         pool = EnginePool()
         for url in urls:
-            await pool.join(url, HttpEngine(url))
+            await pool.join(url, HttpEngine(url, token=TOKEN))
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pool.watch())
             asked = [tasks.create_task(pool.generate([*PROMPT, i % 90], Sampling(60, seed=i), n=2)) for i in range(150)]

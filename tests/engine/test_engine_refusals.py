@@ -32,8 +32,6 @@ def test_numbers_that_cannot_be_computed_with_are_refused_by_name(
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, **params}}
     status, answer = server.ask("/inference/v1/generate", body)
     assert (status, words in answer["error"]["message"]) == (400, True)
-    status, answer = server.ask("/v1/completions", {"prompt": "12", "max_tokens": 2, **params})
-    assert (status, words in answer["error"]["message"]) == (400, True)
     assert server.ask("/health") == (200, {"status": "ok"})
 
 
@@ -53,7 +51,7 @@ def test_numbers_at_their_bounds_are_answered_with_finite_logprobs(server: Serve
                 tasks.create_task(engine.generate(PROMPT, sampling, n=2, priority=10**400))
 
     asyncio.run(ask())
-    body = {"token_ids": PROMPT, "sampling_params": {"temperature": LOWEST_TEMPERATURE, "logprobs": 20, "top_p": 0.5}}
+    body = {"token_ids": PROMPT, "sampling_params": {"temperature": LOWEST_TEMPERATURE, "top_p": 0.5}}
     assert server.ask("/inference/v1/generate", body)[0] == 200
 
 
@@ -61,7 +59,7 @@ def test_numbers_at_their_bounds_are_answered_with_finite_logprobs(server: Serve
     ("change", "words"),
     [
         ({"path": "a\0b"}, "cannot be read: embedded null byte"),
-        ({"path": "a" * 5000}, "cannot be read: "),
+        ({"path": "a" * 5000}, "expected a path below"),
         ({"version": 2**63}, "Expected `int` <= 9223372036854775807 - at `$.version`"),
     ],
 )
@@ -74,5 +72,5 @@ def test_an_update_that_names_no_file_or_version_is_refused(
 
 
 def test_a_body_nested_beyond_measure_is_refused(server: Server) -> None:
-    raw = b'{"prompt": "1", "stream_options": {"x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}}"
-    assert server.ask("/v1/completions", raw=raw)[0] == 400
+    raw = b'{"token_ids": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    assert server.ask("/score", raw=raw)[0] == 400

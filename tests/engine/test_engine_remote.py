@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.asking import Asking
 from shoal.engine.detect_server import connected
 from shoal.engine.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.net.client import Client
 from shoal.types import Sampling
 from stub_server import Stub, stubbed
 
@@ -71,12 +71,12 @@ def test_what_the_engine_refuses_is_refused() -> None:
 def test_deep_nesting_of_another_projects_server_makes_it_unavailable() -> None:
     async def ask() -> None:
         async with stubbed(Stub(otherwise=(200, DEEP))) as url:
-            asking = Asking(url)
+            asking = Client(url)
             with pytest.raises(EngineUnavailable, match="something else than expected"):
                 await asking.ask("GET", "/", dict)
             await asking.aclose()
         async with stubbed(Stub(otherwise=(500, DEEP))) as url:
-            asking = Asking(url)
+            asking = Client(url)
             with pytest.raises(EngineUnavailable, match="HTTP 500"):
                 await asking.ask("GET", "/", dict)
             await asking.aclose()

@@ -131,7 +131,7 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
         (["--run_dir=/proc/nowhere/run"], "/proc/nowhere/run cannot be written"),
         (["--run_dir=full"], "full exists already; resume it with --resume or choose another run_dir"),
         (["--resume"], "run holds no run to resume"),
-        (['--engine.urls=["http://127.0.0.1:9"]'], "no engine at http://127.0.0.1:9"),
+        (['--engine.urls=["http://127.0.0.1:9"]'], "no answer from http://127.0.0.1:9"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_and_leaves_nothing(

@@ -27,7 +27,7 @@ def engine_stub() -> Stub:
 
 def settings(urls: list[str], directory: Path) -> EngineSettings:
     config = EngineConfig(urls=urls)
-    return EngineSettings(config, ModelConfig(), directory, 64, Sampling(8), 1, directory, ask_again_s=0.01)
+    return EngineSettings(config, ModelConfig(), directory, 64, Sampling(8), 1, directory, directory, ask_again_s=0.01)
 
 
 def free_url() -> str:
@@ -43,7 +43,7 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
     async def run() -> None:
         late_url = free_url()
         async with stubbed(engine_stub()) as url, engines(settings([url, late_url], tmp_path), said.append) as pool:
-            assert [f"no engine at {late_url}" in sentence for sentence in said] == [True]
+            assert [f"no answer from {late_url}" in sentence for sentence in said] == [True]
             await pool.update_weights(1, tmp_path)
             late = Stub() if useless == "is no engine" else engine_stub()
             late.answers["/update_weights"] = (400, b"of another architecture")

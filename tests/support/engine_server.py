@@ -1,9 +1,10 @@
 """An engine process for tests, and what several of them ask of it."""
 
 import json
-import os
+import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from shoal.engine.http_client import HttpEngine
 from shoal.net.process import torch_environment
 from shoal.weights.store import WeightStore
 
+TOKEN = "the-engine-s-token"
 PROMPT = [5, 6, 7, 8]
 
 
@@ -24,11 +26,12 @@ PROMPT = [5, 6, 7, 8]
 class Server:
     url: str
     pid: int
+    token: str
 
     def ask(self, path: str, body: object | None = None, raw: bytes | None = None) -> tuple[int, dict[str, object]]:
         """Status and JSON of a POST (with a body) or GET."""
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data=data, headers=self.headers)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return answer.status, json.loads(answer.read())
@@ -36,25 +39,32 @@ class Server:
             with error:
                 return error.code, json.loads(error.read())
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
+
     def engine(self) -> HttpEngine:
-        return HttpEngine(self.url, timeout_s=60)
+        return HttpEngine(self.url, token=self.token, timeout_s=60)
 
 
 @contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Server]:
-    """A server process, ended at the end."""
-    reading, writing = os.pipe()
+def serving(model: Path, *arguments: str, weights: Path | None = None) -> Iterator[Server]:
+    """A server process, ended at the end. It takes weights from that folder; from all temporary ones by default."""
+    ours, theirs = socket.socketpair()
+    given = ["--model", str(model), "--weights", str(weights or tempfile.gettempdir()), "--fd", str(theirs.fileno())]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.engine.http_server", "--model", str(model), "--fd", str(writing), *arguments],
-        pass_fds=[writing],
+        [sys.executable, "-m", "shoal.engine.http_server", *given, *arguments],
+        pass_fds=[theirs.fileno()],
         env=torch_environment(1),
     )
-    os.close(writing)
+    theirs.close()
     try:
-        with os.fdopen(reading) as announced:
-            url = announced.readline().strip()
+        with ours, ours.makefile("rw") as lines:
+            lines.write(f"{TOKEN}\n")
+            lines.flush()
+            url = lines.readline().strip()
         assert url, "the server did not start"
-        yield Server(url, process.pid)
+        yield Server(url, process.pid, TOKEN)
     finally:
         process.terminate()
         process.wait(20)

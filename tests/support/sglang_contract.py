@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from engine_server import TOKEN
 from shoal.engine import protocol
-from shoal.engine.asking import Asking
 from shoal.engine.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.net.client import Client
 
 MODES = ("abort", "retract", "in_place")
 
@@ -43,7 +44,7 @@ class Contract:
     asked: list[tuple[str, dict[str, object]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine, self.asking = HttpEngine(self.url), Asking(self.url)
+        self.engine, self.asking = HttpEngine(self.url, token=TOKEN), Client(self.url, token=TOKEN)
         self.going = asyncio.Event()
         self.going.set()
 
@@ -108,7 +109,6 @@ class Contract:
                 min_p=params.get("min_p", 0.0),
                 n=params.get("n", 1),
                 stop_token_ids=params.get("stop_token_ids"),
-                prompt_logprobs=0 if scores else None,
             ),
             logprobs_format="flat",
         )
@@ -117,10 +117,9 @@ class Contract:
             answer = await self.asking.ask("POST", "/inference/v1/generate", protocol.GenerateResponse, asked)
         finally:
             self.under_way -= 1
-        prompt = [
-            (None if at is None else at[0].logprob, token, None)
-            for token, at in zip(body["input_ids"], answer.prompt_logprobs or [], strict=scores)
-        ]
+        ids = body["input_ids"]
+        prompt = [(logp, token, None) for logp, token in zip([None, *await self.engine.score(ids)], ids, strict=True)]
+        prompt = prompt if scores else []
         given = [self.choice(choice, prompt, len(body["input_ids"])) for choice in answer.choices]
         return JSONResponse(given[0] if len(given) == 1 else given)
 

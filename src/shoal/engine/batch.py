@@ -11,9 +11,8 @@ from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.forward import Forward
 from shoal.engine.kv_cache import KVCache, Pool
 from shoal.engine.request import Draft
-from shoal.engine.sampling import SamplingRows, alternatives
+from shoal.engine.sampling import SamplingRows
 from shoal.engine.scheduler import Chunk, Plan
-from shoal.types import Sampling
 
 LIKE_LENGTH = 0.75
 """Chunks attend together, padded to the longest, when none is shorter than this share of it."""
@@ -36,11 +35,6 @@ class Scored:
         logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
         # What an interruption has computed again replaces what was there.
         draft.scores[self.start :] = logp_N.clamp_(max=0.0).tolist()
-        if draft.score_alternatives:
-            greedy = Sampling(1, temperature=0)
-            draft.score_others[self.start :] = [
-                alternatives(logits_V, greedy, draft.score_alternatives) for logits_V in logits_NV
-            ]
         draft.whole = len(draft.scores) < len(draft.targets)
 
 
@@ -85,7 +79,7 @@ class StepBatch:
         own_rows = len(expand) == len(keep) and not self.scored
         self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
-        self.detailed = any(draft.alternatives or draft.truncates for draft in self.drafts)
+        self.truncates = any(draft.truncates for draft in self.drafts)
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
 
     def logits(self, forward: Forward) -> Tensor:

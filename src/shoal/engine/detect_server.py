@@ -1,18 +1,19 @@
 """The engine at a URL, whichever project it is from: found out by asking."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
 
-from shoal.engine.asking import UNREADABLE, Asking, words
 from shoal.engine.external_server import Dialect, ForeignEngine
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.engine.replica import PoolEngine
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
+from shoal.net.client import UNREADABLE, Client, words
 from shoal.types import Sampling
 
 PROBE_TIMEOUT_S = 30.0
@@ -32,14 +33,18 @@ async def connected(url: str, *, on_update: str, model_dir: Path, sampling: Samp
     One of another project is given the model in `model_dir` when it served another run, and is checked to be able to
     draw as `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when nothing answers.
     """
-    asking = Asking(url, timeout_s=PROBE_TIMEOUT_S)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    asking = Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)
     try:
-        if _is_ours(*await asking.status("GET", "/info")):
-            return HttpEngine(url)
+        status, data = await asking.status("GET", "/info")
+        if status == 401:
+            raise ConfigError(f"engine.urls: {url} wants its token; set {TOKEN_VARIABLE}")
+        if _is_ours(status, data):
+            return HttpEngine(url, token=token)
         status, data = await asking.status("GET", "/v1/models")
     finally:
         await asking.aclose()
-    dialect = _dialect(url, status, data)
+    dialect = _dialect(url, token, status, data)
     return await ForeignEngine.started(dialect, on_update=on_update, model_dir=model_dir, sampling=sampling)
 
 
@@ -53,7 +58,7 @@ def _is_ours(status: int, data: bytes) -> bool:
     return True
 
 
-def _dialect(url: str, status: int, data: bytes) -> Dialect:
+def _dialect(url: str, token: str, status: int, data: bytes) -> Dialect:
     if status >= 500:
         raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
     owner = ""
@@ -61,9 +66,9 @@ def _dialect(url: str, status: int, data: bytes) -> Dialect:
         with contextlib.suppress(*UNREADABLE, IndexError):
             owner = msgspec.json.decode(data, type=_Models).data[0].owned_by
     if owner == "vllm":
-        return VLLM(url)
+        return VLLM(url, token)
     if owner == "sglang":
-        return SGLang(url)
+        return SGLang(url, token)
     raise ConfigError(
         f"engine.urls: expected a Shoal engine, vLLM or SGLang at {url}, got a server that is none of them"
     )

@@ -1,6 +1,5 @@
 """The client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -9,18 +8,16 @@ from typing import Self, TypeVar
 import msgspec
 
 from shoal.engine import protocol
-from shoal.engine.asking import UNREADABLE, decoded
-from shoal.engine.connections import Connections
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
+from shoal.net.client import Client, decoded, words
 from shoal.types import Completion, FinishReason, Sampling
 
-ATTEMPTS = 3
-BACKOFF_S = 0.1
+TOKEN_VARIABLE = "SHOAL_ENGINE_TOKEN"
+"""Has the token of engines that a run did not start itself."""
 REFUSALS = (400, 413)  # any other 4xx is not the engine's, but of a proxy before it
 
 T = TypeVar("T")
-_encoder = msgspec.json.Encoder()
 
 
 class HttpEngine:
@@ -29,11 +26,10 @@ class HttpEngine:
     What never reached the engine or lost its connection is tried again a few times; what the engine answered is not.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 3600.0) -> None:
+    def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0) -> None:
         """`timeout_s` bounds the wait for one answer, queueing included."""
         self._url = url
-        self._timeout_s = timeout_s
-        self._connections = Connections(url)
+        self._client = Client(url, token=token, timeout_s=timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,7 +41,7 @@ class HttpEngine:
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._connections.aclose()
+        await self._client.aclose()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
@@ -84,9 +80,9 @@ class HttpEngine:
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
-        status, answer = await self._send("GET", "/health", b"")
+        status, answer = await self._client.status("GET", "/health")
         if status != 200:
-            raise EngineUnavailable(f"{self._url} says HTTP {status} of its health: {_message(status, answer)}")
+            raise EngineUnavailable(f"{self._url} says HTTP {status} of its health: {words(answer)}")
 
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
@@ -109,26 +105,13 @@ class HttpEngine:
         return await self._ask("GET", "/weight_info", protocol.WeightInfo)
 
     async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        status, answer = await self._send(method, path, b"" if body is None else _encoder.encode(body))
+        status, answer = await self._client.status(method, path, body)
         if status == 200:
             return decoded(answer, kind, self._url + path)
-        message = _message(status, answer)
+        message = words(answer) or f"HTTP {status}"
         if status in REFUSALS:
             raise RequestRefused(message)
         raise EngineUnavailable(message if status == 503 else f"the engine failed with HTTP {status}: {message}")
-
-    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        for attempt in range(ATTEMPTS):
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._connections.request(method, path, body)
-            except TimeoutError:
-                raise EngineUnavailable(f"no answer from {self._url}{path} in {self._timeout_s:g} s") from None
-            except ConnectionError as error:
-                if attempt == ATTEMPTS - 1:
-                    raise EngineUnavailable(f"no engine at {self._url}: {error}") from error
-                await asyncio.sleep(BACKOFF_S * 2**attempt)
-        raise AssertionError("the loop returns or raises")
 
 
 def _absolute(path: Path) -> str:
@@ -144,10 +127,3 @@ def _completion(choice: protocol.Choice) -> Completion:
     return Completion(
         tuple(choice.token_ids), tuple(choice.token_logprobs), tuple(versions), FinishReason(choice.finish_reason)
     )
-
-
-def _message(status: int, body: bytes) -> str:
-    try:
-        return msgspec.json.decode(body, type=protocol.ErrorResponse).error.message
-    except UNREADABLE:
-        return body[:200].decode(errors="replace") or f"HTTP {status}"

@@ -1,7 +1,8 @@
-"""The engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--fd N]`.
+"""The engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--weights DIR]`.
 
-Serves `shoal.engine.routes` on loopback unless told otherwise: whoever reaches the port can load weights from any path
-that this process can read. When it is ready it writes its URL as one line to the file descriptor `--fd`.
+Serves `shoal.engine.routes` to who has its token, on loopback unless told otherwise. A parent hands the token over the
+socket `--fd`, as a line, and reads the URL there, as a line, when the engine is ready. Started by hand it takes the
+token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
 """
 
 import argparse
@@ -16,9 +17,8 @@ from types import FrameType
 
 import torch
 import uvicorn
-from transformers import AutoTokenizer
 
-from shoal.engine.detokenizer import Tokenizer
+from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import Limits, OnUpdate
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
 from shoal.engine.step_engine import LocalEngine
@@ -27,6 +27,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.process import die_with_parent
+from shoal.net.server import uvicorn_config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,24 +66,18 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
     def ready() -> None:
         if options.fd is not None:  # the socket listens already, so that early connections only wait
             os.write(options.fd, f"{url_of(listening)}\n".encode())
+        else:
+            sys.stderr.write(f"serving at {url_of(listening)}\n")
 
     server = EngineServer(
         engine,
         ready=ready,
         crashed=crashed,
+        token=_token(options.fd),
+        weights=[*options.weights, *_folders_of(Path(options.model))],
         max_body_bytes=options.max_body_bytes,
-        tokenizer=lambda: _tokenizer(options.model),
     )
-    uvicorn_server = _Uvicorn(
-        uvicorn.Config(
-            server.app,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=600,
-            timeout_graceful_shutdown=1,
-            lifespan="on",
-        )
-    )
+    uvicorn_server = _Uvicorn(uvicorn_config(server.app, idle_s=600, grace_s=1))
     uvicorn_server.told_to_stop = server.stop
     await uvicorn_server.serve(sockets=[listening])
     return 1 if failures else 0
@@ -116,12 +111,23 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
     )
 
 
-def _tokenizer(model: str) -> Tokenizer | None:
-    try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
-    return tokenizer
+def _folders_of(model: Path) -> list[Path]:
+    """Where a model's own weights are: a hub's cache has links to another folder."""
+    return [model, weight_file(model).resolve().parent] if model.is_dir() else []
+
+
+def _token(fd: int | None) -> str:
+    """What clients must send."""
+    if fd is not None:
+        line = b""
+        while not line.endswith(b"\n") and (part := os.read(fd, 1)):  # nothing of what may follow
+            line += part
+        return line.decode().strip()
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if not token:
+        token = secrets.token_urlsafe(24)
+        sys.stderr.write(f"clients need {TOKEN_VARIABLE}={token}\n")
+    return token
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="cores that compute")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
-    parser.add_argument("--fd", type=int, help="inherited file descriptor to write the URL to when ready")
+    parser.add_argument("--fd", type=int, help="inherited socket: the token comes in, the URL goes out when ready")
+    parser.add_argument(
+        "--weights", type=Path, action="append", default=[], help="folder that new weights are loaded from; repeatable"
+    )
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent does (Linux)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence; the model's own limit when unset")
     parser.add_argument("--max-running", type=int, default=defaults.max_running, help="sequences decoded at once")

@@ -1,9 +1,26 @@
 """The engine process as its parent starts it. Loads no torch."""
 
+import secrets
 from pathlib import Path
+from typing import Self
 
 from shoal.config import EngineConfig, ModelConfig
+from shoal.engine.http_client import HttpEngine
 from shoal.net.process import Child, torch_environment
+
+
+class EngineChild(Child):
+    """An engine process. It is handed the token of its routes over the socket, where nobody else can read it."""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._token = secrets.token_urlsafe(24)
+        self._writer.write(f"{self._token}\n".encode())
+        return self
+
+    async def serving(self, timeout_s: float) -> HttpEngine:
+        """A client of the engine, once it serves. Raises `ChildDied`."""
+        return HttpEngine((await self.line(timeout_s)).decode().strip(), token=self._token)
 
 
 def engine_child(
@@ -17,8 +34,9 @@ def engine_child(
     version: int = 0,
     name: str = "engine",
     gpu: str | None = None,
-) -> Child:
-    """`python -m shoal.engine.http_server` for these settings; it prints its URL once it serves `model_dir`.
+    weights: Path | None = None,
+) -> EngineChild:
+    """`python -m shoal.engine.http_server` for these settings; new ones come from `model_dir` or below `weights`.
 
     `gpu` is the one that it sees, by its name in CUDA_VISIBLE_DEVICES; without it, those that this process sees.
     """
@@ -32,6 +50,9 @@ def engine_child(
         *("--on-update", engine.on_update),
         *("--version", str(version)),
         *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
+        *(("--weights", str(weights)) if weights is not None else ()),
         "--die-with-parent",
     ]
-    return Child(name, "shoal.engine.http_server", arguments, log, torch_environment(threads, [gpu] if gpu else []))
+    return EngineChild(
+        name, "shoal.engine.http_server", arguments, log, torch_environment(threads, [gpu] if gpu else [])
+    )

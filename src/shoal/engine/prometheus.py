@@ -1,5 +1,6 @@
 """An engine's numbers in Prometheus' text format."""
 
+import contextlib
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -49,3 +50,18 @@ def exposition(counts: Counts, *, refused: int, failed_updates: int) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Snapshot(counts, refused, failed_updates))
     return generate_latest(registry)
+
+
+def counted(exposition: str, names: dict[str, str]) -> dict[str, int]:
+    """Numbers of a Prometheus text by our names for theirs, summed over labels; absent ones are 0.
+
+    >>> counted('# HELP a b\\na_total{x="1"} 2.0\\na_total{x="2"} 3.0\\nab 9.0\\n', {"a_total": "a"})
+    {'a': 5}
+    """
+    sums = dict.fromkeys(names.values(), 0)
+    for line in exposition.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in names:
+            with contextlib.suppress(ValueError, OverflowError):  # no number, or none that counts anything
+                sums[names[name]] += int(float(line.rpartition(" ")[2]))
+    return sums

@@ -22,10 +22,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     n: int = 1
     seed: int | None = None
     stop_token_ids: list[int] | None = None
-    logprobs: int | None = 0
-    """How many of the most likely tokens are given beside each drawn one, whose logprob is always given."""
-    prompt_logprobs: int | None = None
-    """Has the prompt scored (temperature 1), with so many of the most likely tokens at each position."""
+    logprobs: Literal[0] | None = 0
+    """That of each drawn token is always given, and no other."""
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,25 +36,15 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     logprobs_format: LogprobsFormat = "content"
     model: str | None = None
     """Accepted for the sake of vLLM's clients; there is one model."""
-    stream: bool = False
-    """Server-sent events: each has the tokens drawn since the one before it; `[DONE]` ends them."""
+    stream: Literal[False] = False
 
 
-class LikelyToken(msgspec.Struct):
-    """A token that might have been drawn: its id, also as the string `token_id:N`, and its logprob in nats."""
-
-    token: str
-    token_id: int
-    logprob: float
-
-
-class TokenLogprob(msgspec.Struct, omit_defaults=True):
-    """One drawn token, and the most likely ones in its place if they were asked for."""
+class TokenLogprob(msgspec.Struct):
+    """One drawn token: its id, also as the string `token_id:N`, and its logprob in nats."""
 
     token: str
     token_id: int
     logprob: float
-    top_logprobs: list[LikelyToken] | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -75,8 +63,8 @@ class VersionSpan(msgspec.Struct, omit_defaults=True):
     """The Version of the oldest KV that they were drawn on, where that is older: `--on-update keep`."""
 
 
-class Drawn(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Tokens of one completion."""
+class Choice(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One completion."""
 
     index: int
     token_ids: list[int]
@@ -85,19 +73,7 @@ class Drawn(msgspec.Struct, omit_defaults=True, kw_only=True):
     token_logprobs: list[float] | None = None
     token_log_kept: list[float] | None = None
     """With top-k, top-p or min-p: the log of the mass that they kept. A logprob plus it is the one without them."""
-
-
-class Choice(Drawn, kw_only=True):
-    """One completion."""
-
     finish_reason: str
-
-
-class ChoicePart(Drawn, kw_only=True):
-    """What an event of a stream adds to a completion. Spans count from the completion's beginning."""
-
-    finish_reason: str | None
-    """Null before the last."""
 
 
 class Usage(msgspec.Struct):
@@ -115,17 +91,6 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[list[LikelyToken] | None] | None = None
-    """By position: the prompt's token, then the most likely ones; null for the first."""
-
-
-class GenerateEvent(msgspec.Struct, omit_defaults=True):
-    """One event of a streamed answer. The last has no choices, but what belongs to all of them."""
-
-    request_id: str
-    choices: list[ChoicePart]
-    usage: Usage | None = None
-    prompt_logprobs: list[list[LikelyToken] | None] | None = None
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -21,15 +21,10 @@ class Draft(SequenceState):
     stop_ids: frozenset[int] = frozenset()
     uniforms: Uniforms | None = None
     """Numbers that decide the tokens; None draws from the engine's own stream."""
-    alternatives: int = 0
-    """How many of the most likely tokens are noted with each drawn one."""
     targets: Sequence[int] = ()
     """The tokens after positions 0, 1, ... that are to be scored."""
-    score_alternatives: int = 0
     scores: list[float] = field(default_factory=list)
     """Logprobs of the targets at temperature 1."""
-    score_others: list[list[tuple[int, float]]] = field(default_factory=list)
-    others: list[list[tuple[int, float]]] = field(default_factory=list)
     log_kept: list[float] = field(default_factory=list)
     """Of each drawn token the log of the mass that truncation kept; empty when nothing is truncated."""
     logprobs: list[float] = field(default_factory=list)
@@ -95,10 +90,6 @@ class Request:
     n: int = 1
     priority: int = 0
     name: str = ""
-    alternatives: int = 0
-    """How many of the most likely tokens are wanted with each drawn one."""
-    score_alternatives: int | None = None
-    """Has the prompt's tokens scored, with so many of the most likely ones at each position."""
     score_ids: Sequence[int] = ()
     """Tokens that are scored and nothing else; the prompt is all of them but the last."""
     drafts: list[Draft] = field(default_factory=list)
@@ -111,9 +102,7 @@ class Request:
     @property
     def targets(self) -> Sequence[int]:
         """The tokens to be scored, which follow the prompt's first, second, ... position."""
-        if self.score_ids:
-            return self.score_ids[1:]
-        return self.prompt_ids[1:] if self.score_alternatives is not None else ()
+        return self.score_ids[1:]
 
     def begun(self, request_id: int, max_model_len: int) -> list[Draft]:
         """Its completions, from now on in `drafts`, each with room for what fits beside the prompt."""
@@ -129,8 +118,6 @@ class Request:
                 prompt_key=prompt_key,
                 whole=index == 0 and bool(targets),
                 targets=targets if index == 0 else (),
-                score_alternatives=self.score_alternatives or 0,
-                alternatives=self.alternatives,
                 prompt_ids=self.prompt_ids,
                 sampling=sampling,
                 index=index,

@@ -90,23 +90,6 @@ def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Ten
     return token_B, logp_B, log_kept_B
 
 
-def alternatives(logits_V: Tensor, sampling: Sampling, count: int) -> list[tuple[int, float]]:
-    """The most likely tokens of the distribution that a token was drawn from, most likely first, with their logprobs.
-
-    Fewer than `count` when fewer may be drawn. A greedy draw has those at temperature 1, without truncation.
-    """
-    logp_1V = (logits_V[None].float() / (sampling.temperature or 1.0)).log_softmax(-1)
-    rows = SamplingRows([sampling])
-    if rows.truncating_N is None:
-        logp_1C, id_1C = logp_1V.topk(min(count, logp_1V.shape[-1]))
-    else:
-        logp_1C, id_1C = logp_1V.sort(descending=True)
-        columns = (column.to(logp_1C.device) for column in (rows.top_p, rows.top_k, rows.min_p))
-        logp_1C = logp_1C.masked_fill(~_kept(logp_1C.exp(), *columns), -torch.inf).log_softmax(-1)
-    pairs = zip(id_1C[0, :count].tolist(), logp_1C[0, :count].tolist(), strict=True)
-    return [(token, logp) for token, logp in pairs if logp > -torch.inf]
-
-
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     logp_B, token_B = logits_BV.log_softmax(-1).max(-1)
     return token_B, logp_B

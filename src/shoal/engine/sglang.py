@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.engine.asking import Asking, counted, words
 from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.net.client import Client, words
 from shoal.types import Sampling
 
 T = TypeVar("T")
@@ -71,8 +72,8 @@ class _Models(msgspec.Struct):
 class SGLang:
     """Implements `foreign.Dialect`."""
 
-    def __init__(self, url: str) -> None:
-        self._asking = Asking(url)
+    def __init__(self, url: str, token: str = "") -> None:
+        self._asking = Client(url, token=token)
 
     async def abilities(self) -> Abilities:
         """By asking for each route that is needed, and for a pause that no server knows."""

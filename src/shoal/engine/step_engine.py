@@ -24,7 +24,7 @@ from shoal.engine.kv_cache import KVCache, StoredKV
 from shoal.engine.options import Counts, Limits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import alternatives, drawn
+from shoal.engine.sampling import drawn
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -32,7 +32,6 @@ from shoal.interfaces import EngineInfo
 from shoal.types import FinishReason
 
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
-MOST_ALTERNATIVES = 20
 
 
 class LocalEngine:
@@ -80,12 +79,6 @@ class LocalEngine:
         """Why a request can never be answered; None when it can. Safe in any thread: reads only what never changes."""
         if not 1 <= request.n <= self.limits.max_waiting:
             return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
-        if not 0 <= request.alternatives <= MOST_ALTERNATIVES:
-            return RequestRefused(f"logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.alternatives}")
-        if request.score_alternatives is not None and not 0 <= request.score_alternatives <= MOST_ALTERNATIVES:
-            return RequestRefused(
-                f"prompt_logprobs: expected 0 to {MOST_ALTERNATIVES}, got {request.score_alternatives}"
-            )
         return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
 
     def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
@@ -120,11 +113,6 @@ class LocalEngine:
                 if draft.finish_reason is None:
                     self._finish(draft, FinishReason.ABORT)
         return len(chosen)
-
-    def end(self, draft: Draft) -> None:
-        """Ends one completion as if its last token had been a stop token."""
-        if draft.finish_reason is None:
-            self._finish(draft, FinishReason.STOP)
 
     def named(self, names: Sequence[str]) -> list[Request]:
         """The unfinished requests with one of these names."""
@@ -248,9 +236,7 @@ class LocalEngine:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
         self._token_B, logp_B, log_kept_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
-        for row, draft in enumerate(batch.drafts) if batch.detailed else ():
-            if draft.alternatives:
-                draft.others.append(alternatives(logits_BV[row], draft.sampling, draft.alternatives))
+        for row, draft in enumerate(batch.drafts) if batch.truncates else ():
             if draft.truncates:
                 assert log_kept_B is not None
                 draft.log_kept.append(float(log_kept_B[row]))

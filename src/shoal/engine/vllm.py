@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.asking import Asking, counted, words
 from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.net.client import Client, words
 from shoal.types import Sampling
 
 GENERATE = "/inference/v1/generate"
@@ -84,8 +85,8 @@ class _Models(msgspec.Struct):
 class VLLM:
     """Implements `foreign.Dialect`."""
 
-    def __init__(self, url: str) -> None:
-        self._asking = Asking(url)
+    def __init__(self, url: str, token: str = "") -> None:
+        self._asking = Client(url, token=token)
         self._longest = 0
 
     async def abilities(self) -> Abilities:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,24 @@ def weight_file(path: Path) -> Path:
     return path / FILE if os.path.isdir(path) else path  # `Path.is_dir` raises for a name that is too long
 
 
+def check_below(path: Path, folders: Sequence[Path]) -> None:
+    """Raises `RequestRefused` for a file that is not below one of some resolved folders, wherever its links lead."""
+    try:
+        real = Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        raise RequestRefused(f"weights {path} cannot be read: {error}") from error
+    if not any(real.is_relative_to(folder) for folder in folders):
+        known = ", ".join(map(str, folders)) or "none"
+        raise RequestRefused(f"weights {path}: expected a path below a folder given as --weights ({known})")
+
+
+def _regular(file: Path) -> Path:
+    """A device or a pipe is never opened: reading one may not end."""
+    if file.exists() and not file.is_file():
+        raise RequestRefused(f"weights {file}: expected a regular file")
+    return file
+
+
 class WeightSlots:
     """The tensors of a model that weights are loaded into, in place.
 
@@ -52,20 +71,20 @@ class WeightSlots:
     def staged(self, version: int, path: Path, checksum: str | None) -> StagedWeights:
         """Maps and checks a file without touching the model; safe in another thread than the one that computes.
 
-        Raises `RequestRefused` for a file that is missing, has another checksum than the one given (or the one written
+        Raises `RequestRefused` for what is no regular file, has another checksum than the one given (or the one written
         in the file `checksum` beside it), or does not hold exactly this model's tensors with finite numbers.
         """
-        file = weight_file(path)
         try:
+            file = _regular(weight_file(path))
             actual = checksum_of(file)
             beside = file.with_name("checksum")
-            expected = checksum or (beside.read_text().strip() if beside.exists() else actual)
+            expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
             if actual != expected:
                 raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; publish them again")
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
-            raise RequestRefused(f"weights {file} cannot be read: {error}") from error
+            raise RequestRefused(f"weights {path} cannot be read: {error}") from error
         self._check(file, tensors)
         return StagedWeights(version, actual, tensors)
 

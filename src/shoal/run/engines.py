@@ -18,11 +18,10 @@ from typing import TypeAlias
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.detect_server import connected
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.launch import engine_child
+from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
-from shoal.net.process import GRACE_S, Child
+from shoal.net.process import GRACE_S
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 300.0
@@ -47,6 +46,8 @@ class EngineSettings:
     threads: int
     """Cores that all engines of this machine have together."""
     logs: Path
+    weights: Path
+    """The folder of all Versions of the run."""
     gpus: Sequence[str] = ()
     """Of the processes of this run, one each; none on the CPU."""
     recovered: int = 0
@@ -118,11 +119,11 @@ class _Own:
     async def _life(self, name: str, ready: asyncio.Event) -> str:
         """One process from its start to its end; how it ended."""
         async with self._child(name) as child:
-            url = (await child.line(START_TIMEOUT_S)).decode().strip()
+            engine = await child.serving(START_TIMEOUT_S)
             ended = asyncio.create_task(child.died(), name=f"{name} process")
             try:
                 try:
-                    await self.pool.join(name, HttpEngine(url))
+                    await self.pool.join(name, engine)
                 except EngineError as error:  # most likely it is about to end
                     await asyncio.wait([ended], timeout=GRACE_S)
                     return str(ended.result()) if ended.done() else f"{name}: {error}"
@@ -132,7 +133,7 @@ class _Own:
                 ended.cancel()
                 await self.pool.leave(name)
 
-    def _child(self, name: str) -> Child:
+    def _child(self, name: str) -> EngineChild:
         settings = self.settings
         return engine_child(
             settings.model_dir,
@@ -143,6 +144,7 @@ class _Own:
             log=settings.logs / f"{name}.log",
             name=name,
             gpu=settings.gpus[_own_names(settings.engine.count).index(name)] if settings.gpus else None,
+            weights=settings.weights,
         )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import uvicorn
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
 from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway import Gateway
@@ -39,7 +38,7 @@ async def serve(
     with listening_socket(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
         log = Path(logs) / "engine.log"
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
-        async with child, HttpEngine((await child.line(START_TIMEOUT_S)).decode().strip()) as engine:
+        async with child, await child.serving(START_TIMEOUT_S) as engine:
             longest = (await engine.info()).max_model_len
             gateway = Gateway(
                 engine, renderer, max_model_len=longest, model=directory.name, is_open=True, admin_key=admin_key

@@ -225,6 +225,7 @@ async def serving(
         sampling,
         (threads or compute_threads()).engine,
         run_dir / "logs",
+        run_dir / "weights",
         prepared.devices.engines,
         recovered,
     )

@@ -1,0 +1,238 @@
+"""One set of limits for every HTTP server here: who may ask, how much and how slowly, and how a no is told.
+
+`guarded` wraps an application: it checks the Host header, the token and the content type before anything is read.
+`body` and `decoded` read a request within a size and a time. `uvicorn_config` runs an application with bounds on
+connections, headers and idleness. The errors of `shoal.errors` name their own HTTP status.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import resource
+import socket
+from collections.abc import Collection
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shoal.errors import ShoalError
+
+JSON = "application/json"
+HOSTS_VARIABLE = "SHOAL_HOSTS"
+"""Names, separated by commas, under which servers here are reached besides this machine's own."""
+PROXIES_VARIABLE = "FORWARDED_ALLOW_IPS"
+"""uvicorn's: addresses of proxies whose X-Forwarded-For is believed; nobody's is by default."""
+HEADERS_TIMEOUT_S = 15.0
+"""From a connection's begin, or from the first byte of a later request, to the end of its headers."""
+BODY_TIMEOUT_S = 60.0
+MOST_HEADER_BYTES = 1 << 16
+DESCRIPTORS = 1 << 16
+"""As many as the system allows, up to these; three quarters of them may be connections."""
+PER_ADDRESS = 64
+"""Connections that one address may hold to a server that is open to the world."""
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+T = TypeVar("T")
+
+
+class Refused(ShoalError):
+    """A request that is not granted, with HTTP's status."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.http_status = status
+
+
+def json(value: object, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def refusal(error: Exception) -> Response:
+    """The answer to a request that failed: `{"error": {"message": ..., "code": ...}}`."""
+    if isinstance(error, HTTPException):
+        status, why = error.status_code, error.detail
+    elif isinstance(error, ShoalError):
+        status, why = error.http_status, str(error)
+    else:
+        status, why = 500, f"{type(error).__name__}: {error}"
+    return json({"error": {"message": why, "code": status}}, status)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return refusal(error)
+
+
+HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPException: _refused}
+"""Starlette's `exception_handlers`."""
+
+
+async def body(http: Request, most_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """What a client sent. Raises `Refused` at the first byte too many, or when the last takes too long."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in http.stream():
+                data += part
+                if len(data) > most_bytes:
+                    raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: expected at most {most_bytes} bytes")
+    except TimeoutError:
+        raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"body: expected all of it within {timeout_s:g} s") from None
+    return bytes(data)
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """A JSON body as `kind`; none is `{}`. Raises `Refused`, naming the field."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"body: {error}") from error
+
+
+class guarded:  # noqa: N801 - an ASGI middleware, used as a function
+    """An application that only those reach who may.
+
+    A page of another site can have a browser send what needs no preflight, or send anything to a name that was made to
+    point here. So a body must be JSON, and the Host header must be an address, this machine's name, or one of
+    `SHOAL_HOSTS`; who has the token may use any.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, token: str = "", free: Collection[str] = (), media_type: str = JSON, host: str = ""
+    ) -> None:
+        """With a `token`, all paths but the `free` ones want it. `host` is where the user has the server listen."""
+        self._app = app
+        self._token = f"Bearer {token}".encode() if token else b""
+        self._free = frozenset(free)
+        self._media_type = media_type.encode()
+        given = os.environ.get(HOSTS_VARIABLE, "").split(",")
+        self._hosts = {name.strip().lower() for name in ("localhost", socket.gethostname(), host, *given)} - {""}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or passes it on."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except Refused as error:
+                await refusal(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        known = self._token != b"" and hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+        if not known:
+            self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        if self._token and not known and scope["path"] not in self._free:
+            raise Refused(HTTPStatus.UNAUTHORIZED, "expected the server's token as Authorization: Bearer TOKEN")
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] != "GET" and has_body and kind != self._media_type:
+            expected = self._media_type.decode()
+            why = f"content-type: expected {expected}, got {kind.decode('latin-1') or 'none'}"
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
+
+    def _check_host(self, header: str) -> None:
+        name = header.lower()
+        if not name.endswith("]"):  # the port; an IPv6 address without one has colons as well
+            name = name.rpartition(":")[0] or name
+        if not name or name in self._hosts:  # browsers always send one
+            return
+        try:
+            ipaddress.ip_address(name.strip("[]"))  # no name can be made to point elsewhere where none is used
+        except ValueError:
+            known = ", ".join(sorted(self._hosts))
+            why = f"host: expected an address or one of {known}; {HOSTS_VARIABLE} adds names; got {header[:80]!r}"
+            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, why) from None
+
+
+def uvicorn_config(
+    app: ASGIApp,
+    *,
+    idle_s: int = 5,
+    grace_s: int | None = None,
+    per_address: int | None = None,
+    headers_timeout_s: float = HEADERS_TIMEOUT_S,
+) -> uvicorn.Config:
+    """How to serve `app` so that nobody can occupy it: bounded connections, headers and idleness; no proxy is believed.
+
+    A connection may be idle for `idle_s`; ending waits at most `grace_s` for answers under way.
+    """
+    bounds = {"most": _descriptors() * 3 // 4, "per_address": per_address, "headers_timeout_s": headers_timeout_s}
+    proxies = os.environ.get(PROXIES_VARIABLE)
+    return uvicorn.Config(
+        app,
+        http=type("_BoundedHere", (_Bounded,), bounds),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=idle_s,
+        timeout_graceful_shutdown=grace_s,
+        proxy_headers=proxies is not None,
+        forwarded_allow_ips=proxies,
+        server_header=False,
+    )
+
+
+def _descriptors() -> int:
+    """Raises this process's limit on descriptors to what the system allows; what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+class _Bounded(HttpToolsProtocol):
+    """uvicorn's connection, which waits for headers for so long only, and is refused when there are too many."""
+
+    most: int
+    per_address: int | None
+    headers_timeout_s: float
+    _late: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most or self._is_greedy():
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
+        self._late = self.loop.call_later(self.headers_timeout_s, transport.abort)
+
+    def _is_greedy(self) -> bool:
+        if self.per_address is None or self.client is None:
+            return False
+        clients = [other.client for other in self.connections if isinstance(other, _Bounded) and other.client]
+        return sum(host == self.client[0] for host, _ in clients) > self.per_address
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._begun()
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MOST_HEADER_BYTES:
+            self.transport.abort()
+        elif self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(self.headers_timeout_s, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._begun()
+        super().connection_lost(exc)
+
+    def _begun(self) -> None:
+        """Notes that a request's headers are there, or that nobody waits for any."""
+        self._head_bytes = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

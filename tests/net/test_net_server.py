@@ -1,0 +1,187 @@
+"""What every server has before its routes: who may ask, how much, how slowly, and from how many connections."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, TaskError
+from shoal.net.listening import listening_socket
+from shoal.net.server import HANDLERS, body, decoded, guarded, uvicorn_config
+from shoal.net.server import json as answer
+from until import until
+
+MOST_BYTES = 1000
+
+
+class Add(msgspec.Struct):
+    a: int
+    b: int = 0
+
+
+async def add(http: Request) -> Response:
+    asked = decoded(await body(http, MOST_BYTES, timeout_s=0.2), Add)
+    return answer(asked.a + asked.b)
+
+
+async def who(http: Request) -> Response:
+    assert http.client is not None
+    return answer(http.client.host)
+
+
+async def fails(http: Request) -> Response:
+    kinds = {kind.__name__: kind for kind in (TaskError, RequestRefused, EngineUnavailable, HistoryDiverged)}
+    raise kinds[http.path_params["kind"]]("because")
+
+
+@contextlib.asynccontextmanager
+async def serving(*, token: str = "", per_address: int | None = None) -> AsyncIterator[int]:
+    """The port of a server whose headers have 0.2 s."""
+    routes = [Route("/add", add, methods=["POST"]), Route("/who", who), Route("/fails/{kind}", fails)]
+    guard = Middleware(guarded, token=token, free=("/who",))
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
+    server = uvicorn.Server(uvicorn_config(app, grace_s=1, per_address=per_address, headers_timeout_s=0.2))
+    with listening_socket("127.0.0.1", 0) as listening:
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def sent(port: int, head: str, data: bytes = b"", *, whole: bool = True) -> tuple[int, object]:
+    """Status and JSON of what a server says before it closes; status 0 when it says nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    length = f"content-length: {len(data)}\r\n" if data else ""
+    end = f"\r\n{length}connection: close\r\n\r\n" if whole else ""
+    writer.write(head.replace("\n", "\r\n").encode() + end.encode() + data)
+    try:
+        async with asyncio.timeout(20):
+            said = await reader.read()
+    except ConnectionResetError:
+        said = b""
+    writer.close()
+    top, _, rest = said.partition(b"\r\n\r\n")
+    return (int(top.split()[1]), json.loads(rest) if rest else None) if said else (0, None)
+
+
+async def is_answered(port: int) -> bool:
+    return (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 200
+
+
+POST = "POST /add HTTP/1.1\nhost: localhost\ncontent-type: application/json"
+
+
+@pytest.mark.parametrize(
+    ("head", "data", "status"),
+    [
+        (POST, b'{"a": 1, "b": 2}', 200),
+        (POST.replace("json", "json; charset=utf-8"), b'{"a": 1}', 200),
+        (POST.replace("localhost", "127.0.0.1:80"), b'{"a": 1}', 200),
+        (POST.replace("localhost", "[::1]:80"), b'{"a": 1}', 200),
+        (POST.replace("localhost", "evil.example:80"), b'{"a": 1}', 421),
+        (POST.replace("localhost", "localhost.evil.example"), b'{"a": 1}', 421),
+        (POST.replace("application/json", "text/plain"), b'{"a": 1}', 415),
+        (POST.replace("\ncontent-type: application/json", ""), b'{"a": 1}', 415),
+        (POST, b'{"a": "x"}', 400),
+        (POST, b"", 400),
+        (POST, b'{"a": ' + b"[" * 900, 400),
+        (POST, b'"' + b"x" * MOST_BYTES, 413),
+        ("GET /who HTTP/1.1\nhost: evil.example", b"", 421),
+        ("GET /who HTTP/1.1\nhost: localhost\nx-forwarded-for: 10.0.0.1", b"", 200),
+        ("GET /nowhere HTTP/1.1\nhost: localhost", b"", 404),
+        ("GET /add HTTP/1.1\nhost: localhost", b"", 405),
+        ("GET /fails/TaskError HTTP/1.1\nhost: localhost", b"", 409),
+        ("GET /fails/RequestRefused HTTP/1.1\nhost: localhost", b"", 400),
+        ("GET /fails/EngineUnavailable HTTP/1.1\nhost: localhost", b"", 503),
+    ],
+)
+def test_a_request_has_the_status_that_says_what_is_wrong_with_it(head: str, data: bytes, status: int) -> None:
+    async def ask() -> None:
+        async with serving() as port:
+            got, said = await sent(port, head, data)
+            assert got == status, said
+            if status != 200:
+                assert isinstance(said, dict)
+                assert said["error"]["code"] == status
+            if "forwarded" in head:
+                assert said == "127.0.0.1"  # whom anybody says that he is does not count
+
+    asyncio.run(ask())
+
+
+def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
+    async def ask() -> None:
+        async with serving(token="secret") as port:
+            for given, status in (("", 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
+                assert (await sent(port, f"{POST}\nauthorization: {given}", b'{"a": 1}'))[0] == status
+            named = POST.replace("localhost", "trainer.example")
+            assert (await sent(port, f"{named}\nauthorization: Bearer secret", b'{"a": 1}'))[0] == 200
+            assert (await sent(port, named, b'{"a": 1}'))[0] == 421
+            assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 200
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "half",
+    ["", "\n\n", "POST /add HT", f"{POST}\nx-slow: 1", "GET /who HTTP/1.1\nhost: localhost\n" + "x-many: 1\n" * 20_000],
+    ids=["nothing", "empty lines", "half a line", "no end", "endless headers"],
+)
+def test_half_a_request_is_not_waited_for(half: str) -> None:
+    async def ask() -> None:
+        async with serving() as port:
+            assert await sent(port, half, whole=False) == (0, None)
+
+    asyncio.run(ask())
+
+
+def test_half_a_second_request_is_not_waited_for_either() -> None:
+    async def ask() -> None:
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /who HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await reader.readuntil(b'"127.0.0.1"')
+            writer.write(b"GET /who HTTP/1.1\r\nhost: ")
+            with contextlib.suppress(ConnectionResetError):
+                async with asyncio.timeout(20):
+                    assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(ask())
+
+
+def test_half_a_body_is_refused_in_time() -> None:
+    async def ask() -> None:
+        async with serving() as port:
+            head = POST.replace("\n", "\r\n") + "\r\nconnection: close\r\ncontent-length: 100\r\n\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode() + b'{"a"')
+            async with asyncio.timeout(20):
+                assert (await reader.readline()).split()[1] == b"408"
+            writer.close()
+
+    asyncio.run(ask())
+
+
+def test_one_address_holds_so_many_connections_and_no_more() -> None:
+    async def ask() -> None:
+        async with serving(per_address=2) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 503
+            for _, writer in held:
+                writer.close()
+                await writer.wait_closed()
+            await until(lambda: is_answered(port))
+
+    asyncio.run(ask())
