@@ -11,7 +11,7 @@ import pytest
 from benchmarks.crowd import crowd
 from engine_server import PROMPT, Server, changed_weights, running, serving
 from shoal.types import Sampling
-from shoal.weights import WeightStore
+from shoal.weights.store import WeightStore
 from until import until
 
 

@@ -118,8 +118,8 @@ class Contract:
         finally:
             self.under_way -= 1
         ids = body["input_ids"]
-        prompt = [(logp, token, None) for logp, token in zip([None, *await self.engine.score(ids)], ids, strict=True)]
-        prompt = prompt if scores else []
+        logprobs = [None, *await self.engine.score(ids)] if scores else []
+        prompt = [(logp, token, None) for logp, token in zip(logprobs, ids, strict=scores)]
         given = [self.choice(choice, prompt, len(body["input_ids"])) for choice in answer.choices]
         return JSONResponse(given[0] if len(given) == 1 else given)
 
