@@ -285,6 +285,16 @@ def test_metrics_are_in_prometheus_format(server: Server) -> None:
     assert server.ask("/health") == (200, {"status": "ok"})
 
 
+def test_every_token_but_the_first_has_a_score_whatever_chunks_they_are_prefilled_in(tiny_model_dir: Path) -> None:
+    async def ask(server: Server) -> None:
+        async with server.engine() as engine:
+            for length in range(1, 12):
+                assert len(await engine.score([5 + i for i in range(length)])) == length - 1
+
+    with serving(tiny_model_dir, "--chunk-tokens", "4") as server:
+        asyncio.run(ask(server))
+
+
 def test_an_engine_that_is_not_there_is_unavailable() -> None:
     async def ask() -> None:
         async with HttpEngine("http://127.0.0.1:9") as engine:

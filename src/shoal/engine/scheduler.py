@@ -258,7 +258,7 @@ class Scheduler(Generic[S]):
                     copies.append(Copy(source, sequence, sequence.cached))
                 elif budget > 0:
                     sequence.cached = self._reuse(sequence)
-            if sequence.total - sequence.cached == 1:
+            if sequence.total - sequence.cached == 1 and not sequence.whole:
                 sequence.decoding = True
             elif budget > 0:
                 chunk = self._chunk(sequence, budget)
