@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import signal
 import sqlite3
@@ -17,6 +18,7 @@ from urllib.request import urlopen
 import pytest
 import uvicorn
 
+from shoal import wire
 from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
 from shoal.net.listening import listening_socket
 from shoal.run.serve_judge import NINE
@@ -31,6 +33,7 @@ from shoal.swarm.judge.messages import (
     Answers,
     Ask,
     Challenge,
+    Mark,
     Revealed,
     Sitting,
     Specialty,
@@ -40,7 +43,7 @@ from shoal.swarm.judge.messages import (
 )
 from shoal.swarm.judge.page import leaderboard_html
 from shoal.swarm.judge.server import JudgeServer
-from shoal.swarm.judge.store import FILE, Book
+from shoal.swarm.judge.store import FILE, Book, KeptSitting
 from shoal.tasks.procedural_client import Drawer
 from shoal.types import Reward, RewardStatus, Task
 
@@ -86,7 +89,7 @@ def clock() -> Clock:
 @pytest.fixture
 def judge(tmp_path: Path, drawer: Drawer, clock: Clock) -> Iterator[Judge]:
     book = Book(tmp_path)
-    yield Judge(book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
+    yield Judge(book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock, steady=clock)
     book.close()
 
 
@@ -135,6 +138,61 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
     (standing,) = judge.book.standings(judge.now_s())
     assert (standing.peer_id, standing.score, standing.round) == (ME.peer_id, 0.5, 7)
     assert standing.specialties == (("chain_sum", 1.0), ("gcd", 0.0))
+
+
+def kept(book: Book, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
+    """Answered challenges of ten questions each."""
+    for i, score in enumerate(scores):
+        asked = Ask(HERE.peer_id, model, Arm.SOLO, 1, start_s + i)
+        id_ = f"{peer_id}/{model}/{i}"
+        book.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
+        marks = [Mark("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
+        book.mark(id_, b"", marks, score)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    one = Book(tmp_path)
+    one.put_sitting(KeptSitting(0, 0.0, 1.0, 2.0, b"", b""))
+    yield one
+    one.close()
+
+
+def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(book: Book) -> None:
+    for i in range(60):
+        kept(book, "many", f"name{i}", [0.9 if i == 7 else 0.5], float(i))
+    kept(book, "honest", "coin", [0.5] * 10)
+    assert [(one.peer_id, one.score) for one in book.standings(1e9)] == [("honest", 0.5), ("many", 0.5)]
+    assert {one.node for one in book.judged(1e9)} == {"many", "honest"}
+
+
+def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(book: Book) -> None:
+    for i in range(60):
+        kept(book, f"key{i:02}", "coin", [0.9 if i == 7 else 0.5])
+    kept(book, "better", "m", [0.7] * 10)
+    first, second = book.standings(1e9)[:2]
+    assert (first.peer_id, second.peer_id) == ("better", "key07")
+    assert second.at_least < 0.5 < first.at_least
+
+
+def test_a_leaderboard_is_made_once_for_all_who_ask_at_once(judge: Judge) -> None:
+    asyncio.run(judged(judge, ["1"] * 4))
+    server = JudgeServer(judge, ["gcd"])
+    first = server._newest()
+    server._stale_s = math.inf
+    asyncio.run(judged(judge, ["1"] * 4, OTHER))
+    assert server._newest() is first
+    server._stale_s = 0.0
+    assert len(server._newest()) == 2
+
+
+@pytest.mark.parametrize("sent_s", [math.nan, math.inf, -1.0])
+def test_a_time_that_is_none_is_refused_before_anything_is_drawn(judge: Judge, sent_s: float) -> None:
+    body = wire.encode({"judge": HERE.peer_id, "model": "m", "arm": "solo", "round": 1, "sent_s": sent_s})
+    signature = ME.sign(b"shoal judge\x00Ask\x00" + body)
+    frame = wire.encode({"author": ME.public_key, "signature": signature, "body": body})
+    with pytest.raises(Refused, match="sent_s: expected a Unix time"):
+        asyncio.run(judge.challenge(frame))
 
 
 def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: Clock) -> None:

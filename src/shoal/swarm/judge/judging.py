@@ -92,8 +92,12 @@ class Judge:
         rules: Rules | None = None,
         *,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """New sittings have these `specialties`; one that has begun keeps its own."""
+        """New sittings have these `specialties`; one that has begun keeps its own.
+
+        `clock` gives Unix time; rates are kept by `steady`, which nobody sets.
+        """
         self.book = book
         self.rules = rules or Rules()
         self._identity = identity
@@ -101,6 +105,7 @@ class Judge:
         self._drawer = drawer
         self._scorer = scorer
         self._clock = clock
+        self._steady = steady
         self._turn = asyncio.Lock()
         self._marking: set[str] = set()
         self._peers: OrderedDict[str, Bucket] = OrderedDict()
@@ -207,9 +212,9 @@ class Judge:
         self._peers.move_to_end(peer_id)
         if len(self._peers) > PEERS:
             self._peers.popitem(last=False)
-        if not bucket.take(self._clock()):
+        if not bucket.take(self._steady()):
             raise Refused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
-        if not self.book.has_answered(peer_id) and not self._newcomers.take(self._clock()):
+        if not self.book.has_answered(peer_id) and not self._newcomers.take(self._steady()):
             raise Refused(429, "too many newcomers ask; try again in a minute")
 
     def _current(self) -> KeptSitting:

@@ -11,7 +11,9 @@ for, so that no judge can pass them on.
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from shoal import wire
 from shoal.errors import WireError
@@ -23,6 +25,7 @@ MOST_BYTES = 256 * 1024
 """Of a signed message. A judge whose challenges do not fit in does not start; a taker cuts answers that would not."""
 MOST_NAME_CHARACTERS = 100
 MOST_ANSWER_CHARACTERS = 16_384
+MOST_ANSWERS = 1024
 _PURPOSE = b"shoal judge\x00"
 
 T = TypeVar("T")
@@ -75,6 +78,8 @@ class Ask:
     def __post_init__(self) -> None:
         if not 1 <= len(self.model) <= MOST_NAME_CHARACTERS or not self.model.isprintable():
             raise ValueError(f"model: expected 1 to {MOST_NAME_CHARACTERS} printable characters")
+        if not 0 <= self.sent_s < 2**40:  # also false for NaN
+            raise ValueError(f"sent_s: expected a Unix time, got {self.sent_s}")
         if not 0 <= self.round < 2**40:
             raise ValueError(f"round: expected 0 or more, got {self.round}")
 
@@ -107,11 +112,7 @@ class Answers:
 
     judge: str
     challenge: str
-    texts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if any(len(text) > MOST_ANSWER_CHARACTERS for text in self.texts):
-            raise ValueError(f"answers: expected at most {MOST_ANSWER_CHARACTERS} characters each")
+    texts: Annotated[tuple[Annotated[str, Meta(max_length=MOST_ANSWER_CHARACTERS)], ...], Meta(max_length=MOST_ANSWERS)]
 
 
 @dataclass(frozen=True, slots=True)

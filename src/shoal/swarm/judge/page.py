@@ -25,12 +25,12 @@ tbody tr { border-top: 1px solid var(--line); }
 code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 meter { width: 6rem; vertical-align: middle; }
 """
-_HEADS = ("Rank", "Peer", "Model", "Arm", "Round", "Challenges", "Unanswered", "pass@1")
+_HEADS = ("Rank", "Peer", "Model", "Arm", "Round", "Challenges", "Unanswered", "pass@1", "at least")
 _NAMES = frozenset({"Peer", "Model", "Arm"})
 
 
 def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Sequence[str]) -> str:
-    """The page of a judge with this peer id, best model first."""
+    """The page of a judge with this peer id, best peer first."""
     heads = "".join(
         f'<th scope="col"{" class=name" if head in _NAMES else ""}>{escape(head)}</th>'
         for head in (*_HEADS, *specialties)
@@ -48,8 +48,10 @@ def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Seq
 <body>
 <main>
 <h1>Leaderboard</h1>
-<p>pass@1 is the mean of a model's newest {NEWEST} challenges; one that was not answered in time counts 0. The columns
-after it are the share of each specialty's questions that was answered right. Judge: <code>{escape(judge)}</code></p>
+<p>pass@1 is the mean of a peer's newest {NEWEST} challenges, whatever it called its models; one that was not answered
+in time counts 0. Peers are in the order of what that says at least, given how many questions and peers there are.
+The columns after it are the share of each specialty's questions that was answered right.
+Judge: <code>{escape(judge)}</code></p>
 {empty}
 <div class="scroll" tabindex="0" role="region" aria-label="Leaderboard">
 <table>
@@ -71,5 +73,5 @@ def _row(rank: int, one: Standing, specialties: Sequence[str]) -> str:
         f'<td class=name title="{escape(one.model)}">{escape(one.model)}</td><td class=name>{escape(one.arm)}</td>'
         f"<td>{one.round:,}</td><td>{one.challenges:,}</td><td>{one.unanswered:,}</td>"
         f'<td><meter min="0" max="1" value="{one.score:.4f}" aria-hidden="true"></meter> {one.score:.3f}</td>'
-        f"{shares}</tr>"
+        f"<td>{one.at_least:.3f}</td>{shares}</tr>"
     )

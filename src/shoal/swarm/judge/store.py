@@ -7,11 +7,14 @@
 A challenge that was not answered by its deadline has the score 0: who could leave challenges unanswered could choose.
 """
 
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 
 from shoal.errors import RunDirError
 from shoal.swarm.judge.comparison import Judged
@@ -22,7 +25,9 @@ from shoal.types import RewardStatus
 FILE = "judge.sqlite"
 FORMAT = 1
 NEWEST = 10
-"""Challenges that the leaderboard's score is the mean of."""
+"""Challenges of a peer that its score on the leaderboard is the mean of, whatever it called its models."""
+CONFIDENCE = 0.95
+"""That no peer on the leaderboard is worse than it says, however many there are (Bonferroni)."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sittings(
     number INTEGER PRIMARY KEY, opens_s REAL NOT NULL, closes_s REAL NOT NULL, reveals_s REAL NOT NULL,
@@ -32,6 +37,7 @@ CREATE TABLE IF NOT EXISTS challenges(
     model TEXT NOT NULL, arm TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, sent_s REAL NOT NULL,
     deadline_s REAL NOT NULL, ask BLOB NOT NULL, answers BLOB, score REAL, UNIQUE(sitting, peer_id, model, attempt));
 CREATE INDEX IF NOT EXISTS challenges_of_peer ON challenges(peer_id, model, sent_s);
+CREATE INDEX IF NOT EXISTS newest_of_peer ON challenges(peer_id, sent_s, deadline_s, score, model, arm, round, id);
 CREATE TABLE IF NOT EXISTS marks(
     challenge TEXT NOT NULL REFERENCES challenges(id), position INTEGER NOT NULL, specialty TEXT NOT NULL,
     value REAL NOT NULL, status TEXT NOT NULL, passed INTEGER NOT NULL, PRIMARY KEY(challenge, position));
@@ -74,19 +80,21 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One row of the leaderboard."""
+    """One row of the leaderboard: a peer. Names cost nothing, so another name of a model is no row of its own."""
 
     peer_id: str
     model: str
     arm: Arm
     round: int
-    """Of the newest challenge."""
+    """Of the newest challenge, as the model and the arm."""
     challenges: int
     unanswered: int
     score: float
     """Mean pass@1 of the newest `NEWEST`."""
-    specialties: tuple[tuple[str, float], ...]
-    """Share passed of all questions ever answered."""
+    at_least: float
+    """What the peer's pass@1 is at least: rows are in this order, so that trying often is no way up."""
+    specialties: tuple[tuple[str, float], ...] = ()
+    """Share passed of the questions of the newest `NEWEST`."""
 
 
 class Book:
@@ -211,34 +219,42 @@ class Book:
         return tuple(Mark(specialty, value, RewardStatus(status)) for specialty, value, status in rows)
 
     def judged(self, now_s: float) -> list[Judged]:
-        """Every challenge that is over, for the comparison of the arms."""
+        """Every challenge that is over, for the comparison of the arms; a node is a peer."""
         rows = self._connection.execute(
-            f"SELECT peer_id, model, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid",
+            f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid",
             (now_s,),
         )
-        return [Judged(f"{peer_id}/{model}", Arm(arm), round_, score) for peer_id, model, arm, round_, score in rows]
+        return [Judged(peer_id, Arm(arm), round_, score) for peer_id, arm, round_, score in rows]
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
         """The leaderboard, best first."""
         rows = self._connection.execute(
             f"""
-            WITH over AS (SELECT *, ROW_NUMBER() OVER (PARTITION BY peer_id, model ORDER BY sent_s DESC) AS age
-                FROM challenges WHERE {_OVER})
-            SELECT peer_id, model, MAX(CASE age WHEN 1 THEN arm END), MAX(CASE age WHEN 1 THEN round END), COUNT(*),
-                SUM(score IS NULL), AVG(CASE WHEN age <= {NEWEST} THEN COALESCE(score, 0) END) AS mean
-            FROM over GROUP BY peer_id, model ORDER BY mean DESC, peer_id, model LIMIT ?""",
-            (now_s, most),
+            WITH over AS (SELECT id, peer_id, model, arm, round, score,
+                ROW_NUMBER() OVER (PARTITION BY peer_id ORDER BY sent_s DESC) AS age FROM challenges WHERE {_OVER})
+            SELECT peer_id, MAX(CASE age WHEN 1 THEN model END), MAX(CASE age WHEN 1 THEN arm END),
+                MAX(CASE age WHEN 1 THEN round END), COUNT(*), SUM(score IS NULL),
+                AVG(CASE WHEN age <= {NEWEST} THEN COALESCE(score, 0) END),
+                MAX(CASE WHEN age <= {NEWEST} THEN (SELECT COUNT(*) FROM marks WHERE challenge = id) END)
+            FROM over GROUP BY peer_id""",
+            (now_s,),
         ).fetchall()
-        return [
-            Standing(peer_id, model, Arm(arm), round_, count, unanswered, score, self._passed(peer_id, model))
-            for peer_id, model, arm, round_, count, unanswered, score in rows
+        bound = partial(lower_bound, peers=len(rows))
+        found = [
+            Standing(
+                peer_id, model, Arm(arm), round_, count, unanswered, score, bound(score, each * min(count, NEWEST))
+            )
+            for peer_id, model, arm, round_, count, unanswered, score, each in rows
         ]
+        best = sorted(found, key=lambda one: (-one.at_least, -one.score, one.peer_id))[:most]
+        return [replace(one, specialties=self._passed(one.peer_id)) for one in best]
 
-    def _passed(self, peer_id: str, model: str) -> tuple[tuple[str, float], ...]:
+    def _passed(self, peer_id: str) -> tuple[tuple[str, float], ...]:
         rows = self._connection.execute(
-            "SELECT specialty, AVG(passed) FROM marks JOIN challenges ON challenge = id "
-            "WHERE peer_id = ? AND model = ? GROUP BY specialty ORDER BY specialty",
-            (peer_id, model),
+            "SELECT specialty, AVG(passed) FROM marks WHERE challenge IN "
+            "(SELECT id FROM challenges WHERE peer_id = ? ORDER BY sent_s DESC LIMIT ?) "
+            "GROUP BY specialty ORDER BY specialty",
+            (peer_id, NEWEST),
         )
         return tuple((str(specialty), float(share)) for specialty, share in rows)
 
@@ -252,6 +268,19 @@ class Book:
                 cursor.execute("ROLLBACK")
                 raise
             cursor.execute("COMMIT")
+
+
+def lower_bound(share: float, questions: int, peers: int) -> float:
+    """What a share of so many right answers says at least of the answerer, who is the best of so many (Wilson, 1927).
+
+    >>> [round(lower_bound(0.7, n, peers), 2) for n, peers in ((27, 1), (27, 60), (270, 60))]
+    [0.54, 0.4, 0.61]
+    """
+    if not questions:
+        return 0.0
+    z2 = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(peers, 1)) ** 2
+    spread = math.sqrt(z2 * share * (1 - share) / questions + z2 * z2 / (4 * questions**2))
+    return max(0.0, (share + z2 / (2 * questions) - spread) / (1 + z2 / questions))
 
 
 def _record(row: Sequence[object]) -> Record:
