@@ -4,6 +4,8 @@
     ├── ConfigError           a configuration that cannot be run: names the field, what was expected, what came
     ├── ModelError            a model directory that cannot be used
     ├── TaskError             an unknown task, or one whose data cannot be read
+    │   ├── OtherRelease      a question that another release of its dataset gave
+    │   └── OutOfBounds       a question that is larger, or of other settings, than is drawn for others
     ├── RunDirError           a run directory that cannot be written, read or resumed
     │   └── LogBehind         its checkpoint holds steps that its log has lost
     ├── EngineError           an engine that cannot do what was asked
@@ -41,6 +43,14 @@ class TaskError(ShoalError):
     """An unknown task, or one whose data cannot be read."""
 
     http_status = 409
+
+
+class OtherRelease(TaskError):
+    """A question that another release of its dataset gave."""
+
+
+class OutOfBounds(TaskError):
+    """A question that is larger, or of other settings, than is drawn for others."""
 
 
 class RunDirError(ShoalError):

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from shoal.errors import TaskError
+from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.types import Json, Receipt
 
 _PICTURES = (
@@ -63,6 +63,8 @@ HASH_SEED = "0"
 VERSION = importlib.metadata.version("reasoning-gym")  # the package's own __version__ is that of an older release
 
 MAX_INDEX = 1 << 16
+MOST_CONFIG_CHARACTERS = 4096
+MOST_NUMBER = 2**31
 
 _SEED_USED_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 _TRUTH_IN_METADATA = ("example_answer", "example_correct_answer", "possible_answer")
@@ -104,6 +106,40 @@ def config_json(name: str, params: Mapping[str, Json], level: int | None) -> str
     return config
 
 
+def check_bounds(name: str, config: str) -> None:
+    """Raises `TaskError`, an `OutOfBounds` for settings of somebody else that nothing is drawn with.
+
+    A setting may name a file that is read (spell_backward's words), so of words only those that the dataset has by
+    itself are let in. How large a question becomes is a matter of time and memory.
+    """
+    if len(config) > MOST_CONFIG_CHARACTERS:
+        raise OutOfBounds(
+            f"{name}: expected settings of at most {MOST_CONFIG_CHARACTERS} characters, got {len(config)}"
+        )
+    try:
+        given = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{name}: expected settings as JSON: {error}") from None
+    _refuse_unknown(name, given if isinstance(given, dict) else {})
+    known = set(_leaves([list(_fields(name)), *(default for _, default in _fields(name).values())]))
+    for value in _leaves(given):
+        if isinstance(value, str) and value not in known:
+            raise OutOfBounds(f"{name}: expected no words in settings but the dataset's own, got {value[:80]!r}")
+        if isinstance(value, int | float) and not abs(value) <= MOST_NUMBER:  # also of NaN
+            raise OutOfBounds(f"{name}: expected numbers up to {MOST_NUMBER} in settings, got {value!r}"[:200])
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Numbers, words and whatever else stands in lists and tables, their keys too."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
 def entry_of(receipt: Receipt) -> Entry:
     """The item that a receipt stands for: item `index` of a fresh dataset of that seed and configuration.
 
@@ -112,7 +148,7 @@ def entry_of(receipt: Receipt) -> Entry:
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
         raise TaskError("questions are only reproducible in a process started with PYTHONHASHSEED=0")
     if receipt.dataset_version != VERSION:
-        raise TaskError(f"{receipt.dataset}: drawn with reasoning-gym {receipt.dataset_version}, here is {VERSION}")
+        raise OtherRelease(f"{receipt.dataset}: drawn with reasoning-gym {receipt.dataset_version}, here is {VERSION}")
     if not (0 <= receipt.seed < 2**32 and 0 <= receipt.index < MAX_INDEX):
         raise TaskError(f"{receipt.dataset}: expected a seed below 2**32 and an index below {MAX_INDEX}, got {receipt}")
     dataset = _seeded(receipt)

@@ -280,6 +280,15 @@ class SwarmConfig(Section):
         description="What peers' answers are compared with: their group, or the node's own mean in such tasks (skill); "
         "negative advantages as they are (as in SAPO), 0 (drop), or by how likely the text is here (weight).",
     )
+    datasets: Literal["mine", "any"] | list[str] = Field(
+        "mine",
+        description="Procedural tasks taken of peers: those that this node trains, with its own settings (mine); any "
+        "dataset with the peer's settings; or these datasets.",
+    )
+    draw_s: float = Field(5.0, gt=0, description="Seconds in which a peer's question must be drawn again.")
+    draw_characters: int = Field(
+        8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
+    )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
     reuse: int = Field(1, ge=1, description="How often one group of a peer may be trained.")
 

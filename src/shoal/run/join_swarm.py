@@ -9,7 +9,7 @@ from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.assemble_rollouts import own_scorer
 from shoal.run.plan import Prepared
-from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.claim_verification import Bounds, OwnTasks
 from shoal.swarm.external_share import most_external
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
@@ -45,7 +45,9 @@ async def joined(
         folder = run_dir / FOLDER
         identity = Identity.load(folder / "identity.pem")
         service = prepared.service
-        own = OwnTasks(service.services if isinstance(service, Mixture) else [service])
+        datasets = settings.datasets if isinstance(settings.datasets, str) else tuple(settings.datasets)
+        bounds = Bounds(datasets, settings.draw_s, settings.draw_characters)
+        own = OwnTasks(service.services if isinstance(service, Mixture) else [service], bounds)
         stack.callback(own.close)
         if apart and settings.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})

@@ -6,16 +6,20 @@ settings make a generator loop for ever, some generators print or run snippets, 
 """
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 import subprocess
 import threading
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
 from types import TracebackType
 
 import msgspec
 
 from shoal import wire
-from shoal.errors import TaskError
+from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.net.process import BlockingChild
 from shoal.types import Receipt, Split, Task
 
@@ -23,6 +27,14 @@ DRAW_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 # Stated here and not taken from `shoal.procedural`: importing that loads reasoning-gym.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@cache
+def libraries() -> str:
+    """What besides reasoning-gym's release may change a question: other ones may print it otherwise."""
+    names = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "sympy")]
+    system = [platform.machine(), " ".join(platform.libc_ver())]
+    return ", ".join([f"python {platform.python_version()}", *system, *names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,19 @@ class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
 
     spec: Spec
     receipt: Receipt
+    most_characters: int | None = None
+    """Of settings that somebody else chose: of question and truth together."""
+
+
+class Why(StrEnum):
+    """Why there is no question, where that makes a difference."""
+
+    OTHER_RELEASE = "other release"
+    OUT_OF_BOUNDS = "out of bounds"
+    ANY = "any"
+
+
+_ERRORS = {Why.OTHER_RELEASE: OtherRelease, Why.OUT_OF_BOUNDS: OutOfBounds, Why.ANY: TaskError}
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -75,6 +100,8 @@ class Reply(msgspec.Struct, frozen=True):
     split: Split | None = None
     """Of a `Redraw`: where the question belongs."""
     error: str = ""
+    why: Why = Why.ANY
+    """Of an error."""
 
 
 class Drawer:
@@ -84,11 +111,15 @@ class Drawer:
     with the thread that started it at the latest.
     """
 
-    def __init__(self, draw_timeout_s: float = DRAW_TIMEOUT_S) -> None:
-        """A draw that takes longer than `draw_timeout_s` is a `TaskError`: some settings never give a question."""
+    def __init__(self, draw_timeout_s: float = DRAW_TIMEOUT_S, *, boxed: bool = False) -> None:
+        """A draw that takes longer than `draw_timeout_s` is a `TaskError`: some settings never give a question.
+
+        A `boxed` child, which draws what others ask for, has bounded memory and writes no files.
+        """
         self._draw_timeout_s = draw_timeout_s
+        self._boxed = boxed
         self._turn = threading.Lock()
-        self._child: _Child | None = _Child()
+        self._child: _Child | None = _Child(boxed)
 
     def __enter__(self) -> "Drawer":
         return self
@@ -113,13 +144,14 @@ class Drawer:
         assert task is not None
         return task
 
-    def redraw(self, spec: Spec, receipt: Receipt) -> tuple[str, Task, Split]:
+    def redraw(self, spec: Spec, receipt: Receipt, most_characters: int | None = None) -> tuple[str, Task, Split]:
         """The raw question of a receipt, the task that `spec` makes of it, and the split it belongs to.
 
-        Raises `TaskError` when this process has another release of the dataset, or the receipt gives no question, and
-        `NoReply` when it cannot tell.
+        With `most_characters` the settings are somebody else's, and neither they nor the question may be any larger.
+        Raises `OtherRelease` or `OutOfBounds`, another `TaskError` when the receipt gives no question, and `NoReply`
+        when it cannot tell.
         """
-        reply = self._ask(Redraw(spec, receipt), spec.dataset)
+        reply = self._ask(Redraw(spec, receipt, most_characters), spec.dataset)
         assert reply.task is not None
         assert reply.split is not None
         return reply.question, reply.task, reply.split
@@ -144,7 +176,7 @@ class Drawer:
                 self._discard()
                 raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
-            raise TaskError(reply.error)
+            raise _ERRORS[reply.why](reply.error)
         return reply
 
     def _answer(self, frame: bytes) -> Reply:
@@ -156,7 +188,7 @@ class Drawer:
 
     def _running(self) -> "_Child":
         if self._child is None:
-            self._child = _Child()
+            self._child = _Child(self._boxed)
         return self._child
 
     def _discard(self) -> None:
@@ -168,9 +200,9 @@ class Drawer:
 class _Child(BlockingChild):
     """A running `python -m shoal.tasks.procedural_worker`."""
 
-    def __init__(self) -> None:
-        quiet = subprocess.DEVNULL
-        super().__init__("shoal.tasks.procedural_worker", [], {**os.environ, **ENVIRONMENT}, output=quiet)
+    def __init__(self, boxed: bool) -> None:
+        quiet, arguments = subprocess.DEVNULL, ["--boxed"] if boxed else []
+        super().__init__("shoal.tasks.procedural_worker", arguments, {**os.environ, **ENVIRONMENT}, output=quiet)
         self._ready = False
 
     def reply(self, frame: bytes, timeout_s: float) -> Reply:

@@ -2,17 +2,21 @@
 
 import argparse
 import json
+import resource
 import socket
+from pathlib import Path
 
 from shoal import procedural, wire
-from shoal.errors import TaskError
+from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.tasks.holdout import prompt, rewritten, split_of
-from shoal.tasks.procedural_client import Check, Draw, Redraw, Reply, Spec
+from shoal.tasks.procedural_client import Check, Draw, Redraw, Reply, Spec, Why
 from shoal.types import Receipt, Split, Task, seed_for
 
 EVAL_SHARE = 0.2
 MAX_ATTEMPTS = 256
+BOXED_BYTES = 1 << 30
+"""Memory of a process that draws what others ask for, beside what it has when it begins."""
 
 
 def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
@@ -39,9 +43,14 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
     raise TaskError(f"{spec.dataset}: {reason}")
 
 
-def redrawn(spec: Spec, receipt: Receipt) -> Reply:
-    """The question and the task of a receipt. Raises `TaskError`."""
+def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> Reply:
+    """The question and the task of a receipt, of settings within bounds if there are any. Raises `TaskError`."""
+    if most_characters is not None:
+        procedural.check_bounds(receipt.dataset, receipt.config)
     entry = procedural.entry_of(receipt)
+    size = len(entry.question) + len(entry.truth or "")
+    if most_characters is not None and size > most_characters:
+        raise OutOfBounds(f"{spec.dataset}: expected a question of at most {most_characters} characters, got {size}")
     question = rewritten(entry.question, spec.rewrite)
     messages = prompt(spec.system_prompt, question)
     task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
@@ -56,10 +65,23 @@ def reply_to(request: Check | Draw | Redraw) -> Reply:
             params = json.loads(request.params)
             return Reply(config=procedural.config_json(request.dataset, params, request.level))
         if isinstance(request, Redraw):
-            return redrawn(request.spec, request.receipt)
+            return redrawn(request.spec, request.receipt, request.most_characters)
         return Reply(task=drawn_task(request.spec, request.split, request.seed, request.index))
-    except TaskError as error:
-        return Reply(error=str(error))
+    except OtherRelease as error:
+        return Reply(error=str(error), why=Why.OTHER_RELEASE)
+    except OutOfBounds as error:
+        return Reply(error=str(error), why=Why.OUT_OF_BOUNDS)
+    except (TaskError, RecursionError, MemoryError) as error:
+        return Reply(error=str(error) or type(error).__name__)
+
+
+def box() -> None:
+    """Bounds what this process may take from now on."""
+    taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most_bytes = taken_bytes + BOXED_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
@@ -67,7 +89,11 @@ def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    with socket.socket(fileno=parser.parse_args().fd) as connection:
+    parser.add_argument("--boxed", action="store_true")
+    parsed = parser.parse_args()
+    if parsed.boxed:
+        box()
+    with socket.socket(fileno=parsed.fd) as connection:
         send_frame(connection, wire.encode(Reply()))
         serve(connection, lambda frame: [wire.encode(reply_to(_request(frame)))])
 

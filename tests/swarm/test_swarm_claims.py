@@ -1,0 +1,167 @@
+"""Which questions of peers a node draws, with whose settings, and why not."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal.interfaces import Claim, NotOurs
+from shoal.model.renderer_loading import load_renderer
+from shoal.reward.service import RewardService
+from shoal.swarm import offer as offers
+from shoal.swarm.claim_verification import Bounds, OwnTasks
+from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import Means
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.trust import Reason
+from shoal.tasks.library import Library
+from shoal.types import Receipt, Split, Task
+from until import until
+
+GCD = TaskConfig(name="gcd", system_prompt="Only the number.")
+SUMS = TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 4, "max_digits": 1})
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Library]:
+    with Library([GCD], 0) as library:
+        yield library
+
+
+@pytest.fixture(scope="module")
+def claims() -> list[Claim]:
+    """Of a specialist in sums."""
+    with Library([SUMS], 0) as theirs:
+        own = OwnTasks(theirs.services)
+        found = [asyncio.run(own.claim(theirs.draw(Split.TRAIN, i))) for i in range(8)]
+        own.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def anything(library: Library) -> Iterator[OwnTasks]:
+    own = OwnTasks(library.services, Bounds("any", characters=400))
+    yield own
+    own.close()
+
+
+def decided(own: OwnTasks, claim: Claim) -> Task | NotOurs:
+    return asyncio.run(own.task(claim))
+
+
+def with_settings(claim: Claim, dataset: str = "chain_sum", **settings: object) -> Claim:
+    assert claim.receipt is not None
+    return replace(claim, receipt=replace(claim.receipt, dataset=dataset, config=json.dumps(settings, sort_keys=True)))
+
+
+@pytest.mark.parametrize(
+    ("datasets", "taken"), [("mine", False), ("any", True), (("chain_sum",), True), (("leg_counting",), False)]
+)
+def test_a_node_draws_the_datasets_that_it_says(
+    library: Library, claims: list[Claim], datasets: object, taken: bool
+) -> None:
+    own = OwnTasks(library.services, Bounds(datasets))  # type: ignore[arg-type]  # one of several literals
+    found = decided(own, claims[0])
+    own.close()
+    if not taken:
+        assert found is NotOurs.UNKNOWN_TASK
+        return
+    assert isinstance(found, Task)
+    assert found.answer == claims[0].truth
+    assert [message.content for message in found.messages] == ["Only the number.", claims[0].question]
+
+
+def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:
+    with Library([SUMS.model_copy(update={"params": {"max_terms": 2}})], 0) as mine:
+        strict, open_ = OwnTasks(mine.services), OwnTasks(mine.services, Bounds(("chain_sum",)))
+        assert decided(strict, claims[0]) is NotOurs.UNKNOWN_TASK
+        assert isinstance(decided(open_, claims[0]), Task)
+        strict.close()
+        open_.close()
+
+
+def evil(path: Path) -> str:
+    return f"+__import__('pathlib').Path({str(path)!r}).touch() or 1+"
+
+
+def test_settings_of_peers_bring_no_words_no_files_and_no_sizes(
+    anything: OwnTasks, claims: list[Claim], tmp_path: Path
+) -> None:
+    touched = tmp_path / "executed"
+    (tmp_path / "secret.txt").write_text("secret words of this machine")
+    for claim in (
+        with_settings(claims[0], "basic_arithmetic", operators=[evil(touched)]),
+        with_settings(claims[0], "spell_backward", data_file=str(tmp_path / "secret.txt")),
+        with_settings(claims[0], "figlet_font", static_font="../../etc/passwd"),
+        with_settings(claims[0], max_terms=2**40),
+        with_settings(claims[0], min_terms=300, max_terms=300),
+        with_settings(claims[0], max_terms=[1] * 2000),
+    ):
+        assert decided(anything, claim) is NotOurs.OUT_OF_BOUNDS, claim.receipt
+    for claim in (with_settings(claims[0], "no_such_dataset"), with_settings(claims[0], no_such_setting=1)):
+        assert decided(anything, claim) is NotOurs.NOT_DRAWN
+    nested = replace(claims[0], receipt=replace(claims[0].receipt or Receipt("", "", "", 0, 0), config="[" * 4000))
+    assert decided(anything, nested) is NotOurs.NOT_DRAWN
+    assert not touched.exists()
+    assert isinstance(decided(anything, claims[0]), Task)
+
+
+def test_a_question_that_takes_too_much_time_or_memory_is_none(library: Library, claims: list[Claim]) -> None:
+    own = OwnTasks(library.services, Bounds("any", draw_s=2.0))
+    huge = with_settings(claims[0], "rotate_matrix", min_n=30_000, max_n=30_000)
+    assert decided(own, huge) in (NotOurs.TIMED_OUT, NotOurs.NOT_DRAWN, NotOurs.OUT_OF_BOUNDS)
+    assert isinstance(decided(own, claims[0]), Task)
+    own.close()
+
+
+def test_a_receipt_that_comes_out_otherwise_is_a_lie_only_where_the_libraries_are_the_same(
+    anything: OwnTasks, claims: list[Claim]
+) -> None:
+    assert decided(anything, replace(claims[0], truth="7000")) is NotOurs.WRONG_TRUTH
+    assert decided(anything, replace(claims[0], question="1 + 1 =")) is NotOurs.WRONG_QUESTION
+    other = replace(claims[0], libraries="python 2.7, numpy 1.0")
+    assert isinstance(decided(anything, other), Task)
+    for claim in (replace(other, truth="7000"), replace(other, question="1 + 1 =")):
+        assert decided(anything, claim) is NotOurs.OTHER_LIBRARIES
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
+    library: Library, claims: list[Claim], tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    async def main() -> None:
+        hub, specialist = MemoryHub(), Identity.fresh()
+        own = OwnTasks(library.services, Bounds("any"))
+        theirs, seal = hub.join(), Seal(specialist, "reef", session=1)
+        async with RewardService(RewardConfig()) as scorer:
+            means = Means(hub.join(), own, load_renderer(tiny_model_dir), scorer, 1024, "tiny")
+            node = Node(means, SwarmConfig(external_groups=4, take="uniform"), Identity.fresh(), tmp_path)
+            running = asyncio.ensure_future(node.run())
+            lie = replace(claims[4], truth="7000", libraries="python 2.7")
+            for claim in (*claims[:4], lie):
+                rollouts = (OfferedRollout(claim.truth or ""), OfferedRollout("no"))
+                made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
+                frame = seal.frame(Kind.OFFER, offers.encode(made), time.time())
+                await theirs.publish(Kind.OFFER, specialist.peer_id, frame)
+            await until(lambda: node.ready == 4 and node.door.refused[Reason.OTHER_LIBRARIES] == 1)
+            groups = await node.external_groups(0, logprobs)
+            assert {group.task.service for group in groups} == {"chain_sum"}
+            assert sorted(one.reward.value for group in groups for one in group.rollouts)[-4:] == [1.0] * 4
+            assert len(groups) == 4  # at the first step, of an author whom nobody knows
+            assert specialist.peer_id not in node.door.banned
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        own.close()
+
+    asyncio.run(main())
