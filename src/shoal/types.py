@@ -8,7 +8,7 @@ tokenizers), `Sample`s are not (token ids and logprobs belong to one tokenizer).
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -192,6 +192,8 @@ class Reward:
     status: RewardStatus = RewardStatus.SCORED
     parts: tuple[tuple[str, float], ...] = ()
     evidence: str = ""
+    is_repeatable: bool = field(default=True, repr=False, compare=False)
+    """False for a score that a busy machine may have caused, such as a program's timeout: it is not kept."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
@@ -10,12 +9,11 @@ import pytest
 
 from shoal.checker import Code
 from shoal.reward import code
-from shoal.reward.code import Job, Run, code_of, equal, reward, verdicts
+from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
 from shoal.reward.code_runner import Boxes
-from shoal.reward.in_sandbox.driver import EXITED
 from shoal.reward.service import CodeScorer
 from shoal.sandbox.backends import why_not
-from shoal.sandbox.program import Rung
+from shoal.sandbox.program import Ended, Finished, Rung
 from shoal.types import Json, Reward, RewardStatus, Task
 
 T = TypeVar("T")
@@ -126,11 +124,6 @@ def rung(request: pytest.FixtureRequest) -> Rung:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_program_passes_by_cheating_and_honest_ones_beside_it_pass(kind: str, rung: Rung) -> None:
-    if rung is Rung.LANDLOCK and kind != "call":
-        rewards = scored(KINDS[kind], [ADD], rung=rung)
-        assert rewards[0].status is RewardStatus.FAILED
-        assert "install bubblewrap" in rewards[0].evidence
-        return
     answers = [program for cheat in CHEATS.values() for program in (cheat, ADD)]
     rewards = scored(KINDS[kind], answers, Code(timeout_s=1.0), rung)
     assert dict(zip(CHEATS, values(rewards)[::2], strict=True)) == dict.fromkeys(CHEATS, 0.0)
@@ -162,37 +155,37 @@ def test_partial_credit_is_the_share_of_tests_passed() -> None:
         assert values(scored(tests, [only_small, ADD], Code(partial=True))) == [0.5, 1.0]
 
 
-def test_tests_see_classes_errors_arguments_changed_in_place_and_printed_text() -> None:
+def test_tests_see_values_errors_arguments_changed_in_place_and_printed_text() -> None:
     program = """
-class TooMany(Exception): pass
+class TooMany(ValueError): pass
 LIMIT = 2
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, item):
-        if len(self.items) == LIMIT: raise TooMany("full")
-        self.items.append(item)
-    def __len__(self): return len(self.items)
 def double(items):
     for i in range(len(items)): items[i] *= 2
 def hello(): print("hi")
 def divide(a, b): return a / b
+def push(items, item):
+    if len(items) == LIMIT: raise TooMany("full")
+    return [*items, item]
 def pairs(n): return {(i, str(i)) for i in range(n)}
+def squares(n): return (i * i for i in range(n))
 """
     tests: list[Json] = [
         {
             "pytest": """
+import unittest
 import pytest
 import solution
-from solution import Stack, TooMany, divide, double, hello, pairs
+from solution import divide, double, hello, pairs, push, squares
 
-def test_stack():
-    stack = Stack()
-    stack.push(1)
-    stack.push([2])
-    assert len(stack) == solution.LIMIT
-    assert stack.items == [1, [2]]
-    with pytest.raises(TooMany, match="full"):
-        stack.push(3)
+@pytest.fixture
+def items():
+    return [1]
+
+def test_errors(items):
+    items = push(items, [2])
+    assert len(items) == solution.LIMIT
+    with pytest.raises(ValueError, match="full"):
+        push(items, 3)
 
 @pytest.mark.parametrize("n", [0, 3])
 def test_pairs(n):
@@ -207,14 +200,87 @@ def test_printed(capsys):
     hello()
     assert capsys.readouterr().out == "hi\\n"
 
-def test_builtin_error():
-    with pytest.raises(ZeroDivisionError):
-        divide(1, 0)
+def test_iterators():
+    assert list(squares(3)) == [0, 1, 4]
+
+@pytest.mark.xfail
+def test_wrong(): assert divide(4, 2) == 3
+
+class Division(unittest.TestCase):
+    def setUp(self): self.zero = 0
+    def test_zero(self):
+        with self.assertRaises(ZeroDivisionError): divide(1, self.zero)
+
+class TestSetUp:
+    def setup_method(self): self.two = 2
+    def test_half(self): assert divide(3, self.two) == 1.5
 """
         }
     ]
     (reward,) = scored(tests, [program], Code(timeout_s=10.0))
-    assert (reward.value, reward.evidence, reward.parts[1]) == (1.0, "", ("tests", 6.0))
+    assert (reward.value, reward.evidence, reward.parts[1]) == (1.0, "", ("tests", 8.0))
+
+
+CANNOT = {
+    "async": ("async def test_a(): assert f(1) == 1", "coroutine"),
+    "generator": ("def test_a(): yield f(1)", "generator"),
+    "class": ("def test_a(): assert solution.Stack().pop() == 1", "Stack looks like a class"),
+    "no program": ("def test_a(): assert True", "imports from solution"),
+    "fixture": ("def test_a(nowhere): assert f(1) == 1", "nowhere"),
+    "function": ("def test_a(): assert f(lambda: 1) == 1", "no plain value"),
+    "module": ("import no_such_module\ndef test_a(): assert f(1) == 1", "no_such_module"),
+    "skipped": ("import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1", "no test"),
+    "syntax": ("def test_a(: pass", "expected Python"),
+}
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_tests_that_cannot_be_judged_are_refused_with_a_sentence(kind: str) -> None:
+    text, words = CANNOT[kind]
+    head = "" if kind == "no program" else "import solution\nfrom solution import *\n"
+    (reward,) = scored([{"pytest": head + text}], ["def f(x): return x"])
+    assert (reward.status, words in reward.evidence) == (RewardStatus.FAILED, True), reward
+
+
+DODGES = {
+    "an iterator handed back": ("def test_a(): assert f(f(1)) == 1", "def f(x): yield x"),
+    "a value that breaks the collecting": ("X = f(1) + 1\ndef test_a(): assert f(1) == 1", "def f(x): return 'a'"),
+    "nothing there": ("def test_a(): assert f(1) == 1", "def g(x): return 1"),
+    "raises at import": ("def test_a(): assert f(1) == 1", "1 / 0"),
+    "leaves at import": ("def test_a(): assert f(1) == 1", "import os; os._exit(0)"),
+    "an object": ("def test_a(): assert f(1) == 1", "def f(x): return object()"),
+    "a deep value": (
+        "def test_a(): assert f(1) == 1",
+        "def f(x):\n    y = []\n    for _ in range(400): y = [y]\n    return y",
+    ),
+    "a large value": ("def test_a(): assert f(1) == 1", "def f(x): return [1] * 10 ** 6"),
+    "raises what skips": (
+        "def test_a(): assert f(1) == 1",
+        "class Skipped(BaseException): pass\ndef f(x): raise Skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize("dodge", DODGES)
+def test_no_program_makes_its_tests_unjudgeable(dodge: str) -> None:
+    text, program = DODGES[dodge]
+    assert values(scored([{"pytest": f"from solution import f\n{text}"}], [program])) == [0.0]
+
+
+SHADOWS = ("set", "abs", "sorted", "len", "str", "round", "range", "all", "isinstance", "math", "approx")
+
+
+def test_no_name_of_a_program_replaces_what_a_test_means_by_it() -> None:
+    """The tests use builtins and imports; the program defines functions of the same names that say yes."""
+    uses = "abs(f(1)) == 2 and sorted(f(1)) and len(f(1)) == 2 and str(f(1)) == 'x' and round(f(1)) == 9 and all(f(1))"
+    tests: list[Json] = [{"code": "import math\nassert set(f(1)) == set((1, 2))"}, {"code": f"assert {uses}"}]
+    file: list[Json] = [
+        {"pytest": "from pytest import approx\nfrom solution import *\ndef test_a(): assert set(f(1)) == set((1, 2))"},
+        {"pytest": "from pytest import approx\nfrom solution import *\ndef test_a(): assert f(1) == approx(2)"},
+    ]
+    yes = "".join(f"def {name}(*_): return ()\n" for name in SHADOWS)
+    programs = [f"{yes}def f(x): return ()", f"{yes}def f(x): return '2'"]
+    assert values(scored(tests, programs) + scored(file, programs)) == [0.0] * 4
 
 
 def test_nothing_of_one_program_is_left_for_the_next(rung: Rung) -> None:
@@ -235,10 +301,8 @@ def add(a, b):
     looks = (
         "import os\nname = 'left' in os.listdir('.') or os.path.exists('deep')\ndef add(a, b): return a + b + name\n"
     )
-    began_s = time.monotonic()
     rewards = scored(CALLS, [leaves, looks, leaves, looks], rung=rung)
     assert values(rewards) == [1.0] * 4, rewards
-    assert time.monotonic() - began_s < 2.0  # nobody waited for what it left
 
 
 def test_two_that_hang_do_not_change_the_verdict_of_a_hundred_honest_ones() -> None:
@@ -306,7 +370,8 @@ def test_a_value_equals_what_the_test_expects(value: object, expected: object, i
 )
 def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_else(line: bytes) -> None:
     tests = code.tests_in('{"tests": [{"call": "f", "returns": {"a": 1}}, {"call": "f", "returns": 0.5}]}')
-    found = verdicts(Job("call", b"", (b"",), 1.0, 1, parts=2), tests, [Run(EXITED, 0, (line + b"\n") * 2, b"")], 1e-9)
+    run = Finished(Ended.EXITED, 0, None, (line + b"\n") * 2, b"", 0.1, 0.1, Rung.NAMESPACES)
+    found = verdicts(Job("call", "", (b"",), 1.0, 1, tests=2), tests, Runs((run,)), 1e-9)
     assert len(found) == 2
     assert reward(found, partial=True).value == 0.0
 

@@ -13,7 +13,7 @@ MOST = 1 << 16
 
 
 class RewardCache:
-    """The most recently used rewards of checkers that answer the same every time. Only scored ones are kept."""
+    """The most recently used rewards of checkers that answer the same every time. Only repeatable scores are kept."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -35,8 +35,8 @@ class RewardCache:
         return reward
 
     def put(self, key: bytes, reward: Reward) -> None:
-        """Keeps a scored reward; the one that was used least recently makes room."""
-        if reward.status is RewardStatus.SCORED:
+        """Keeps a repeatable score; the one that was used least recently makes room."""
+        if reward.status is RewardStatus.SCORED and reward.is_repeatable:
             self._rewards[key] = reward
             if len(self._rewards) > self._most:
                 self._rewards.popitem(last=False)

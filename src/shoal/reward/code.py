@@ -1,13 +1,14 @@
 """Programs scored by unit tests: what is run of a program, and what its output says about each test. Pure.
 
-Expected values stay here; a program can print what it likes and has to print what is right.
+Expected values stay out of the program's sandbox: it can print what it likes and has to print what is right.
 """
 
-import ast
 import json
+import marshal
 import math
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,60 +16,87 @@ import msgspec
 
 from shoal import checker
 from shoal.checker import UnitTest
-from shoal.reward.in_sandbox.driver import EXITED, SIGNALLED, TIMED_OUT
+from shoal.errors import TaskError
+from shoal.reward.questions import file_names, snippet_names, test_count
+from shoal.sandbox.program import Ended, Finished
 from shoal.types import Reward, RewardStatus
 
 OUTPUT_BYTES = 1 << 16
 """That a program may print beyond twice what is expected."""
 PYTEST_START_S = 10.0
+PYTEST_MEMORY_BYTES = 512 << 20
+WALL = 3.0
+"""Seconds that may pass for one of processor time, with `WALL_START_S` on top: others use the processors too."""
+WALL_START_S = 2.0
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
+
+
+def _never(number: int, finished: Finished) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, and what it is run with: one run per input, in order."""
+    """A program, and what it is run with, each time in a sandbox of its own."""
 
     kind: str
-    """`stdin`, `call`, `code` or `pytest`."""
-    program: bytes
+    """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has tests."""
+    program: str
     inputs: tuple[bytes, ...]
-    timeout_s: float
+    """Of a `judge` job, one: the tests."""
+    cpu_s: float
+    """Processor time of one test."""
     memory_bytes: int
-    parts: int = 1
-    """Lines that one run gives; each has `timeout_s`."""
-    extra_s: float = 0.0
+    tests: int = 1
+    """In one run."""
+    needs_pytest: bool = False
     limit: int = OUTPUT_BYTES
     """Bytes of output."""
-    stop: bool = False
-    """Whether inputs after one that the program fails at are left out."""
-    needs_packages: bool = False
+    is_decided: Callable[[int, Finished], bool] = _never
+    """Whether no more inputs are tried after this run of that one."""
 
     @property
-    def longest_s(self) -> float:
-        """Of all its runs together."""
-        return len(self.inputs) * (self.timeout_s * self.parts + self.extra_s)
+    def total_s(self) -> float:
+        """Processor time of one run, all its tests together."""
+        return self.cpu_s * self.tests + (PYTEST_START_S if self.needs_pytest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of one input."""
+class Runs:
+    """What came of a job: how each run of the program ended, and of a `judge` job how the tests' sandbox did."""
 
-    status: int
-    """As in `inside.driver`."""
-    code: int
-    """The exit code, or minus the signal."""
-    out: bytes
-    err: bytes
+    program: tuple[Finished, ...]
+    judge: Finished | None = None
 
-    @property
-    def why(self) -> str:
-        """Why it did not end well; empty when it did."""
-        said = self.err.decode(errors="replace").strip().splitlines()[-1:]
-        if self.status == EXITED:
-            return (said[0] if said else f"exit code {self.code}") if self.code else ""
-        if self.status == TIMED_OUT:
-            return "timed out"
-        return f"ended by signal {-self.code}" if self.status == SIGNALLED else "printed too much"
+
+def wall_s(cpu_s: float) -> float:
+    """How long may pass while a program uses so much processor time."""
+    return WALL_START_S + WALL * cpu_s
+
+
+def is_late(finished: Finished) -> bool:
+    """Whether a program ran out of time."""
+    out_of_time = (Ended.KILLED_WALL, Ended.KILLED_CPU)
+    return finished.ended in out_of_time or (finished.ended is Ended.SIGNALLED and finished.signal in _LATE_SIGNALS)
+
+
+def is_repeatable(finished: Finished) -> bool:
+    """Whether it would end the same on a busier machine, or a quieter one: not where only the clock ran out."""
+    by_clock = finished.ended is Ended.SIGNALLED and finished.signal == signal.SIGALRM
+    return finished.ended is not Ended.KILLED_WALL and not by_clock
+
+
+def why_not(finished: Finished) -> str:
+    """Why a program did not end well; empty when it did."""
+    if is_late(finished):
+        return "timed out"
+    if finished.ended is Ended.EXITED:
+        said = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return (said[0] if said else f"exit code {finished.exit_code}") if finished.exit_code else ""
+    if finished.ended is Ended.SIGNALLED:
+        return f"ended by signal {finished.signal}"
+    return "printed too much" if finished.ended is Ended.KILLED_OUTPUT else finished.ended.value.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +105,7 @@ class Verdict:
 
     why: str = ""
     name: str = ""
+    is_repeatable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +133,8 @@ def tests_in(info: str) -> tuple[UnitTest, ...]:
 
 
 def examination(spec: checker.Code, tests: Sequence[UnitTest], answer: str) -> Examination:
-    """What to run to find out whether the answer's program passes the tests."""
-    program = spec.template.replace("{answer}", code_of(answer)).encode(errors="replace")
+    """What to run to find out whether the answer's program passes the tests. Raises `TaskError`."""
+    program = spec.template.replace("{answer}", code_of(answer))
     kinds: dict[str, list[UnitTest]] = {}
     for test in tests:
         kinds.setdefault(_kind(test), []).append(test)
@@ -126,62 +155,71 @@ def _kind(test: UnitTest) -> str:
     )
 
 
-def _job(spec: checker.Code, kind: str, program: bytes, tests: Sequence[UnitTest]) -> Job:
-    job = Job(kind, program, (), spec.timeout_s, spec.memory_mb << 20)
-    match kind:
-        case "stdin":
-            inputs = tuple((test.stdin or "").encode() for test in tests)
-            expected = max(len(test.stdout or "") for test in tests)
-            return replace(job, inputs=inputs, limit=OUTPUT_BYTES + 2 * expected, stop=not spec.partial)
-        case "call":
-            cases = [{"call": test.call, "args": test.args, "kwargs": test.kwargs} for test in tests]
-            expected = sum(len(msgspec.json.encode(test.returns)) for test in tests)
-            return replace(
-                job, inputs=(msgspec.json.encode(cases),), parts=len(tests), limit=OUTPUT_BYTES + 4 * expected
-            )
-        case "code":
-            texts = [test.code for test in tests]
-            return replace(job, inputs=(msgspec.json.encode(texts),), parts=len(tests))
+def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest]) -> Job:
+    memory_bytes = spec.memory_mb << 20
+    if kind == "stdin":
+        return Job(
+            "stdin",
+            program,
+            tuple((test.stdin or "").encode() for test in tests),
+            spec.timeout_s,
+            memory_bytes,
+            limit=OUTPUT_BYTES + 2 * max(len(test.stdout or "") for test in tests),
+            is_decided=lambda i, run: is_late(run) or (not spec.partial and bool(_printed(tests[i], run).why)),
+        )
+    times = (spec.timeout_s, wall_s(spec.timeout_s))
+    if kind == "call":
+        requests = [(test.call, test.args, test.kwargs) for test in tests]
+        expected = sum(len(msgspec.json.encode(test.returns)) for test in tests)
+        given = b"".join(map(marshal.dumps, (times, *requests)))
+        limit = OUTPUT_BYTES + 4 * expected
+        return Job("call", program, (given,), spec.timeout_s, memory_bytes, len(tests), limit=limit)
+    if kind == "code":
+        snippets = [(test.code, snippet_names(test.code or "")) for test in tests]
+        given = marshal.dumps({"times": times, "snippets": snippets})
+        return Job("judge", program, (given,), spec.timeout_s, memory_bytes, len(tests))
     text = tests[0].pytest or ""
-    needed, count = _pytest_needs(text)
-    tree = {"text": text, "needs_pytest": needed}
-    extra_s = PYTEST_START_S if needed else 0.0
-    memory = max(job.memory_bytes, 512 << 20) if needed else job.memory_bytes
-    return replace(
-        job,
-        inputs=(msgspec.json.encode(tree),),
-        parts=max(count, 1),
-        extra_s=extra_s,
-        needs_packages=needed,
-        memory_bytes=memory,
-    )
+    given = marshal.dumps({"times": times, "file": text, "names": file_names(text)})
+    return Job("judge", program, (given,), spec.timeout_s, memory_bytes, test_count(text), needs_pytest=True)
 
 
-def _pytest_needs(text: str) -> tuple[bool, int]:
-    """Whether a test file needs pytest itself, and how many tests it has."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return True, 1
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    has_fixtures = any(argument.arg != "self" for function in functions for argument in function.args.args)
-    return has_fixtures or "pytest" in text, len(functions)
+def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) -> list[Verdict]:
+    """One for each test that the job decides; of a pytest file, one for each test that pytest ran.
 
-
-def verdicts(job: Job, tests: Sequence[UnitTest], runs: Sequence[Run], tolerance: float) -> list[Verdict]:
-    """One for each test that the job decides; of a pytest file, one for each of its test functions."""
+    Raises `TaskError` when the tests cannot be judged.
+    """
     match job.kind:
         case "stdin":
-            ended = [_printed(test, run) for test, run in zip(tests, runs, strict=False)]
+            ended = [_printed(test, run) for test, run in zip(tests, runs.program, strict=False)]
             return ended + [Verdict("not run: an earlier test failed")] * (len(tests) - len(ended))
         case "call":
-            lines = _lines(runs)
-            said = [_returned(test, line, tolerance) for test, line in zip(tests, lines, strict=False)]
-            return said + [Verdict(_why(runs))] * (len(tests) - len(said))
-    told = _lines(runs)
-    found = [Verdict(str(line.get("why", "?")), str(line.get("name", ""))) for line in told if "end" not in line]
-    is_whole = len(found) < len(told) and bool(found)
-    return found if is_whole else [*found, *[Verdict(_why(runs))] * max(job.parts - len(found), 1)]
+            (run,) = runs.program
+            said = [_returned(test, line, tolerance) for test, line in zip(tests, _lines(run), strict=False)]
+            return said + [_missing(run)] * (len(tests) - len(said))
+    return _judged(job, runs)
+
+
+def _judged(job: Job, runs: Runs) -> list[Verdict]:
+    """What the tests' sandbox said, which the program cannot reach."""
+    assert runs.judge is not None
+    lines = _lines(runs.judge)
+    found = [Verdict(str(line["why"]), str(line["name"])) for line in lines if "name" in line]
+    last = lines[-1] if lines else {}
+    if "refused" in last:
+        raise TaskError(f"these tests cannot be judged: {last['refused']}")
+    if "end" not in last:
+        if runs.judge.ended in (Ended.EXITED, Ended.SIGNALLED) and not is_late(runs.judge):
+            raise TaskError(f"the tests' process ended by itself: {why_not(runs.judge) or 'without a word'}")
+        return [*found, *[_missing(runs.judge)] * max(job.tests - len(found), 1)]
+    late = next(filter(is_late, runs.program), None)
+    if late is None or is_repeatable(late):
+        return found
+    return [replace(verdict, is_repeatable=not verdict.why) for verdict in found]
+
+
+def _missing(run: Finished) -> Verdict:
+    """On a test that a run gave nothing for."""
+    return Verdict(why_not(run) or "the program ended before this test", is_repeatable=is_repeatable(run))
 
 
 def reward(found: Sequence[Verdict], *, partial: bool) -> Reward:
@@ -198,13 +236,15 @@ def reward(found: Sequence[Verdict], *, partial: bool) -> Reward:
         label = failed[1].name or f"test {failed[0]}"
         evidence = f"{label} of {len(found)}: {failed[1].why}"[:500]
     parts = (("tests_passed", float(passed)), ("tests", float(len(found))))
-    return Reward(share if partial else float(passed == len(found)), RewardStatus.SCORED, parts, evidence)
+    value = share if partial else float(passed == len(found))
+    is_repeatable = all(verdict.is_repeatable for verdict in found)
+    return Reward(value, RewardStatus.SCORED, parts, evidence, is_repeatable)
 
 
-def _printed(test: UnitTest, run: Run) -> Verdict:
-    if run.why:
-        return Verdict(run.why)
-    given, expected = (_trimmed(text) for text in (run.out.decode(errors="replace"), test.stdout or ""))
+def _printed(test: UnitTest, run: Finished) -> Verdict:
+    if why := why_not(run):
+        return Verdict(why, is_repeatable=is_repeatable(run))
+    given, expected = (_trimmed(text) for text in (run.stdout.decode(errors="replace"), test.stdout or ""))
     return Verdict() if given == expected else Verdict(f"expected {_short(test.stdout)}, printed {_short(given)}")
 
 
@@ -215,7 +255,7 @@ def _trimmed(text: str) -> list[str]:
 
 def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Verdict:
     if "v" not in line:
-        return Verdict(str(line.get("e", "?"))[:300])
+        return Verdict(str(line.get("e") or "no value came")[:300])
     try:  # the line may be of the program's own making
         if equal(line["v"], test.returns, tolerance):
             return Verdict()
@@ -225,7 +265,7 @@ def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Verd
 
 
 def equal(value: object, expected: object, tolerance: float) -> bool:
-    """Whether a value as `inside.values` wrote it is the one that a test's JSON says. A tuple counts as a list.
+    """Whether a value as `in_sandbox.solution` wrote it is the one that a test's JSON says. A tuple counts as a list.
 
     Of what nothing wrote that way, it raises what Python does: see `_returned`.
 
@@ -258,20 +298,15 @@ def equal(value: object, expected: object, tolerance: float) -> bool:
     return type(value) is type(expected) and value == expected
 
 
-def _lines(runs: Sequence[Run]) -> list[dict[str, object]]:
+def _lines(run: Finished) -> list[dict[str, object]]:
     """The whole lines of a run that are JSON objects with one meaning; what follows a wrong one counts for nothing."""
     found: list[dict[str, object]] = []
-    for line in (runs[0].out if runs else b"").split(b"\n")[:-1]:
+    for line in run.stdout.split(b"\n")[:-1]:
         try:
             found.append(msgspec.json.decode(line, type=dict[str, object]))
         except (msgspec.MsgspecError, ValueError, RecursionError):
             break
     return found
-
-
-def _why(runs: Sequence[Run]) -> str:
-    """Why a run gave no verdict on a test."""
-    return (runs[0].why if runs else "") or "the program ended before this test"
 
 
 def _short(value: object) -> str:

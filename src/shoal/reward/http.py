@@ -26,11 +26,12 @@ class Scored(msgspec.Struct, frozen=True):
     status: RewardStatus
     parts: list[tuple[str, float]]
     evidence: str
+    is_repeatable: bool = True
 
     @property
     def reward(self) -> Reward:
         """As the rest of Shoal knows it."""
-        return Reward(self.value, self.status, tuple(self.parts), self.evidence)
+        return Reward(self.value, self.status, tuple(self.parts), self.evidence, self.is_repeatable)
 
 
 class ScoreReply(msgspec.Struct, frozen=True):
@@ -41,4 +42,6 @@ class ScoreReply(msgspec.Struct, frozen=True):
 
 def reply_of(rewards: list[Reward]) -> ScoreReply:
     """The reply that gives these rewards."""
-    return ScoreReply([Scored(one.value, one.status, list(one.parts), one.evidence) for one in rewards])
+    return ScoreReply(
+        [Scored(one.value, one.status, list(one.parts), one.evidence, one.is_repeatable) for one in rewards]
+    )

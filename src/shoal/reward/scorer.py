@@ -34,6 +34,9 @@ WALL_PER_CPU = 8.0
 """How much longer than its processor time an answer may take; then it is the machine that stands still."""
 RETRIES = 1
 """How often an answer whose worker died is given to another one."""
+START_RETRIES = 4
+START_DELAY_S = 0.25
+"""Before the first of them; doubled each time."""
 RECYCLE_AFTER = 20_000
 """Answers that a worker scores before it is replaced."""
 WINDOW = 4096
@@ -261,8 +264,7 @@ class WorkerScorer:
         """The slot's worker, started when there is none."""
         await self._reap()
         if slot.worker is None:
-            worker = _Worker(self._log, self._rung)
-            await worker.__aenter__()
+            worker = await self._started()
             try:
                 await worker.receive(START_TIMEOUT_S)
             except BaseException as error:
@@ -275,6 +277,19 @@ class WorkerScorer:
             slot.started += 1
             slot.scored = 0
         return slot.worker
+
+    async def _started(self) -> "_Worker":
+        """A new worker's process. A machine out of processes or descriptors is asked again, but not for ever."""
+        for attempt in range(START_RETRIES + 1):
+            worker = _Worker(self._log, self._rung)
+            try:
+                await worker.__aenter__()
+                break
+            except OSError as error:
+                if attempt == START_RETRIES:
+                    raise ChildDied(f"a reward worker could not be started: {error}") from None
+                await asyncio.sleep(START_DELAY_S * 2**attempt)
+        return worker
 
     def _recycle(self, slot: _Slot, answers: int) -> None:
         """Ends a worker that has scored many answers: what their libraries keep of each adds up."""

@@ -52,23 +52,27 @@ class CodeScorer:
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. A program that hangs, crashes or breaks a limit has failed its tests."""
         assert isinstance(spec, checker.Code)
-        tests = code.tests_in(task.info)
-        examinations = [code.examination(spec, tests, answer) for answer in answers]
         try:
-            runs = iter(await self._boxes.run([job for one in examinations for job in one.jobs]))
-        except SandboxUnavailable as error:
+            tests = code.tests_in(task.info)
+            examinations = [code.examination(spec, tests, answer) for answer in answers]
+        except TaskError as error:
             return [_failed(error)] * len(answers)
-        return [
-            code.reward(
-                [
-                    verdict
-                    for job, decided in zip(one.jobs, one.tests, strict=True)
-                    for verdict in code.verdicts(job, decided, next(runs), spec.tolerance)
-                ],
-                partial=spec.partial,
-            )
-            for one in examinations
-        ]
+        runs = iter(await self._boxes.run([job for one in examinations for job in one.jobs]))
+        return [self._reward(spec, one, [next(runs) for _ in one.jobs]) for one in examinations]
+
+    def _reward(
+        self, spec: checker.Code, examination: code.Examination, runs: Sequence[code.Runs | SandboxUnavailable]
+    ) -> Reward:
+        """A failure where a sandbox failed, or where the tests cannot be judged."""
+        verdicts: list[code.Verdict] = []
+        for job, decided, outcome in zip(examination.jobs, examination.tests, runs, strict=True):
+            if isinstance(outcome, SandboxUnavailable):
+                return _failed(outcome)
+            try:
+                verdicts += code.verdicts(job, decided, outcome, spec.tolerance)
+            except TaskError as error:
+                return _failed(error)
+        return code.reward(verdicts, partial=spec.partial)
 
 
 class RewardService:

@@ -38,8 +38,19 @@ def runtime() -> tuple[str, ...]:
 
 @cache
 def installed_packages() -> tuple[Path, ...]:
-    """The folders that installed packages are imported from."""
-    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    """The folders that installed packages are imported from, those of PYTHONPATH and of .pth files included."""
+    sites = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    return package_folders(sys.path, sites, os.environ.get("PYTHONPATH", ""))
+
+
+def package_folders(path: Sequence[str], sites: Sequence[str], python_path: str) -> tuple[Path, ...]:
+    """Of a `sys.path`, the folders that the user named or installed into: not the current one, nor the script's.
+
+    Python puts what a .pth file names behind the folder that the file lies in.
+    """
+    first = next((number for number, folder in enumerate(path) if folder in sites), len(path))
+    named = [os.path.abspath(folder) for folder in python_path.split(os.pathsep) if folder]
+    folders = dict.fromkeys([*named, *sites, *path[first:]])
     return tuple(Path(folder) for folder in folders if os.path.isdir(folder))
 
 

@@ -8,6 +8,7 @@ It tells the main process through a pipe: `{"child-pid": N}`, the first process,
 `ended STATUS CPU_S`, in wait(2)'s terms; or `failed WHY`, when there can be no program.
 """
 
+import _signal  # type: ignore[import-not-found]  # as signal, without the milliseconds
 import os
 import resource
 import sys
@@ -101,6 +102,7 @@ def _be_first_process(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
             _be_program(wanted, files)
         except OSError as error:
             _fail(wanted, error)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # a first process hears what it handles only
     _close_all_but(wanted.status_fd, 0)  # the program's pipes are the program's alone: others wait for their end
     while True:
         pid, status = os.waitpid(-1, 0)
@@ -137,11 +139,11 @@ def _be_program(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
     if alone:
         landlock.restrict(wanted.readable, wanted.folder)
     kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid() if alone else None))
-    _tell(wanted, "started")
     environment = dict(entry.split("=", 1) for entry in wanted.environment)
+    _tell(wanted, "started")
     try:
         os.execve(wanted.argv[0], wanted.argv, environment)
-    except OSError as error:
+    except FileNotFoundError as error:
         os.write(2, f"{wanted.argv[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND)
 

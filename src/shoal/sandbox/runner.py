@@ -1,10 +1,14 @@
 """Runs programs on the strongest sandbox of this machine."""
 
 import asyncio
+import contextlib
 import os
+import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from shoal.errors import SandboxUnavailable
 from shoal.sandbox import backends
 from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
 from shoal.sandbox.launch_spec import NONE, Plan
@@ -26,20 +30,32 @@ def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -
     return run_on(backends.rung() if rung is None else rung, program, limits)
 
 
-async def run_async(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
-    """`run` in a thread; when cancelled, the program is gone before this returns."""
-    stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    try:
-        chosen = await asyncio.to_thread(backends.rung) if rung is None else rung
-        running = asyncio.ensure_future(asyncio.to_thread(run_on, chosen, program, limits, stop))
+async def run_async(
+    program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None, channel: socket.socket | None = None
+) -> Finished:
+    """`run` in a thread of its own; when cancelled, the program is gone before this returns.
+
+    A `channel` becomes the program's standard input, and is closed here.
+    """
+
+    def work() -> Finished:
+        return run_on(backends.rung() if rung is None else rung, program, limits, stop, channel)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            stack.callback(os.close, stop)
+            thread = ThreadPoolExecutor(1, "sandbox")  # not asyncio's own, where others would wait for this program
+            stack.callback(thread.shutdown, wait=False)
+            running = asyncio.get_running_loop().run_in_executor(thread, work)
+        except (OSError, RuntimeError) as error:  # no descriptor, no thread
+            raise SandboxUnavailable(f"no sandbox could be started: {error}") from None
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             os.eventfd_write(stop, 1)
             await asyncio.wait([running])
             raise
-    finally:
-        os.close(stop)
 
 
 def confined(

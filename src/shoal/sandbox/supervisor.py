@@ -7,6 +7,7 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -32,10 +33,13 @@ _CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
 
 
-def run_on(rung: Rung, program: Program, limits: Limits, stop: int | None = None) -> Finished:
+def run_on(
+    rung: Rung, program: Program, limits: Limits, stop: int | None = None, channel: socket.socket | None = None
+) -> Finished:
     """Runs a program to its end, or until the eventfd `stop` is written to.
 
-    Raises `SandboxUnavailable` when there can be no such sandbox, `ValueError` for files beyond the limit.
+    A `channel` becomes its standard input, and is closed here. Raises `SandboxUnavailable` when there can be no such
+    sandbox, `ValueError` for files beyond the limit.
     """
     size_bytes = sum(map(len, program.all_files.values()))
     if size_bytes > limits.file_bytes:
@@ -43,25 +47,42 @@ def run_on(rung: Rung, program: Program, limits: Limits, stop: int | None = None
             f"Program.files: expected at most {limits.file_bytes} bytes (Limits.file_bytes), got {size_bytes}"
         )
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_work_folder()) if rung is Rung.LANDLOCK else WORK_FOLDER
-        files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
-        stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
-        status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        stack.callback(os.close, status_fd)
-        with contextlib.ExitStack() as theirs:
-            theirs.callback(os.close, their_status_fd)
-            info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
-            theirs.callback(os.close, info_fd)
-            process = subprocess.Popen(
-                boxed(_plan(rung, program, limits, folder, their_status_fd, files_fd), info_fd),
-                stdin=stdin_fd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={PARENT: str(os.getpid())},
-                pass_fds=(their_status_fd, info_fd, files_fd),
-                start_new_session=True,
-            )
-        return stack.enter_context(_Watch(process, limits, rung, folder, status_fd, stop)).finished()
+        try:
+            return stack.enter_context(_started(stack, rung, program, limits, stop, channel)).finished()
+        except OSError as error:  # no process, no descriptor, no memory, no space
+            raise SandboxUnavailable(f"the {rung.value} sandbox failed: {error}") from None
+
+
+def _started(
+    stack: contextlib.ExitStack,
+    rung: Rung,
+    program: Program,
+    limits: Limits,
+    stop: int | None,
+    channel: socket.socket | None,
+) -> "_Watch":
+    """Starts the launcher; the stack ends what it needs. Raises `OSError`."""
+    folder = stack.enter_context(_work_folder()) if rung is Rung.LANDLOCK else WORK_FOLDER
+    files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
+    stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
+    status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    stack.callback(os.close, status_fd)
+    with contextlib.ExitStack() as theirs:
+        theirs.callback(os.close, their_status_fd)
+        if channel is not None:
+            theirs.enter_context(channel)
+        info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        theirs.callback(os.close, info_fd)
+        process = subprocess.Popen(
+            boxed(_plan(rung, program, limits, folder, their_status_fd, files_fd), info_fd),
+            stdin=stdin_fd if channel is None else channel.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={PARENT: str(os.getpid())},
+            pass_fds=(their_status_fd, info_fd, files_fd),
+            start_new_session=True,
+        )
+    return _Watch(process, limits, rung, folder, status_fd, stop)
 
 
 @contextlib.contextmanager
@@ -139,7 +160,12 @@ class _Watch:
     cpu_s: float = 0.0
 
     def __enter__(self) -> "_Watch":
-        self.launcher = os.pidfd_open(self.process.pid)
+        try:
+            self.launcher = os.pidfd_open(self.process.pid)
+        except OSError:
+            self.process.kill()
+            self.process.communicate()
+            raise
         if self.rung is Rung.LANDLOCK:
             self.first, self.first_pid = self.launcher, self.process.pid
         for stream in (self.process.stdout, self.process.stderr):
@@ -178,6 +204,8 @@ class _Watch:
         if self.rung is Rung.LANDLOCK:
             return self._finished(status, usage.ru_utime + usage.ru_stime, wall_s)
         report = _ENDED.search(self.said)
+        if report is None and self.started_s is not None and not (self.ended or self.stopped):
+            raise SandboxUnavailable(f"the {self.rung.value} sandbox was ended from outside")
         status, cpu_s = (int(report[1]), float(report[2])) if report else (int(signal.SIGKILL), self.cpu_s)
         return self._finished(status, cpu_s, wall_s)
 

@@ -1,0 +1,126 @@
+"""Tests read before they are run: which names they take from the program, and whether they can be judged. Pure.
+
+A test's names come from its own text. What it binds itself, and Python's builtins, never come from the program, so that
+no program can put a function of its own where the test means another one.
+"""
+
+import ast
+import builtins
+from collections.abc import Iterator
+from functools import lru_cache
+
+from shoal.errors import TaskError
+
+MODULE = "solution"
+_BUILTIN = frozenset(dir(builtins))
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@lru_cache(maxsize=512)
+def snippet_names(text: str) -> tuple[str, ...]:
+    """The names that statements take from the program. Raises `TaskError` when they cannot be judged.
+
+    >>> snippet_names("import math\\nassert math.isclose(mean([1, 2]), max(1, 1.5))")
+    ('mean',)
+    """
+    names = _free(_parsed(text, "code"))
+    if not names:
+        raise TaskError(f"expected a test that uses a function of the program, got {text[:60]!r}")
+    return _functions(names)
+
+
+@lru_cache(maxsize=512)
+def file_names(text: str) -> tuple[str, ...]:
+    """The names that a test file takes from the program. Raises `TaskError` when it cannot be judged.
+
+    >>> file_names("from solution import *\\nfrom pytest import approx\\ndef test_a(): assert half(3) == approx(1.5)")
+    ('half',)
+    """
+    tree = _parsed(text, "pytest")
+    imported = tuple(_imported(tree))
+    if not imported:
+        raise TaskError("pytest: expected a file that imports from solution")
+    _functions(imported)
+    for where, test in _tests(tree):
+        own_loop = any(isinstance(base, ast.Name | ast.Attribute) and "Async" in ast.unparse(base) for base in where)
+        if (isinstance(test, ast.AsyncFunctionDef) and not own_loop) or _is_generator(test):
+            raise TaskError(f"pytest: {test.name} is a coroutine or a generator, which pytest does not run by itself")
+    named = (name for name in imported if name not in ("", "*"))
+    return tuple(dict.fromkeys((*named, *(_functions(_free(tree)) if "*" in imported else ()))))
+
+
+@lru_cache(maxsize=512)
+def test_count(text: str) -> int:
+    """How many tests a file has in its text, at least one."""
+    return max(sum(1 for _ in _tests(_parsed(text, "pytest"))), 1)
+
+
+def _parsed(text: str, kind: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TaskError(f"{kind}: expected Python: {error}") from None
+
+
+def _functions(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises `TaskError` for what looks like a class: its objects stay in the program's sandbox."""
+    for name in names:
+        if name[:1].isupper() and not name.isupper():
+            raise TaskError(
+                f"expected tests that call functions; {name} looks like a class of the program, whose objects do not "
+                'leave its sandbox: test methods with {"call": "Class.method", "args": [...], "returns": ...}'
+            )
+    return names
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """What a file takes from the program, `*` for all."""
+    aliases = {MODULE}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == MODULE:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import) and any(alias.name == MODULE for alias in node.names):
+            aliases |= {alias.asname for alias in node.names if alias.name == MODULE and alias.asname}
+            yield ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield node.attr
+
+
+def _tests(tree: ast.Module) -> Iterator[tuple[list[ast.expr], ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every test function, with the base classes of the class that it is in."""
+    for node in tree.body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        yield from ((bases, one) for one in inner if isinstance(one, _FUNCTION) and one.name.startswith("test"))
+
+
+def _is_generator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it yields itself; functions inside of it may."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, (*_FUNCTION, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+    return False
+
+
+def _free(tree: ast.Module) -> tuple[str, ...]:
+    """The names that are used, and neither bound anywhere in the text nor builtins; in order."""
+    used: dict[str, None] = {}
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used[name] = None
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.alias(name=name, asname=alias):
+                bound.add((alias or name).partition(".")[0])
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                bound.add(name)
+    return tuple(name for name in used if name not in bound | _BUILTIN and not name.startswith("__"))
