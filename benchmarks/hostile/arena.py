@@ -1,6 +1,7 @@
 """What hostile programs reach for, and whether they got it."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,8 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.hostile.corpus import Case, Verdict
-from shoal.sandbox.program import Ended, Finished, Limits, Program
+from benchmarks.hostile.judged import HONEST as HONEST_WITH_TESTS
+from benchmarks.hostile.judged import JUDGED, TESTS
+from shoal.checker import Code
+from shoal.reward.code_runner import Boxes
+from shoal.reward.service import CodeScorer
+from shoal.sandbox.program import Ended, Finished, Limits, Program, Rung
+from shoal.types import RewardStatus, Task
 
+AT_ONCE = 2
 SECRET = "the secret of the run"
 EXPECTED = b"42\n"
 """What a right answer to the task prints; the task is to double the number that is read."""
@@ -124,6 +132,21 @@ def faults(case: Case, finished: Finished) -> list[str]:
     if finished.ok and finished.stdout == EXPECTED:
         found.append("it passed for a right answer")
     return found
+
+
+async def unjust(kind: str, rung: Rung | None = None) -> list[str]:
+    """What is wrong with how wrong programs and the right ones between them were scored, one sentence each."""
+    cases = [case for case in JUDGED if case.kind == kind]
+    answers = [HONEST_WITH_TESTS[kind], *(text for case in cases for text in (case.source, HONEST_WITH_TESTS[kind]))]
+    names = ["the first", *(name for case in cases for name in (case.name, f"after {case.name}"))]
+    task = Task("hostile", "hostile", (), None, json.dumps({"tests": TESTS[kind]}))
+    async with contextlib.aclosing(Boxes(AT_ONCE, rung)) as boxes:
+        rewards = await CodeScorer(boxes).score_by(Code(timeout_s=0.5, memory_mb=128), task, answers)
+    return [
+        f"{name}: {reward}"
+        for number, (name, reward) in enumerate(zip(names, rewards, strict=True))
+        if reward.status is not RewardStatus.SCORED or reward.value != float(number % 2 == 0)
+    ]
 
 
 def run_bare(source: str, folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Every hostile program is contained on every rung of this machine, and honest ones beside it are unharmed."""
 
+import asyncio
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,10 @@ from benchmarks.hostile.arena import (
     limits_of,
     outside,
     run_bare,
+    unjust,
 )
 from benchmarks.hostile.corpus import CASES, Case
+from benchmarks.hostile.judged import JUDGED, TESTS
 from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Program, Rung
 from shoal.sandbox.runner import run
@@ -41,6 +44,16 @@ def honest(rung: Rung) -> list[str]:
 def test_there_are_enough_cases_and_each_has_a_name() -> None:
     assert len(CASES) >= 60
     assert len({case.name for case in CASES}) == len(CASES)
+    assert len({case.source for case in JUDGED}) >= 35
+    assert len({case.name for case in JUDGED}) == len(JUDGED)
+
+
+@pytest.mark.parametrize("kind", TESTS)
+@pytest.mark.parametrize("rung", list(Rung), ids=lambda rung: str(rung.value))
+def test_no_wrong_program_gets_or_spoils_a_reward_and_right_ones_beside_it_get_theirs(rung: Rung, kind: str) -> None:
+    if why_not(rung):
+        pytest.skip(f"{rung.value}: {why_not(rung)}")
+    assert asyncio.run(unjust(kind, rung)) == []
 
 
 @pytest.mark.parametrize("rung", list(Rung), ids=lambda rung: str(rung.value))

@@ -33,7 +33,8 @@ def main():
     failed = ""
     try:
         with open("solution.py", "rb") as file:
-            exec(compile(file.read(), "solution.py", "exec"), module.__dict__)
+            program = file.read()
+        exec(compile(program, "solution.py", "exec"), module.__dict__)
     except BaseException as error:
         failed = words(error)
         if not is_judged:
