@@ -67,6 +67,7 @@ _RESULTS_BEFORE = [
         "take_results_from_frames",
         """
 import sys
+calls = []
 def search(value, depth=0):
     if depth > 4: return
     if isinstance(value, (list, tuple)):
@@ -78,7 +79,9 @@ def double(x):
     frame = sys._getframe()
     while frame:
         for found in search(list(frame.f_locals.values()) + list(frame.f_globals.values())):
-            import json; return json.loads(found.splitlines()[0])['v']
+            import json
+            calls.append(x)
+            return json.loads(found.splitlines()[len(calls) - 1])['v']
         frame = frame.f_back
 pair = double
 """,

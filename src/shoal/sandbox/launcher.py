@@ -143,7 +143,7 @@ def _be_program(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
     _tell(wanted, "started")
     try:
         os.execve(wanted.argv[0], wanted.argv, environment)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:
         os.write(2, f"{wanted.argv[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND)
 
