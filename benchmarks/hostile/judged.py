@@ -74,7 +74,7 @@ def search(value, depth=0):
         for one in value: yield from search(one, depth + 1)
     elif isinstance(value, dict):
         for one in list(value.values()): yield from search(one, depth + 1)
-    elif isinstance(value, (bytes, bytearray)) and b'"v"' in bytes(value): yield bytes(value)
+    elif isinstance(value, (bytes, bytearray)) and value.startswith(b'{"' + b'v": '): yield bytes(value)
 def double(x):
     frame = sys._getframe()
     while frame:
