@@ -67,8 +67,27 @@ def test_evaluations_and_events_are_never_left_out() -> None:
             {"kind": "eval", "step": 1, "time_s": 0.2, "sampled": 0.5, "greedy": None, "questions": 64},
         ]
     )
-    assert lines[0] == "held-out accuracy after 0 steps: sampled 0.250, greedy 0.500"
-    assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out accuracy after 1 steps: sampled 0.500"]
+    assert lines[0] == "held-out after 0 steps: full marks sampled 0.250, greedy 0.500"
+    assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out after 1 steps: full marks sampled 0.500"]
+
+
+def test_mean_rewards_stand_before_full_marks_which_partial_credit_never_reaches() -> None:
+    values = {"sampled": 0.0, "greedy": 0.0, "sampled_reward": 0.5, "greedy_reward": 0.625}
+    (line,) = plain_lines([{"kind": "eval", "step": 4, "time_s": 0.0, **values}])
+    assert line == (
+        "held-out after 4 steps: reward sampled 0.500, greedy 0.625; full marks sampled 0.000, greedy 0.000"
+    )
+
+
+def test_a_warning_stays_in_the_panel_when_other_events_come() -> None:
+    why = "scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)"
+    events: list[Record] = [
+        {"kind": "event", "name": "rollout_failed", "time_s": 0.0, "reason": why},
+        {"kind": "event", "name": "prometheus", "time_s": 0.0, "url": "http://127.0.0.1:1"},
+    ]
+    last = shown_on_a_terminal(events).rpartition("╭")[2]
+    assert "prometheus" in last
+    assert "ZeroDivisionError" in last
 
 
 def test_numbers_that_are_missing_are_dashes() -> None:

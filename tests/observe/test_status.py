@@ -53,6 +53,18 @@ def test_status_counts_every_group_of_every_task_and_names_reasons(tmp_path: Pat
     assert any("the service died" in line for line in status_lines(values))
 
 
+def test_status_says_why_rollouts_failed_and_that_a_run_learns_nothing(tmp_path: Path) -> None:
+    written_run(tmp_path)
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for reason in ("mine.py:2", "mine.py:9", "mine.py:2"):
+        tracker.write("event", {"name": "rollout_failed", "reason": reason})
+    tracker.write("event", {"name": "cannot_learn", "reason": "no group differs"})
+    tracker.close()
+    values = status(tmp_path)
+    assert values["warnings"] == ["mine.py:9", "mine.py:2", "no group differs"]
+    assert "warning: mine.py:9" in status_lines(values)
+
+
 def test_the_command_prints_a_line_per_task_or_one_json_object(tmp_path: Path) -> None:
     written_run(tmp_path)
     command = [sys.executable, "-m", "shoal.cli", "status", str(tmp_path)]

@@ -40,7 +40,8 @@ every_steps = 2
 """
 OUTCOME = {
     *("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "reward_first", "reward_last"),
-    *("wall_s", "steps", "samples_per_s", "staleness_max", "parity", "run_dir"),
+    *("eval_reward_before", "eval_reward_after"),
+    *("wall_s", "steps", "samples_per_s", "staleness_max", "parity", "run_dir", "warning"),
 }
 
 
@@ -82,9 +83,12 @@ def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: 
     assert report.consumed == 12
     assert (config.parent / "run" / "model" / "model.safetensors").is_file()
     assert (config.parent / "run" / "resolved.toml").is_file()
-    kinds = [json.loads(line)["kind"] for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert kinds.count("step") == 6
-    assert kinds.count("eval") >= 2
+    records = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    assert len(steps) == 6
+    assert sum(record["kind"] == "eval" for record in records) >= 2
+    taught_nothing = not any(step["informative_share"] for step in steps)
+    assert bool(outcome["warning"]) == taught_nothing == ("WARNING: no group of the last 6 steps" in done.stderr)
 
 
 def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(config: Path) -> None:
@@ -120,6 +124,22 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
     assert audit(config.parent / "run").ok
 
 
+def test_a_dry_run_calls_each_reward_once_and_names_the_line_that_fails(config: Path) -> None:
+    (config.parent / "mine.py").write_text("def boom(completions, **columns):\n    return [1 / 0]\n")
+    scorers = {
+        '{ name = "function", path = "mine:boom" }': "ZeroDivisionError: division by zero (mine.py:2 in boom)",
+        '{ name = "function", path = "mine:bom" }': "AttributeError",
+        '{ name = "function", path = "mine.py:boom" }': "'mine.py:boom' cannot be imported",
+    }
+    for scorer, why in scorers.items():
+        done = shoal(
+            "train", str(config), "--run_dir=run", "--dry-run", f"--tasks.0.scorer={scorer}", cwd=config.parent
+        )
+        assert done.returncode == 2, done.stdout
+        assert why in done.stderr
+        assert not (config.parent / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -128,6 +148,8 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
         (["--tasks.0.service=reasoning_gym", "--tasks.0.name=gdc"], "did you mean 'gcd'?"),
         (["--engine.max_model_len=6"], "expected prompts shorter than the model's context of 6 tokens"),
         (["--rollout.max_tokens=0"], "rollout.max_tokens"),
+        (["--rollout.max_tokens=5000"], "tokens of the model's context, got 5000"),
+        (["--rollout.group_size=1"], "rollout.group_size: expected at least 2 with train.advantage = 'grpo', got 1"),
         (["--run_dir=/proc/nowhere/run"], "/proc/nowhere/run cannot be written"),
         (["--run_dir=full"], "full exists already; resume it with --resume or choose another run_dir"),
         (["--resume"], "run holds no run to resume"),

@@ -17,7 +17,7 @@ from shoal.cli import rewards as rewards_commands
 from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
 from shoal.cli import task as task_commands
-from shoal.cli.output import JsonFlag, fail, show
+from shoal.cli.output import JsonFlag, fail, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
 
@@ -98,6 +98,8 @@ def train(
     with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.max_staleness) as progress:
         outcome = run_training(settings, resume=resume, listeners=[progress.update])
     show(asdict(outcome), json_)
+    if outcome.warning:
+        warn(outcome.warning)
 
 
 @app.command(name="eval", cls=WithSettings, epilog=HELP)

@@ -27,7 +27,15 @@ def show(values: dict[str, object], as_json: bool) -> None:
         return
     width = max(len(name) for name in values)
     for name, value in values.items():
+        if value == "":
+            continue
         print(f"{printable(name):<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
+
+
+def warn(sentence: str) -> None:
+    """A sentence on standard error between two rules: the last thing that a command says."""
+    rule = "!" * 80
+    typer.secho(f"{rule}\nWARNING: {printable(sentence)}\n{rule}", fg="yellow", bold=True, err=True)
 
 
 def fail(sentence: str, code: int) -> NoReturn:

@@ -355,6 +355,11 @@ class Config(Section):
                 f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
                 f"got {self.train.minibatches}"
             )
+        if self.rollout.group_size == 1 and self.train.advantage not in ("batch", "gae"):
+            raise ValueError(
+                f"rollout.group_size: expected at least 2 with train.advantage = {self.train.advantage!r}, got 1: it "
+                "compares the answers of a group, so that every advantage would be 0"
+            )
         if self.train.dynamic_sampling and self.train.advantage in ("batch", "gae"):
             raise ValueError(
                 "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups "

@@ -86,8 +86,10 @@ STEP_NAMES: Mapping[str, str] = {
     "peers": "Peers that are remembered.",
 }
 EVAL_NAMES: Mapping[str, str] = {
-    "sampled": "Share of the held-out questions answered with full marks, answers drawn as in training.",
+    "sampled": "Share of the held-out questions answered with full marks, answers sampled as in training.",
     "greedy": "The same, most likely token each time; null when not run.",
+    "sampled_reward": "Mean reward of the held-out questions, answers sampled as in training.",
+    "greedy_reward": "The same, most likely token each time; null when not run.",
     "questions": "How many held-out questions were asked.",
     "unscored": "Answers that the scorer could not score; they are left out of the shares.",
     "sampled/<task>": "`sampled` for one task.",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
+WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn"})
+"""Events that stay in the panel: the newest one says why nothing is learned."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 
@@ -67,6 +69,7 @@ class LiveProgress:
         self._first_eval: Record = {}
         self._last_eval: Record = {}
         self._event = "starting"
+        self._warning = ""
         self._rewards: deque[float] = deque(maxlen=4096)
         self._live: Live | None = None
 
@@ -96,6 +99,8 @@ class LiveProgress:
             self._first_eval = self._first_eval or record
         elif kind == "event":
             self._event = _event_text(record)
+            if record.get("name") in WARNINGS:
+                self._warning = self._event
         if self._live is not None:
             self._live.update(self._panel())
         else:
@@ -112,7 +117,7 @@ class LiveProgress:
             parts += [f"{name} {text}" for name, text in self._step_texts().items()]
             line = "  ".join(parts)
         elif kind == "eval":
-            line = f"held-out accuracy after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
+            line = f"held-out after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
         else:
             line = self._event
         self._stream.write(line + "\n")
@@ -151,6 +156,8 @@ class LiveProgress:
                 rows.add_row(name, Text(text))
         if self._last_eval:
             rows.add_row("held-out", Text(_eval_text(self._last_eval, since=self._first_eval)))
+        if self._warning:
+            rows.add_row("warning", Text(self._warning, style="bold yellow"))
         rows.add_row("last event", Text(self._event))
         return Panel(rows, title="Shoal", title_align="left", expand=False, padding=(0, 1))
 
@@ -167,13 +174,18 @@ def _form(record: Record, name: str, form: str) -> str:
 
 
 def _eval_text(record: Record, since: Record | None = None) -> str:
-    """Both scores of an evaluation, each after what it was at first when that is another evaluation."""
+    """Mean rewards, then full marks, each after what it was at first when that is another evaluation."""
     parts = []
-    for name in ("sampled", "greedy"):
-        if record.get(name) is not None:
-            before = f"{_form(since, name, '.3f')} → " if since is not None and since is not record else ""
-            parts.append(f"{name} {before}{_form(record, name, '.3f')}")
-    return ", ".join(parts)
+    for what, suffix in (("reward", "_reward"), ("full marks", "")):
+        scores = []
+        for how in ("sampled", "greedy"):
+            name = how + suffix
+            if record.get(name) is not None:
+                before = f"{_form(since, name, '.3f')} → " if since is not None and since is not record else ""
+                scores.append(f"{how} {before}{_form(record, name, '.3f')}")
+        if scores:
+            parts.append(f"{what} {', '.join(scores)}")
+    return "; ".join(parts)
 
 
 def _event_text(record: Record) -> str:

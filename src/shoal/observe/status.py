@@ -6,9 +6,11 @@ from pathlib import Path
 from shoal.errors import RunDirError
 from shoal.experience import task_counts
 from shoal.experience.log import FILE
+from shoal.observe.progress import WARNINGS
 from shoal.observe.report.records import RunRecords, read_run
 from shoal.types import EXTERNAL
 
+MOST_WARNINGS = 8
 LATELY = 20
 """Steps that rewards and rates are means of."""
 
@@ -46,6 +48,7 @@ def status(run_dir: Path) -> dict[str, object]:
         "staleness_mean": _lately(run, "staleness_mean"),
         "engine_busy": _lately(run, "engine_busy"),
         "trainer_busy": _lately(run, "trainer_busy"),
+        "warnings": _warnings(run),
         "ratio_changes": [event for event in run.events if event.get("name") == "ratio"],
         "tasks": tasks,
     }
@@ -61,6 +64,9 @@ def status_lines(values: dict[str, object]) -> list[str]:
         f"staleness {_number(values['staleness_mean'])}, "
         f"busy: engine {_number(values['engine_busy'])}, trainer {_number(values['trainer_busy'])}"
     ]
+    warnings = values["warnings"]
+    assert isinstance(warnings, list)
+    lines += [f"warning: {warning}" for warning in warnings]
     width = max((len(name) for name in tasks), default=0)
     for name, task in tasks.items():
         lines.append(
@@ -72,6 +78,12 @@ def status_lines(values: dict[str, object]) -> list[str]:
         for outcome in ("failed", "dropped"):
             lines += [f"{'':<{width}}  {outcome} {number}: {reason}" for reason, number in task[outcome].items()]
     return lines
+
+
+def _warnings(run: RunRecords) -> list[str]:
+    """What the run told of failures and of steps that teach nothing, each text once, the newest last."""
+    told = [str(event.get("reason")) for event in run.events if event.get("name") in WARNINGS]
+    return list(dict.fromkeys(reversed(told)))[:MOST_WARNINGS][::-1]
 
 
 def _lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:

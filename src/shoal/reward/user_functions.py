@@ -56,26 +56,31 @@ class FunctionScorer:
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. The deadline is for all of them together; queueing does not count."""
         assert isinstance(spec, checker.Function)
+        status, called = await self.called(spec, task, answers)
+        if status is not RewardStatus.SCORED:
+            return [Reward(0.0, status, evidence=called.error)] * len(answers)
+        return [
+            Reward(0.0, RewardStatus.FAILED, evidence=f"{spec.path} gave None") if value is None else Reward(value)
+            for value in called.values
+        ]
+
+    async def called(self, spec: checker.Function, task: Task, answers: Sequence[str]) -> tuple[RewardStatus, Called]:
+        """What the function gave, and whether it gave anything."""
         messages = [{"role": message.role.value, "content": message.content} for message in task.messages]
         call = wire.encode(Call(spec.path, messages, list(answers), task.answer, task.info))
         async with self._turns.setdefault(spec.path, asyncio.Lock()):
             for attempt in range(RETRIES + 1):
                 try:
                     called = await self._called(spec, call)
-                    break
+                    return (RewardStatus.FAILED if called.error else RewardStatus.SCORED), called
                 except TimeoutError:
                     why = f"{spec.path} gave no rewards within {spec.timeout_s:g} s"
-                    return [Reward(0.0, RewardStatus.TIMED_OUT, evidence=why)] * len(answers)
+                    return RewardStatus.TIMED_OUT, Called(error=why)
                 except (ChildDied, WireError) as error:
                     await self._end(spec.path)
                     if attempt == RETRIES:
-                        return [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
-        if called.error:
-            return [Reward(0.0, RewardStatus.FAILED, evidence=called.error)] * len(answers)
-        return [
-            Reward(0.0, RewardStatus.FAILED, evidence=f"{spec.path} gave None") if value is None else Reward(value)
-            for value in called.values
-        ]
+                        return RewardStatus.FAILED, Called(error=str(error))
+        raise AssertionError
 
     async def _called(self, spec: checker.Function, call: bytes) -> Called:
         child = self._children.get(spec.path)

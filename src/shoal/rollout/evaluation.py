@@ -1,53 +1,86 @@
-"""Accuracy on held-out questions, sampled as in training and greedy."""
+"""Held-out questions: mean reward and share of full marks, sampled as in training and greedy."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from statistics import fmean
 
 from shoal.interfaces import Purpose, Runner
-from shoal.types import RewardStatus, Task
+from shoal.types import RewardStatus, Rollout, Task
 
 CORRECT = 1.0 - 1e-9
 """reasoning-gym gives partial credit for near misses; only a full reward counts as correct."""
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """How many of the questions were answered correctly, as shares of those that were scored."""
+class Scores:
+    """One answer to each question, those left out that no scorer judged."""
 
-    overall: float
-    """nan when no answer was scored."""
+    full_marks: float
+    """Share of the answers whose reward is full; nan when no answer was scored."""
+    reward: float
+    """Mean; nan when no answer was scored."""
     by_task: Mapping[str, float]
+    """Shares of full marks."""
+    unscored: Mapping[str, int]
+    """Answers that no scorer judged, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The same questions, answered twice."""
+
+    sampled: Scores
+    greedy: Scores
     questions: int
-    failed: int
-    """Answers that no scorer judged; they are not in the shares."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """By the names of `metrics.EVAL_NAMES`."""
+        return {
+            "sampled": self.sampled.full_marks,
+            "greedy": self.greedy.full_marks,
+            "sampled_reward": self.sampled.reward,
+            "greedy_reward": self.greedy.reward,
+            "questions": self.questions,
+            "unscored": sum(self._unscored.values()),
+            **{f"sampled/{name}": value for name, value in self.sampled.by_task.items()},
+            **{f"greedy/{name}": value for name, value in self.greedy.by_task.items()},
+        }
+
+    @property
+    def failure(self) -> str:
+        """The most common reason of answers that no scorer judged; empty when all were."""
+        return next((reason for reason, _ in self._unscored.most_common(1)), "")
+
+    @property
+    def _unscored(self) -> Counter[str]:
+        return Counter(self.sampled.unscored) + Counter(self.greedy.unscored)
 
 
-async def accuracy(tasks: Sequence[Task], runner: Runner, purpose: Purpose) -> Accuracy:
-    """One rollout of each task."""
-    values = await asyncio.gather(*(_correct(runner, task, purpose) for task in tasks))
-    by_task: dict[str, list[bool]] = defaultdict(list)
-    for task, value in zip(tasks, values, strict=True):
-        if value is not None:
-            by_task[task.service].append(value)
-    scored = [value for value in values if value is not None]
-    return Accuracy(
-        overall=sum(scored) / len(scored) if scored else nan,
-        by_task={name: sum(hits) / len(hits) for name, hits in by_task.items()},
-        questions=len(tasks),
-        failed=len(tasks) - len(scored),
+async def evaluation(tasks: Sequence[Task], runner: Runner) -> Evaluation:
+    """One rollout of each task sampled as in training, then one greedy."""
+    return Evaluation(
+        await scores(tasks, runner, Purpose.SAMPLED), await scores(tasks, runner, Purpose.GREEDY), len(tasks)
     )
 
 
-async def _correct(runner: Runner, task: Task, purpose: Purpose) -> bool | None:
-    (rollout,) = await runner.rollouts(task, 1, purpose)
-    if rollout.reward.status is not RewardStatus.SCORED:
-        return None
-    return rollout.reward.value >= CORRECT
+async def scores(tasks: Sequence[Task], runner: Runner, purpose: Purpose) -> Scores:
+    """One rollout of each task."""
+    rollouts = [rollout for (rollout,) in await asyncio.gather(*(runner.rollouts(one, 1, purpose) for one in tasks))]
+    scored = [(task, one) for task, one in zip(tasks, rollouts, strict=True) if _is_scored(one)]
+    by_task: dict[str, list[bool]] = defaultdict(list)
+    for task, rollout in scored:
+        by_task[task.service].append(rollout.reward.value >= CORRECT)
+    return Scores(
+        full_marks=fmean(rollout.reward.value >= CORRECT for _, rollout in scored) if scored else nan,
+        reward=fmean(rollout.reward.value for _, rollout in scored) if scored else nan,
+        by_task={name: fmean(hits) for name, hits in by_task.items()},
+        unscored=Counter(one.reason or one.reward.evidence for one in rollouts if not _is_scored(one)),
+    )
 
 
-async def accuracies(tasks: Sequence[Task], runner: Runner) -> tuple[Accuracy, Accuracy]:
-    """Accuracy sampled as in training, and greedy."""
-    return await accuracy(tasks, runner, Purpose.SAMPLED), await accuracy(tasks, runner, Purpose.GREEDY)
+def _is_scored(rollout: Rollout) -> bool:
+    return rollout.reward.status is RewardStatus.SCORED

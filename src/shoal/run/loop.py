@@ -27,10 +27,11 @@ from shoal.interfaces import Engine, EngineInfo, Runner
 from shoal.observe.metrics import Trackers
 from shoal.reward.binary_scorer import FULL
 from shoal.rollout.concurrency import Concurrency
-from shoal.rollout.evaluation import accuracies
+from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import scorer_values
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
+from shoal.run.learning import Learning
 from shoal.run.totals import Totals
 from shoal.swarm.external import external_rows
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
@@ -80,6 +81,7 @@ class TrainLoop:
         self._parts = parts
         self._config = parts.config
         self._returns = returns_of(parts.config.train, parts.config.rollout.max_tokens)
+        self.learning = Learning(self._returns, parts.config.train.advantage not in ("batch", "gae"))
         self.first_step = first_step
         self.version = version
         self.totals = Totals()
@@ -144,21 +146,12 @@ class TrainLoop:
             await asyncio.sleep(POLL_S)
 
     async def evaluate(self, steps_done: int) -> None:
-        """Held-out accuracy, sampled as in training and greedy."""
-        tasks = self._parts.eval_tasks
-        sampled, greedy = await accuracies(tasks, self._parts.runner)
-        self.totals.evals.append((sampled.overall, greedy.overall))
-        self._parts.trackers.log_eval(
-            steps_done,
-            {
-                "sampled": sampled.overall,
-                "greedy": greedy.overall,
-                "questions": len(tasks),
-                "unscored": sampled.failed + greedy.failed,
-                **{f"sampled/{name}": value for name, value in sampled.by_task.items()},
-                **{f"greedy/{name}": value for name, value in greedy.by_task.items()},
-            },
-        )
+        """Held-out questions, sampled as in training and greedy."""
+        evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner)
+        self.totals.evals.append(evaluated.values)
+        self._parts.trackers.log_eval(steps_done, evaluated.values)
+        if evaluated.failure:
+            self._parts.trackers.log_event("rollout_failed", reason=evaluated.failure)
 
     async def replay(self, record: StepRecord) -> None:
         """Trains a step that the log has but the checkpoint has not, on the same groups, and pushes as it did.
@@ -211,6 +204,8 @@ class TrainLoop:
             )
             parts.swarm.remember(SPLIT_FILE, self._split.state())
         parts.trackers.log(step + 1, values)
+        if self.learning.stepped([*groups, *external]):
+            parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
 
     def _chosen(self) -> tuple[int, list[Ready]]:
         """How many groups of peers a step wants, and what they offer of use to it; none without a swarm."""

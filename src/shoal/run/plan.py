@@ -1,5 +1,6 @@
 """What a configuration will do, checked before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +19,10 @@ from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.checks import check_start
 from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
 from shoal.run.model_files import kv_bytes_per_token, number_in, parameter_count, settings_of, shapes_of
+from shoal.run.probe import check_functions, check_scores, judges
 from shoal.sandbox import backends
 from shoal.tasks.games.repair import Repair
-from shoal.tasks.games.seeded_game import DrawnGame
 from shoal.tasks.library import Library, library_of
-from shoal.tasks.remote_protocol import Capability
-from shoal.tasks.remote_tasks import RemoteService
-from shoal.tasks.sdk import Definition
 from shoal.types import Split
 
 PROBED_TASKS = 64
@@ -49,7 +47,7 @@ class Prepared:
 
 
 @contextmanager
-def prepare(config: Config, *, trains: bool = True) -> Iterator[Prepared]:
+def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterator[Prepared]:
     """Checks everything that can be checked without an engine. Raises a `ShoalError` and leaves nothing behind."""
     devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
     model_dir = _model_directory(config.model.path)
@@ -63,25 +61,24 @@ def prepare(config: Config, *, trains: bool = True) -> Iterator[Prepared]:
         if not config.reward.urls:
             _check_sandbox(service)
         longest = _longest_prompt(service, renderer, max_model_len)
+        if config.rollout.max_tokens > max_model_len:
+            raise ConfigError(
+                f"rollout.max_tokens: expected at most the {max_model_len} tokens of the model's context, "
+                f"got {config.rollout.max_tokens}"
+            )
+        asyncio.run(check_functions(service.services))
+        if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
+            asyncio.run(check_scores(service.services))
         yield Prepared(model_dir, renderer, service, max_model_len, longest, agents, devices)
 
 
 def _check_sandbox(service: Library) -> None:
     """Raises `SandboxUnavailable` when programs are to be run and this machine has no place for them."""
     tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
-    own = {one.name for one in service.services if _judges(one)}
+    own = {one.name for one in service.services if judges(one)}
     repairs = any(isinstance(one, Repair) for one in service.services)
     if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
         backends.rung()
-
-
-def _judges(service: TaskService) -> bool:
-    """Whether a service says itself what its rollouts are worth."""
-    if isinstance(service, DrawnGame):
-        return True
-    return isinstance(service, RemoteService | Definition) and (
-        service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)
-    )
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:
@@ -103,7 +100,7 @@ def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int
 def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
     """What a run would do, for `--dry-run`. Raises what the run would."""
     check_start(config, resume=resume)
-    with prepare(config) as prepared:
+    with prepare(config, dry=True) as prepared:
         return _plan(config, prepared)
 
 

@@ -1,10 +1,12 @@
 """Sums of a run over its steps, those of earlier processes included."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 
 from shoal.observe.metrics import Record
+
+EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
 
 
 @dataclass(slots=True)
@@ -15,7 +17,7 @@ class Totals:
     staleness_max: int = 0
     """Of the groups that were consumed."""
     rewards: list[float] = field(default_factory=list)  # one per step
-    evals: list[tuple[float, float]] = field(default_factory=list)  # sampled and greedy accuracy, in order
+    evals: list[Mapping[str, float]] = field(default_factory=list)  # as `EVALS` names them, in order
 
     @classmethod
     def earlier(cls, records: Iterable[Record], steps: int) -> "Totals":
@@ -29,7 +31,7 @@ class Totals:
             if record["kind"] == "step":
                 of_step[step] = record
             elif record["kind"] == "eval":
-                totals.evals.append((_known(record, "sampled"), _known(record, "greedy")))
+                totals.evals.append({name: _known(record, name) for name in EVALS})
         totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
         totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
         return totals

@@ -28,7 +28,7 @@ from shoal.experience import Buffer, RunMeta
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.net.process import Child, cores
 from shoal.observe.metrics import Record, Trackers, read_records, trackers_of
-from shoal.rollout.evaluation import accuracies
+from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.checks import check_start
@@ -58,6 +58,9 @@ class Outcome:
     accuracy_after: float
     greedy_before: float
     greedy_after: float
+    eval_reward_before: float
+    eval_reward_after: float
+    """Mean reward of the held-out questions, sampled."""
     reward_first: float
     reward_last: float
     wall_s: float
@@ -66,6 +69,8 @@ class Outcome:
     staleness_max: int
     parity: float
     run_dir: str
+    warning: str
+    """Why the run may have learned nothing; empty when nothing says so."""
 
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
@@ -254,10 +259,12 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     return Outcome(
-        accuracy_before=totals.evals[0][0],
-        accuracy_after=totals.evals[-1][0],
-        greedy_before=totals.evals[0][1],
-        greedy_after=totals.evals[-1][1],
+        accuracy_before=totals.evals[0]["sampled"],
+        accuracy_after=totals.evals[-1]["sampled"],
+        greedy_before=totals.evals[0]["greedy"],
+        greedy_after=totals.evals[-1]["greedy"],
+        eval_reward_before=totals.evals[0]["sampled_reward"],
+        eval_reward_after=totals.evals[-1]["sampled_reward"],
         reward_first=fmean(totals.rewards[:tenth] or [0.0]),
         reward_last=fmean(totals.rewards[-tenth:] or [0.0]),
         wall_s=time.monotonic() - began_s,
@@ -266,6 +273,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
         staleness_max=totals.staleness_max,
         parity=parity,
         run_dir=str(parts.run_dir),
+        warning=loop.learning.warning,
     )
 
 
@@ -332,16 +340,9 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
         serving(config, prepared, folder) as (engine, desk),
         playing(config, prepared, engine, desk, _sampling(config, prepared)) as runner,
     ):
-        sampled, greedy = await accuracies(tasks, runner)
-    return {
-        "sampled": sampled.overall,
-        "greedy": greedy.overall,
-        "questions": sampled.questions,
-        "unscored": sampled.failed + greedy.failed,
-        **{f"sampled/{name}": value for name, value in sampled.by_task.items()},
-        **{f"greedy/{name}": value for name, value in greedy.by_task.items()},
-        "model": str(prepared.model_dir),
-    }
+        evaluated = await evaluation(tasks, runner)
+    why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
+    return {**evaluated.values, **why, "model": str(prepared.model_dir)}
 
 
 def run_meta(config: Config) -> RunMeta:

@@ -127,13 +127,17 @@ def draw_reward(axes: Axes, run: RunRecords) -> str:
 
 
 def draw_accuracy(axes: Axes, run: RunRecords) -> str:
-    """Score on held-out questions, with its first and last value written out."""
+    """Mean reward and full marks on held-out questions, the first and last value written out."""
     steps = column(run.evals, "step")
-    for name, colour, line, offset in (("sampled", BLUE, "-", -14), ("greedy", GREEN, "--", 7)):
+    for name, label, colour, line, offset in (
+        ("sampled_reward", "reward, sampled", ORANGE, "-", 7),
+        ("sampled", "full marks, sampled", BLUE, "-", -14),
+        ("greedy", "full marks, greedy", GREEN, "--", 7),
+    ):
         points = [(x, y) for x, y in zip(steps, column(run.evals, name), strict=True) if math.isfinite(y)]
         if not points:
             continue
-        axes.plot(*zip(*points, strict=True), line, marker="o", markersize=4, color=colour, label=name)
+        axes.plot(*zip(*points, strict=True), line, marker="o", markersize=4, color=colour, label=label)
         for point in {points[0], points[-1]}:
             axes.annotate(
                 f"{point[1]:.2f}", point, (0, offset), textcoords="offset points", ha="center", color=colour, size=9

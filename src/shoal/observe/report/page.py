@@ -15,10 +15,12 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "wall_s": ("Time of the run, s", "{:.1f}"),
     "reward_first": ("Reward, mean of the first tenth of the steps", "{:.3f}"),
     "reward_last": ("Reward, mean of the last tenth of the steps", "{:.3f}"),
-    "accuracy_before": ("Held-out score, sampled, first", "{:.3f}"),
-    "accuracy_after": ("Held-out score, sampled, last", "{:.3f}"),
-    "greedy_before": ("Held-out score, greedy, first", "{:.3f}"),
-    "greedy_after": ("Held-out score, greedy, last", "{:.3f}"),
+    "eval_reward_before": ("Held-out reward, sampled, mean, first", "{:.3f}"),
+    "eval_reward_after": ("Held-out reward, sampled, mean, last", "{:.3f}"),
+    "accuracy_before": ("Held-out full marks, sampled, first", "{:.3f}"),
+    "accuracy_after": ("Held-out full marks, sampled, last", "{:.3f}"),
+    "greedy_before": ("Held-out full marks, greedy, first", "{:.3f}"),
+    "greedy_after": ("Held-out full marks, greedy, last", "{:.3f}"),
     "staleness_mean": ("Staleness, mean, versions", "{:.2f}"),
     "staleness_max": ("Staleness, maximum, versions", "{:.0f}"),
     "ess": ("Effective sample size, mean share of the trained tokens", "{:.0%}"),
@@ -104,10 +106,11 @@ def _first_sentence(run: RunRecords, figures: Mapping[str, float]) -> str:
 
 def _score(figures: Mapping[str, float]) -> str:
     parts = [
-        f"held-out accuracy ({how}) {figures[before]:.2f} at first, {figures[after]:.2f} at last"
-        for how, before, after in (
-            ("sampled", "accuracy_before", "accuracy_after"),
-            ("greedy", "greedy_before", "greedy_after"),
+        f"held-out {what} {figures[before]:.2f} at first, {figures[after]:.2f} at last"
+        for what, before, after in (
+            ("reward (sampled)", "eval_reward_before", "eval_reward_after"),
+            ("full marks (sampled)", "accuracy_before", "accuracy_after"),
+            ("full marks (greedy)", "greedy_before", "greedy_after"),
         )
         if {before, after} <= figures.keys()
     ]

@@ -47,17 +47,21 @@ class RunRecords:
     def summary(self) -> dict[str, float]:
         """The run in a few figures, those that cannot be given left out.
 
-        `reward_first` and `reward_last` are means over the first and the last tenth of the steps; `accuracy_*` and
-        `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the time.
+        `reward_first` and `reward_last` are means over the first and the last tenth of the steps; `eval_reward_*`,
+        `accuracy_*` and `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the
+        time.
         """
         edge = math.ceil(len(self.steps) * EDGE_SHARE)
         rewards = self.column("reward")
         sampled, greedy = column(self.evals, "sampled"), _known(column(self.evals, "greedy"))
+        rewarded = column(self.evals, "sampled_reward")
         figures = {
             "steps": float(len(self.steps)),
             "wall_s": max(column((*self.steps, *self.evals, *self.events), "time_s"), default=math.nan),
             "reward_first": mean(rewards[:edge]),
             "reward_last": mean(rewards[-edge:]) if edge else math.nan,
+            "eval_reward_before": rewarded[0] if rewarded else math.nan,
+            "eval_reward_after": rewarded[-1] if rewarded else math.nan,
             "accuracy_before": sampled[0] if sampled else math.nan,
             "accuracy_after": sampled[-1] if sampled else math.nan,
             "greedy_before": greedy[0] if greedy else math.nan,

@@ -1,0 +1,56 @@
+"""Calls the user's reward functions once before a run, so that a broken one is told at once and not as a failed run."""
+
+from collections.abc import Iterator, Sequence
+
+from shoal import checker
+from shoal.checker import Spec, task_spec
+from shoal.errors import ConfigError
+from shoal.interfaces import TaskService
+from shoal.reward.user_functions import FunctionScorer
+from shoal.tasks.games.seeded_game import DrawnGame
+from shoal.tasks.remote_protocol import Capability
+from shoal.tasks.remote_tasks import RemoteService
+from shoal.tasks.sdk import Definition
+from shoal.types import RewardStatus, Split
+
+
+def judges(service: TaskService) -> bool:
+    """Whether a service says itself what its rollouts are worth."""
+    if isinstance(service, DrawnGame):
+        return True
+    return isinstance(service, RemoteService | Definition) and (
+        service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)
+    )
+
+
+async def check_functions(services: Sequence[TaskService]) -> None:
+    """Has each reward function judge one row's truth, in a process of its own. Raises `ConfigError` with the cause."""
+    scorer = FunctionScorer()
+    try:
+        for service in (one for one in services if not judges(one)):
+            task = service.draw(Split.TRAIN, 0)
+            for spec in _functions(task_spec(task)):
+                status, called = await scorer.called(spec, task, [task.answer or ""])
+                if status is not RewardStatus.SCORED:
+                    raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {called.error}")
+    finally:
+        await scorer.aclose()
+
+
+async def check_scores(services: Sequence[TaskService]) -> None:
+    """Has each task with a `score` of its own judge one row's truth, in this process. Raises `ConfigError`."""
+    for service in services:
+        if isinstance(service, Definition) and service.has(Capability.SCORE):
+            task = service.draw(Split.TRAIN, 0)
+            (reward,) = await service.score(task, [task.answer or ""])
+            if reward.status is not RewardStatus.SCORED:
+                raise ConfigError(f"tasks.{service.name}: expected a score of one row, got {reward.evidence}")
+
+
+def _functions(spec: Spec) -> Iterator[checker.Function]:
+    """The user's functions in a checker."""
+    if isinstance(spec, checker.Function):
+        yield spec
+    elif isinstance(spec, checker.Weighted):
+        for part in spec.parts:
+            yield from _functions(part.scorer)

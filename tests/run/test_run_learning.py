@@ -1,0 +1,82 @@
+"""A run that cannot learn says so; held-out scores count more than full marks."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from shoal.interfaces import Purpose
+from shoal.rollout.evaluation import evaluation
+from shoal.run.learning import Learning
+from shoal.trainer.advantage import turn_returns
+from shoal.types import Group, Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
+
+EQUAL, DIFFERENT = (0.0, 0.0), (0.0, 1.0)
+
+
+def step(*groups: Sequence[float]) -> list[Group]:
+    """Groups of these rewards."""
+
+    def rollout(i: int, n: int, reward: float) -> Rollout:
+        return Rollout(f"{i}/{n}", (Message(Role.ASSISTANT, f"said {n}"),), (), Reward(reward))
+
+    return [
+        Group(f"g{i}", Task("t", "s", ()), tuple(rollout(i, n, reward) for n, reward in enumerate(rewards)), 0)
+        for i, rewards in enumerate(groups)
+    ]
+
+
+def test_twenty_steps_without_a_difference_are_told_with_answers_and_again_after_twenty_more() -> None:
+    learning = Learning(turn_returns, within_groups=True)
+    told = [learning.stepped(step(EQUAL, EQUAL)) for _ in range(40)]
+    assert [i for i, now in enumerate(told) if now] == [19, 39]
+    assert learning.warning.startswith("no group of the last 40 steps had differing rewards")
+    assert "'said 0' (reward 0)" in learning.warning
+
+
+def test_one_group_that_differs_begins_the_count_anew() -> None:
+    learning = Learning(turn_returns, within_groups=True)
+    for _ in range(30):
+        learning.stepped(step(EQUAL, EQUAL))
+    learning.stepped(step(EQUAL, DIFFERENT))
+    assert learning.warning == ""
+    assert not any(learning.stepped(step(EQUAL)) for _ in range(19))
+    assert learning.warning == ""
+    assert learning.stepped(step(EQUAL))
+    assert learning.warning != ""
+
+
+def test_a_short_run_of_which_no_step_taught_anything_is_warned_of_at_its_end() -> None:
+    learning = Learning(turn_returns, within_groups=True)
+    assert learning.warning == ""
+    assert not learning.stepped(step(EQUAL))
+    assert "last 1 steps" in learning.warning
+
+
+def test_groups_that_are_compared_with_one_another_teach_when_they_differ_from_one_another() -> None:
+    learning = Learning(turn_returns, within_groups=False)
+    learning.stepped(step((0.0,), (1.0,)))
+    assert learning.warning == ""
+    learning = Learning(turn_returns, within_groups=True)
+    learning.stepped(step((0.0,), (1.0,)))
+    assert learning.warning != ""
+
+
+class Marks:
+    """Implements `interfaces.Runner`: each task's answer is its reward; without one the scorer fails."""
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        if task.answer is None:
+            reward = Reward(0.0, RewardStatus.FAILED, evidence="mine.py:2")
+            return (Rollout(task.id, (), (), reward, RolloutStatus.FAILED, "scorer: failed: mine.py:2"),)
+        return (Rollout(task.id, (), (), Reward(float(task.answer))),)
+
+
+def test_partial_credit_shows_in_the_mean_reward_and_what_cannot_be_scored_in_a_reason() -> None:
+    tasks = [Task(f"t{i}", "s", (), answer) for i, answer in enumerate(("0.5", "0.25", "1.0", "0.25", None))]
+    evaluated = asyncio.run(evaluation(tasks, Marks()))
+    values = evaluated.values
+    assert (values["sampled"], values["sampled_reward"], values["greedy_reward"]) == (0.25, 0.5, 0.5)
+    assert (values["questions"], values["unscored"], values["sampled/s"]) == (5, 2, 0.25)
+    assert evaluated.failure == "scorer: failed: mine.py:2"
+    nothing = asyncio.run(evaluation(tasks[-1:], Marks())).values
+    assert math.isnan(nothing["sampled_reward"])
