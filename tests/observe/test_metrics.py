@@ -4,10 +4,13 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -151,3 +154,25 @@ def test_every_name_has_a_sentence() -> None:
 def scraped(port: int | None) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a full disk is to one file: the write that crosses the limit is short, the next one an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_record_that_the_disk_has_no_room_for_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"loss": 0.5})
+    with files_of_at_most(path.stat().st_size + 20), pytest.raises(RunDirError, match="free space"):
+        tracker.log(2, {"loss": 0.25})
+    tracker.log(3, {"loss": 0.125})
+    tracker.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]

@@ -1,6 +1,8 @@
 """How runs start: what one that fails leaves behind, and what one that is resumed serves."""
 
 import asyncio
+import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.config import Config, parse
-from shoal.errors import RunDirError
+from shoal.config import Config, load, parse
+from shoal.errors import ConfigError, RunDirError
 from shoal.experience import Buffer
 from shoal.observe.metrics import Record
 from shoal.run.loop import TrainLoop
@@ -99,3 +101,36 @@ def test_settings_that_a_resumed_run_was_not_started_with_are_named(tmp_path: Pa
     write_resolved(parse(tasks), tmp_path)
     assert changed_settings(parse(tasks), tmp_path) == []
     assert changed_settings(parse(tasks, ["train.lr=1", "seed=7"]), tmp_path) == ["train.lr", "seed"]
+
+
+def test_credentials_of_urls_are_in_a_file_of_its_owner_alone_and_a_resume_has_them(tmp_path: Path) -> None:
+    urls: dict[str, Any] = {"swarm": {"servers": ["nats://secret@reef:4222"]}, "reward": {"urls": ["http://a:b@c:1"]}}
+    config = parse({"tasks": [{"name": "gcd"}], **urls})
+    write_resolved(config, tmp_path)
+    resolved = tmp_path / "resolved.toml"
+    assert "nats://***@reef:4222" in resolved.read_text()
+    assert not [word for word in ("secret", "a:b") if word in resolved.read_text()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {
+        "resolved.toml": 0o600,
+        "credentials.json": 0o600,
+    }
+    assert load(resolved).swarm.servers == config.swarm.servers
+    assert changed_settings(config, tmp_path) == []
+    assert load(resolved, ["swarm.servers=[]"]).swarm.servers == []
+    (tmp_path / "credentials.json").unlink()
+    with pytest.raises(ConfigError, match=r"reward\.urls\.0: expected credentials in place of \*\*\*"):
+        run_training(load(resolved))
+
+
+def test_what_a_run_is_started_with_is_written_down_whole_or_not_at_all(tmp_path: Path) -> None:
+    config = parse({"tasks": [{"name": "gcd"}]})
+    write_resolved(config, tmp_path)
+    before = (tmp_path / "resolved.toml").read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(RunDirError, match="cannot be written"):
+            write_resolved(parse({"tasks": [{"name": "gcd"}], "seed": 7}), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "resolved.toml").read_text() == before

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from math import isfinite
 from pathlib import Path
+from typing import cast
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
+from shoal.config.credentials import hidden_beside, masked, restored
 from shoal.config.losses import LOSSES
 from shoal.config.presets import with_preset
 from shoal.config.section import NoTruth, Section
@@ -46,8 +48,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config file {path} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    _make_absolute(data, path.parent)
-    return parse(data, overrides)
+    whole = restored(data, hidden_beside(path))
+    assert isinstance(whole, dict)
+    _make_absolute(whole, path.parent)
+    return parse(whole, overrides)
 
 
 def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
@@ -110,9 +114,10 @@ def _refuse_renamed(tree: dict[str, JsonValue]) -> None:
             raise ConfigError(f"{old}: this setting is now {new}; rename it")
 
 
-def to_toml(config: Config) -> str:
-    """Every setting with its value, in the form that `load` reads."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def to_toml(config: Config, hidden: dict[str, str] | None = None) -> str:
+    """Every setting with its value, in the form that `load` reads; with `hidden`, credentials of urls go there."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps(tree if hidden is None else cast("dict[str, object]", masked(tree, hidden)))
 
 
 def _apply(data: dict[str, JsonValue], override: str) -> None:

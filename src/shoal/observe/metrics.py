@@ -133,12 +133,12 @@ class JsonlTracker:
         self._clock = clock
         self._started_at = clock() - passed_s
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                self._append(b"\n")
         except OSError as error:
             raise RunDirError(f"{path}: expected to write metrics there, got {error.strerror}") from error
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a "step" record."""
@@ -149,12 +149,23 @@ class JsonlTracker:
         time_s = round(self._clock() - self._started_at, 3)
         record: Record = {"kind": kind, "time_s": time_s, **{name: _finite(value) for name, value in values.items()}}
         try:
-            os.write(self._file, msgspec.json.encode(record) + b"\n")
+            self._append(msgspec.json.encode(record) + b"\n")
         except OSError as error:
             raise RunDirError(
                 f"metrics.jsonl cannot be written: {error.strerror}; free space, then --resume"
             ) from error
         return record
+
+    def _append(self, line: bytes) -> None:
+        """Writes all of a line or, when the disk is full, nothing of it: the next one must not be glued to a half."""
+        size = os.fstat(self._file).st_size
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
     def close(self) -> None:
         """Closes the file; nothing is pending."""

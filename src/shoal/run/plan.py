@@ -1,6 +1,7 @@
 """What a configuration will do, checked before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.checker import needs_tests, task_spec
-from shoal.config import Config, load, to_toml
+from shoal.config import Config, credentials, load, to_toml
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, RunDirError
 from shoal.interfaces import TaskService
@@ -184,8 +185,25 @@ def changed_settings(config: Config, run_dir: Path) -> list[str]:
 
 
 def write_resolved(config: Config, run_dir: Path) -> None:
-    """Writes down what a run is started with. Raises `RunDirError`."""
+    """Writes down what a run is started with, credentials in a file of their own. Raises `RunDirError`."""
+    hidden: dict[str, str] = {}
+    text = to_toml(config, hidden)
     try:
-        (run_dir / "resolved.toml").write_text(to_toml(config))
+        if hidden:
+            _write(run_dir / credentials.FILE, json.dumps(hidden))
+        else:
+            (run_dir / credentials.FILE).unlink(missing_ok=True)
+        _write(run_dir / "resolved.toml", text)
     except OSError as error:
         raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Puts a whole file, which only its owner reads, in place of an old one."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

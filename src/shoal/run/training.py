@@ -23,6 +23,7 @@ from typing import TypeAlias
 import uvloop
 
 from shoal.config import Config
+from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.experience import Buffer, RunMeta
 from shoal.interfaces import Engine, Exchange, Scorer
@@ -75,6 +76,7 @@ class Outcome:
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
     """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
+    refuse_masked(config)
     check_start(config, resume=resume)
     with prepare(config) as prepared:
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
