@@ -93,7 +93,7 @@ def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:
     ]
     totals = Totals.earlier(records, 2)
     assert (totals.rewards, totals.staleness_max) == ([0.2, 0.3], 3)
-    assert totals.evals[0][0] == 0.1
+    assert totals.evals[0]["sampled"] == 0.1
 
 
 def test_settings_that_a_resumed_run_was_not_started_with_are_named(tmp_path: Path) -> None:
