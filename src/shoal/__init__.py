@@ -1,0 +1,81 @@
+"""Shoal post-trains language models with reinforcement learning, inside a node and between nodes.
+
+    train         one call: a model, tasks and a reward in, a better model out
+    open_policy   a model with its engine and trainer, for a loop of one's own
+    task          makes an environment of a class that draws, perhaps converses and scores
+    Question      what an environment asks
+    load          the configuration in a TOML file
+
+The names are loaded when they are first used; `import shoal` loads no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.config import Config as Config
+    from shoal.config import load as load
+    from shoal.errors import ShoalError as ShoalError
+    from shoal.run.library import Result as Result
+    from shoal.run.library import train as train
+    from shoal.run.policy import Policy as Policy
+    from shoal.run.policy import open_policy as open_policy
+    from shoal.tasks.sdk import Question as Question
+    from shoal.tasks.sdk import task as task
+    from shoal.trainer.streams import Streams as Streams
+    from shoal.trainer.streams import TokenLoss as TokenLoss
+    from shoal.types import Completion as Completion
+    from shoal.types import Group as Group
+    from shoal.types import Message as Message
+    from shoal.types import Reward as Reward
+    from shoal.types import Rollout as Rollout
+    from shoal.types import Task as Task
+
+_HOMES = {
+    "Completion": "types",
+    "Config": "config",
+    "Group": "types",
+    "Message": "types",
+    "Policy": "run.policy",
+    "Question": "tasks.sdk",
+    "Result": "run.library",
+    "Reward": "types",
+    "Rollout": "types",
+    "ShoalError": "errors",
+    "Streams": "trainer.streams",
+    "Task": "types",
+    "TokenLoss": "trainer.streams",
+    "load": "config",
+    "open_policy": "run.policy",
+    "task": "tasks.sdk",
+    "train": "run.library",
+}
+__all__ = [
+    "Completion",
+    "Config",
+    "Group",
+    "Message",
+    "Policy",
+    "Question",
+    "Result",
+    "Reward",
+    "Rollout",
+    "ShoalError",
+    "Streams",
+    "Task",
+    "TokenLoss",
+    "load",
+    "open_policy",
+    "task",
+    "train",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"shoal.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

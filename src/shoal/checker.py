@@ -297,7 +297,7 @@ def _check(spec: Spec, where: str) -> None:
             if "{answer}" not in spec.template:
                 raise TaskError(f"{where}.template: expected a text with {{answer}} in it, got {spec.template!r}")
         case Function():
-            if not re.fullmatch(r"[\w.]+:\w+", spec.path):
+            if not re.fullmatch(r"[^:]+:\w+", spec.path):
                 raise TaskError(f"{where}.path: expected module:function, got {spec.path!r}")
         case Judge():
             if not spec.url.startswith(("http://", "https://")):

@@ -1,11 +1,20 @@
-"""The user's own code, by the names that settings give it, and what it raises."""
+"""The user's own functions and classes, by the names that settings give them, and what they raise.
 
+A name is `module:name` or `file.py:name`.
+
+This is the one rule for losses, advantages, environments, rewards, agents, sharers and takers.
+"""
+
+import hashlib
+import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from shoal.errors import ConfigError, ShoalError
 
@@ -20,21 +29,72 @@ MOST_CHARACTERS = 500
 
 
 def own_code(field: str, name: str) -> object:
-    """What `module:name` names: in this folder, as with `python -m`, or installed. Raises `ConfigError` with the field.
+    """Loads what `module:name` names, from this folder, as with `python -m`, or from what is installed.
+
+    `path/to/file.py:name` loads it from a file. Raises `ConfigError` with the field.
 
     >>> own_code("rule", "math:tau")
     6.283185307179586
     """
-    module, _, attribute = name.partition(":")
+    module, _, attribute = name.rpartition(":")
     if not module or not attribute:
         raise ConfigError(f"{field}: expected module:name, got {name!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _look_here()
     try:
-        found: object = getattr(import_module(module), attribute)
+        found: object = getattr(_from_file(module) if module.endswith(".py") else import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a module runs when it is imported, and raises what it will
         raise ConfigError(f"{field}: {name!r} cannot be imported: {described(error)}") from error
     return found
+
+
+def source_hash(field: str, name: str) -> str:
+    """SHA-256, in 16 hexadecimal digits, of the file in which `module:name` is written. Imports nothing of it.
+
+    Raises `ConfigError` with the field when there is no such file.
+    """
+    module = name.rpartition(":")[0]
+    _look_here()
+    try:
+        if module.endswith(".py"):
+            data = Path(module).read_bytes()
+        else:
+            found = importlib.util.find_spec(module)
+            if found is None or found.origin is None:
+                raise ConfigError(f"{field}: {name!r}: no module named {module!r}")
+            data = Path(found.origin).read_bytes()
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"{field}: {name!r} cannot be read: {error}") from error
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def name_of(field: str, given: object) -> str:
+    """The name under which another process finds a function or class of the user's. Raises `ConfigError`.
+
+    >>> import json
+    >>> name_of("reward", json.loads)
+    'json:loads'
+    """
+    if isinstance(given, str):
+        return given
+    attribute, module = str(getattr(given, "__qualname__", "")), str(getattr(given, "__module__", ""))
+    if not attribute.isidentifier():
+        raise ConfigError(f"{field}: expected a function at the top of a module, got {attribute or given!r}")
+    if module != "__main__":
+        return f"{module}:{attribute}"
+    try:
+        file = inspect.getsourcefile(given)  # type: ignore[arg-type]
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            f"{field}: {attribute!r} is in no file, so other processes cannot load it; write it into a .py file"
+        )
+    return f"{Path(file).resolve()}:{attribute}"
+
+
+def _look_here() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def described(error: BaseException) -> str:
@@ -54,3 +114,20 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return f"{what} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else what
+
+
+def _from_file(path: str) -> ModuleType:
+    """The module in a file, loaded once for each state of the file."""
+    file = Path(path).resolve()
+    key = f"shoal_own_{hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:16]}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, file)
+        assert spec is not None, "a file that ends in .py has a loader"
+        assert spec.loader is not None
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[key])
+        except BaseException:
+            del sys.modules[key]
+            raise
+    return sys.modules[key]

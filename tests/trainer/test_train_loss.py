@@ -26,8 +26,9 @@ from shoal.config import (
     SoftAdaptiveLoss,
     TrainConfig,
 )
-from shoal.trainer.loss import Streams, log_linear_prox, token_loss
+from shoal.trainer.loss import log_linear_prox, token_loss
 from shoal.trainer.regularisers import kl, to_go
+from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 
 NO_DUAL_CLIP = 1e9

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from shoal.config.section import Section
+from shoal.config.section import OwnName, Section
 
 _DUAL_CLIP = Field(
     3.0,
@@ -93,6 +93,13 @@ class PositiveOnlyLoss(Section):
     name: Literal["positive_only"] = "positive_only"
 
 
+class OwnLoss(Section):
+    """A function of the user's over the streams of a micro-batch; see docs/library.md."""
+
+    name: Literal["own"] = "own"
+    function: OwnName = Field(description="`module:function` or `file.py:function`, from Streams to a loss per token.")
+
+
 LossConfig: TypeAlias = Annotated[
     GRPOLoss
     | DecoupledLoss
@@ -101,7 +108,8 @@ LossConfig: TypeAlias = Annotated[
     | CISPOLoss
     | ReinforceLoss
     | SoftAdaptiveLoss
-    | PositiveOnlyLoss,
+    | PositiveOnlyLoss
+    | OwnLoss,
     Field(discriminator="name"),
 ]
 

@@ -1,6 +1,8 @@
 """What every table of settings is."""
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 MOST = 10**9
 """The largest number that a setting may be; more is a slip of the keyboard, and too much for what computes with it."""
@@ -34,3 +36,7 @@ class Section(BaseModel):
         if isinstance(value, int | float) and value > MOST and info.field_name not in UNBOUNDED:
             raise ValueError(f"expected at most {MOST}, got {value}")
         return value
+
+
+OwnName: TypeAlias = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
+"""`module:name` or `file.py:name`, the user's own code."""

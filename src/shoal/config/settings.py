@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shoal.config.losses import DecoupledLoss, LossConfig, PositiveOnlyLoss
 from shoal.config.presets import DEFAULT_MAX_TOKENS
-from shoal.config.section import MOST, Section
+from shoal.config.section import MOST, OwnName, Section
 from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
@@ -148,8 +148,10 @@ class TrainConfig(Section):
     )
     kl: KLConfig = Field(KLConfig())
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] = Field(
-        "grpo", description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic."
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
+        "grpo",
+        description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic, "
+        "`module:function` makes them from the rewards of each group.",
     )
     turn_discount: float = Field(
         1.0, gt=0, le=1, description="What a reward counts for the turn before the one that it was given for."
@@ -192,7 +194,9 @@ class TrainConfig(Section):
     @field_validator("loss", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:
-        """Parameters without a name are the default loss's."""
+        """Takes a name alone, `module:function`, and parameters without a name, which are the default loss's."""
+        if isinstance(value, str):
+            return {"name": "own", "function": value} if ":" in value else {"name": value}
         return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value
 
 

@@ -75,6 +75,8 @@ class RunMeta:
     late: Late
     groups_per_step: int
     push_every: int
+    own_code: str = ""
+    """The user's own loss and advantage with the hashes of their files; empty without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
         "async.late": meta.late,
         "train.groups_per_step": str(meta.groups_per_step),
         "train.push_every": str(meta.push_every),
+        "own_code": meta.own_code,
     }
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
         connection.execute("BEGIN IMMEDIATE")
@@ -226,7 +229,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
         return
     stored = dict(connection.execute("SELECT key, value FROM meta"))
     for key, value in values.items():
-        if stored.get(key) != value:
+        if stored.get(key, "") != value:
             raise RunDirError(f"{path} was written with {key} = {stored.get(key)}; it cannot go on with {value}")
 
 
@@ -239,6 +242,7 @@ def read_meta(connection: sqlite3.Connection) -> RunMeta:
         late=late[stored["async.late"]],
         groups_per_step=int(stored["train.groups_per_step"]),
         push_every=int(stored["train.push_every"]),
+        own_code=stored.get("own_code", ""),
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from shoal.config import Config, parse
 from shoal.model.gguf import SMOLLM2
 from shoal.model.made_models import cache_directory
@@ -15,6 +17,14 @@ from shoal.run.demo_model.warm_start import REWRITE, demo_model
 from shoal.run.training import run_training
 
 LARGEST_TERM = 20
+DEMO_TASK: dict[str, JsonValue] = {
+    "name": "spell_backward",
+    "params": {"min_word_len": 3, "max_word_len": 5},
+    "rewrite": [list(pair) for pair in REWRITE],
+    "reward": "correct",
+}
+"""The task that the embedded model was made for."""
+
 LEARNED = (
     "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
     "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
@@ -29,14 +39,7 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
         {
             "run_dir": str(folder),
             "seed": seed,
-            "tasks": [
-                {
-                    "name": "spell_backward",
-                    "params": {"min_word_len": 3, "max_word_len": 5},
-                    "rewrite": [list(pair) for pair in REWRITE],
-                    "reward": "correct",
-                }
-            ],
+            "tasks": [DEMO_TASK],
             "rollout": {"group_size": 8, "max_tokens": 12},
             "engine": {"max_running": 128, "gpus": "shared"},
             "asynchrony": {"max_staleness": 2},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.checker import needs_tests, task_spec
-from shoal.config import Config, credentials, load, to_toml
+from shoal.config import Config, OwnLoss, credentials, load, to_toml
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, RunDirError
 from shoal.interfaces import TaskService
@@ -24,6 +24,7 @@ from shoal.run.probe import check_functions, check_scores, judges
 from shoal.sandbox import backends
 from shoal.tasks.games.repair import Repair
 from shoal.tasks.library import Library, library_of
+from shoal.trainer.own_advantage import own_advantage
 from shoal.types import Split
 
 PROBED_TASKS = 64
@@ -98,9 +99,28 @@ def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int
     return longest
 
 
+def own_mathematics(config: Config) -> dict[str, str]:
+    """The names of the user's own loss and advantage, by setting."""
+    loss, advantage = config.train.loss, config.train.advantage
+    own = {"train.loss": loss.function if isinstance(loss, OwnLoss) else "", "train.advantage": advantage}
+    return {setting: name for setting, name in own.items() if ":" in name}
+
+
+def _check_own_mathematics(config: Config) -> None:
+    """Tries the user's own loss and advantage on a small example. Raises `ConfigError`. Loads torch for a loss."""
+    for setting, name in own_mathematics(config).items():
+        if setting == "train.loss":
+            from shoal.trainer.own_loss import own_loss
+
+            own_loss(name)
+        else:
+            own_advantage(name)
+
+
 def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
     """What a run would do, for `--dry-run`. Raises what the run would."""
     check_start(config, resume=resume)
+    _check_own_mathematics(config)
     with prepare(config, dry=True) as prepared:
         return _plan(config, prepared)
 

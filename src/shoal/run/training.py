@@ -29,6 +29,7 @@ from shoal.experience import Buffer, RunMeta
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.net.process import Child, cores
 from shoal.observe.metrics import Record, Trackers, read_records, trackers_of
+from shoal.plugins import source_hash
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
@@ -36,7 +37,7 @@ from shoal.run.checks import check_start
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.join_swarm import joined
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
-from shoal.run.plan import Prepared, changed_settings, prepare, write_resolved
+from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
 from shoal.run.recovery import opened_buffer, recover
 from shoal.run.totals import Totals
 from shoal.run.waits import telling_waits
@@ -147,11 +148,11 @@ async def train(
             config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads, recovered=version, told=told
         )  # fmt: skip
         engine, answering = await stack.enter_async_context(served)
-        trainer = await _started(trainer_child, config, prepared, threads)
+        trainer = await started_trainer(trainer_child, config, prepared, threads)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         membership = joined(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None)
         node = await stack.enter_async_context(membership)
-        sampling = _sampling(config, prepared)
+        sampling = sampling_of(config, prepared)
         runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
         store = WeightStore(run_dir / "weights")
         parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
@@ -193,7 +194,7 @@ def _groups_at_once(config: Config) -> int:
     return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
 
 
-async def _started(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
+async def started_trainer(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
     """The trainer, with the model loaded."""
     trainer = TrainerProcess(child)
     await trainer.start(
@@ -223,7 +224,7 @@ async def serving(
 
     `recovered` is the newest Version that they may serve already.
     """
-    sampling = _sampling(config, prepared)
+    sampling = sampling_of(config, prepared)
     settings = EngineSettings(
         config.engine,
         config.model,
@@ -340,7 +341,7 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
     async with (
         serving(config, prepared, folder) as (engine, desk),
-        playing(config, prepared, engine, desk, _sampling(config, prepared)) as runner,
+        playing(config, prepared, engine, desk, sampling_of(config, prepared)) as runner,
     ):
         evaluated = await evaluation(tasks, runner)
     why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
@@ -354,10 +355,11 @@ def run_meta(config: Config) -> RunMeta:
         late=config.asynchrony.late,
         groups_per_step=config.train.groups_per_step,
         push_every=config.train.push_every,
+        own_code=" ".join(f"{name}@{source_hash(field, name)}" for field, name in own_mathematics(config).items()),
     )
 
 
-def _sampling(config: Config, prepared: Prepared) -> Sampling:
+def sampling_of(config: Config, prepared: Prepared) -> Sampling:
     rollout = config.rollout
     return Sampling(
         rollout.max_tokens,

@@ -109,6 +109,12 @@ class Definition:
         return self._name
 
     @property
+    def author(self) -> object:
+        """The class or function that was made a task; other processes find the task by its name."""
+        inner = self._author.draw if isinstance(self._author, _Drawing) else self._author
+        return inner if inspect.isfunction(inner) else type(inner)
+
+    @property
     def capabilities(self) -> list[Capability]:
         """What the author wrote."""
         known = {Capability.DRAW: ["draw"], Capability.ROLLOUT: ["rollout"], Capability.SCORE: ["score", "scores"]}

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from shoal.config import TrainConfig
+from shoal.trainer.own_advantage import own_advantage
 from shoal.types import Group, Rollout, Sample, Turn
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
-BatchKind: TypeAlias = Literal["batch", "group_batch", "gae"]
 
 STD_EPS = 1e-6
 
@@ -47,13 +47,14 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
             return [c / (std + STD_EPS) for c in centred]
 
 
-def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind) -> list[list[float]]:
+def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list[float]]:
     """What each rollout of each group of a step is reinforced with.
 
     batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
     group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
     gae          r_i as it is: the critic makes advantages of it (`critic.py`)
-    others       within each group: see `advantages`
+    grpo, grpo_no_std, rloo  within each group: see `advantages`
+    module:function  the user's own: see `own_advantage.py`
 
     Groups may differ in size. Mean and std are over rollouts, not over tokens.
 
@@ -73,8 +74,10 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: Kind | BatchKind)
             return [[value / (std + STD_EPS) for value in group] for group in centred]
         case "gae":
             return [list(group) for group in rewards]
-        case _:
+        case "grpo" | "grpo_no_std" | "rloo":
             return [advantages(group, kind) for group in rewards]
+        case _:
+            return own_advantage(kind)(rewards)
 
 
 def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) -> list[float]:
@@ -97,7 +100,7 @@ def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) 
     return result[::-1] or [later]
 
 
-def turn_advantages(returns: Sequence[Sequence[Sequence[float]]], kind: Kind | BatchKind) -> list[list[list[float]]]:
+def turn_advantages(returns: Sequence[Sequence[Sequence[float]]], kind: str) -> list[list[list[float]]]:
     """What each turn of each rollout of each group is reinforced with, given its return.
 
     Turn t is compared with turn t of the other rollouts; one that ended before is there with its last turn. So the

@@ -3,18 +3,9 @@
 A loss is chosen by its section of the config and returns one term per token, unreduced. The caller adds the terms up
 over all micro-batches and ranks with weights (`reduction.py`) that depend on the whole update before any filter or
 mask; so no packing and no split changes loss or gradient, as long as rows stay whole.
-
-Streams, all [T] and of one float type, logprobs in nats:
-    logp_T       log pi_theta, the weights being trained; carries the gradient
-    prox_T       log pi_prox, the weights before the first update of the step; no gradient
-    behav_T      log pi_behav, as drawn; no gradient
-    advantage_T  A
-    mask_T       bool; where it is false nothing is read: NaN there reaches neither loss nor gradient
-    row_T        int64, which row the token is of, 0 .. rows - 1; what is of a sequence is of a row
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,49 +18,15 @@ from shoal.config import (
     GRPOLoss,
     GSPOLoss,
     LossConfig,
+    OwnLoss,
     PositiveOnlyLoss,
     ReinforceLoss,
     SoftAdaptiveLoss,
 )
+from shoal.trainer.own_loss import own_loss
+from shoal.trainer.streams import Streams, TokenLoss
 
 Level: TypeAlias = Literal["token", "sequence"]
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """What a loss reads of a micro-batch of T packed tokens; see the head of this file."""
-
-    logp_T: Tensor
-    prox_T: Tensor
-    behav_T: Tensor
-    advantage_T: Tensor
-    mask_T: Tensor
-    row_T: Tensor
-    rows: int
-
-    def __post_init__(self) -> None:
-        floats = (self.logp_T, self.prox_T, self.behav_T, self.advantage_T)
-        shapes = {stream.shape for stream in (*floats, self.mask_T, self.row_T)}
-        if len(shapes) != 1 or self.logp_T.ndim != 1 or self.mask_T.dtype is not torch.bool:
-            raise ValueError(
-                f"streams must be one-dimensional, of one length and with a bool mask, got shapes {shapes}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """A loss before its reduction; everything is [T], and 0 or false where the mask is false."""
-
-    loss_T: Tensor
-    """Carries the gradient."""
-    ratio_T: Tensor
-    """pi_theta / pi_behav, without gradient."""
-    clipped_T: Tensor
-    """bool: the clip removed the gradient."""
-    masked_T: Tensor
-    """bool: a bound on the importance weight removed the gradient."""
-    capped_T: Tensor
-    """bool: the importance weight was clamped to its bound."""
 
 
 def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
@@ -93,6 +50,8 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
             return soft_adaptive(streams, config)
         case PositiveOnlyLoss():
             return positive_only(streams)
+        case OwnLoss():
+            return own_loss(config.function)(streams)
 
 
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:

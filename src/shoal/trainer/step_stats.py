@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.trainer.loss import TokenLoss
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.optim import Update
 from shoal.trainer.ranks import Ranks
+from shoal.trainer.streams import TokenLoss
 
 
 class Totals:

@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, TrainerError
 from shoal.model.loading import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
 from shoal.trainer import critic, lora
 from shoal.trainer.advantage import normalised_after_kl
-from shoal.trainer.loss import Streams, log_linear_prox, token_loss
+from shoal.trainer.loss import log_linear_prox, token_loss
 from shoal.trainer.loss_weights import Size, loss_mean, size_of, token_weight
 from shoal.trainer.messages import StepStats
 from shoal.trainer.micro_batch import MicroBatch, Minibatch, micro_batch
@@ -31,6 +31,7 @@ from shoal.trainer.packing import even_slices, micro_batches
 from shoal.trainer.ranks import ALONE, Ranks, like
 from shoal.trainer.regularisers import kl, to_go
 from shoal.trainer.step_stats import Totals
+from shoal.trainer.streams import Streams
 from shoal.types import Sample
 
 WEIGHTS_FILE = "model.safetensors"

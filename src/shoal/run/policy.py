@@ -1,0 +1,147 @@
+"""A model with its engine and its trainer, for a training loop of one's own. See docs/library.md."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.experience import AdmissionGate
+from shoal.interfaces import Engine, Purpose, Runner
+from shoal.rollout.evaluation import evaluation
+from shoal.run.assemble_rollouts import playing
+from shoal.run.library import TaskSource, config_of
+from shoal.run.plan import Prepared, prepare
+from shoal.run.training import compute_threads, sampling_of, serving, started_trainer
+from shoal.trainer.advantage import step_samples
+from shoal.trainer.client import TrainerProcess
+from shoal.trainer.messages import StepStats
+from shoal.types import Group, Split
+from shoal.weights.store import FILE, WeightStore
+
+
+class Policy:
+    """A model that answers, is trained and serves what was trained, as the caller decides.
+
+    Invariant: no group that `groups` gives has a token older than `version - max_staleness`.
+    """
+
+    def __init__(
+        self, config: Config, prepared: Prepared, engine: Engine, trainer: TrainerProcess, runner: Runner, folder: Path
+    ) -> None:
+        self.config, self.engine, self.trainer = config, engine, trainer
+        self._prepared, self._runner = prepared, runner
+        self._store = WeightStore(folder / "weights")
+        self._gate = AdmissionGate(
+            eta=config.asynchrony.max_staleness,
+            groups_per_step=config.train.groups_per_step,
+            push_every=1,
+            max_running=max(config.engine.max_running // config.rollout.group_size, 1),
+        )
+        self._running: list[asyncio.Task[Group]] = []
+        self._started = 0
+
+    @property
+    def version(self) -> int:
+        """How many times the trained weights were pushed to the engine."""
+        return self._gate.version
+
+    async def groups(self) -> list[Group]:
+        """The next `train.groups_per_step` groups, while others are sampled ahead as far as the staleness bound allows.
+
+        Groups of which less than half was answered, or that have become too old, are sampled anew.
+        """
+        ready: list[Group] = []
+        while len(ready) < self.config.train.groups_per_step:
+            self._start_what_may()
+            group = await self._running[0]
+            self._running.pop(0)
+            usable = 2 * len(group.finished) > len(group.rollouts)
+            if usable and self.version - group.oldest_version <= self._gate.eta:
+                self._gate.accept()
+                ready.append(group)
+            else:
+                self._gate.fail()
+        self._start_what_may()
+        return ready
+
+    async def step(self, groups: Sequence[Group]) -> StepStats:
+        """Takes one training step on the groups. The engine goes on with the weights that it has."""
+        rows = step_samples(groups, self.config.train, self.config.rollout.max_tokens)
+        return await self.trainer.step(rows, self.version)
+
+    async def push(self) -> int:
+        """Has the engine serve the trained weights; the new Version. Running answers go on under them."""
+        version = self.version + 1
+        await self.trainer.publish(self._store.begin(version) / FILE)
+        published = await asyncio.to_thread(self._store.seal, version)
+        await self.engine.update_weights(version, published.path)
+        await asyncio.to_thread(self._store.remove_before, version)
+        self._gate.publish(version)
+        return version
+
+    async def accuracy(self, questions: int = 64) -> tuple[float, float]:
+        """Share of held-out questions with full marks: sampled as in training, and greedy."""
+        tasks = [self._prepared.service.draw(Split.EVAL, index) for index in range(questions)]
+        measured = await evaluation(tasks, self._runner)
+        return measured.sampled.full_marks, measured.greedy.full_marks
+
+    async def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes the trained model as a Hugging Face directory."""
+        target = await asyncio.to_thread(lambda: Path(directory).absolute())
+        skip = shutil.ignore_patterns("*.safetensors*")
+        await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
+        await self.trainer.publish(target / FILE, push=False)
+        return target
+
+    def close(self) -> None:
+        """Gives up what is being sampled."""
+        for task in self._running:
+            task.cancel()
+
+    def _start_what_may(self) -> None:
+        while self._gate.capacity:
+            self._running.append(asyncio.create_task(self._sampled(self._gate.admit(), self._started)))
+            self._started += 1
+
+    async def _sampled(self, version: int, index: int) -> Group:
+        task = await asyncio.to_thread(self._prepared.service.draw, Split.TRAIN, index)
+        rollouts = await self._runner.rollouts(task, self.config.rollout.group_size, Purpose.TRAIN)
+        return Group(f"{task.service}-{index}", task, rollouts, version)
+
+
+@asynccontextmanager
+async def open_policy(
+    model: str | os.PathLike[str] = "demo",
+    tasks: Sequence[TaskSource] | TaskSource | None = None,
+    reward: object = None,
+    **settings: object,
+) -> AsyncIterator[Policy]:
+    """Starts an engine and a trainer with a model; arguments are those of `train`. Raises a `ShoalError`.
+
+    >>> import asyncio, shoal
+    >>> async def loop() -> None:
+    ...     async with shoal.open_policy("demo", max_tokens=12) as policy:
+    ...         for _ in range(10):
+    ...             await policy.step(await policy.groups())
+    ...             await policy.push()
+    >>> asyncio.run(loop())  # doctest: +SKIP
+    """
+    config, threads = config_of(model, tasks, reward, **settings), compute_threads()
+    with prepare(config) as prepared, tempfile.TemporaryDirectory(prefix="shoal-policy-") as made:
+        folder = Path(made)
+        log = folder / "logs" / "trainer.log"
+        async with (
+            TrainerProcess.child(log, threads.trainer, prepared.devices.ranks) as child,
+            serving(config, prepared, folder, threads=threads) as (engine, answering),
+            playing(config, prepared, engine, answering, sampling_of(config, prepared)) as runner,
+        ):
+            trainer = await started_trainer(child, config, prepared, threads)
+            policy = Policy(config, prepared, engine, trainer, runner, folder)
+            try:
+                yield policy
+            finally:
+                policy.close()

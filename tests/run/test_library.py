@@ -1,0 +1,173 @@
+"""Shoal as a library: the examples run, keywords are settings, and one's own mathematics is checked and carried."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.config import ModelConfig, OwnLoss, ReinforceLoss, TrainConfig
+from shoal.errors import ConfigError
+from shoal.run.library import config_of
+from shoal.trainer.own_advantage import own_advantage
+from shoal.trainer.own_loss import own_loss
+from shoal.trainer.trainer import Trainer
+from shoal.types import Sample
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
+
+MINE = """
+def reinforce(s):
+    return -(s.logp_T - s.behav_T).exp().detach().clamp(max=2) * s.advantage_T * s.logp_T
+def reads_where_nothing_is(s):
+    return s.logp_T * (1 / s.mask_T.float())
+def flat(s):
+    return s.advantage_T
+def short(s):
+    return s.logp_T[:-1]
+def not_finite(s):
+    return s.logp_T.log()
+def steep(s):
+    return (s.logp_T - s.logp_T.detach()).abs().sqrt()
+def raises(s):
+    return 1 / 0
+def text(s):
+    return "loss"
+def centred(rewards):
+    return [[reward - sum(group) / len(group) for reward in group] for group in rewards]
+def one(rewards):
+    return [[1.0]]
+def not_a_number(rewards):
+    return [[float("nan")] * len(group) for group in rewards]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[[str], str]:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return lambda name: f"{file}:{name}"
+
+
+@pytest.mark.parametrize("example", ["one_call", "own_mathematics", "own_loop"])
+def test_an_example_runs_and_has_at_most_30_lines(example: str, tmp_path: Path) -> None:
+    lines = [line for line in (EXAMPLES / f"{example}.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 30
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{example}.py", "4"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if example == "own_loop":
+        sampled_under = [json.loads(line.partition("Versions ")[2]) for line in done.stdout.splitlines()[:4]]
+        assert all(step - 2 <= min(versions) <= max(versions) <= step for step, versions in enumerate(sampled_under))
+        assert (tmp_path / "backward-model" / "model.safetensors").is_file()
+    else:
+        (run,) = (tmp_path / "runs").iterdir()
+        assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_the_front_door_has_about_fifteen_names_with_docstrings_and_loads_no_torch() -> None:
+    assert 12 <= len(shoal.__all__) <= 18
+    assert all(getattr(shoal, name).__doc__ for name in shoal.__all__)
+    script = "import sys, shoal; assert shoal.train and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"it has .*train"):
+        _ = shoal.trian
+
+
+def test_keywords_are_settings_wherever_they_belong() -> None:
+    config = config_of(
+        "demo", "chain_sum", steps=5, group_size=4, max_staleness=1, swarm={"external_groups": 0}, seed=7
+    )
+    assert (config.train.steps, config.rollout.group_size, config.asynchrony.max_staleness) == (5, 4, 1)
+    assert config.seed == 7
+    assert [task.name for task in config.tasks] == ["chain_sum"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"stepz": 5}, "stepz: no setting has this name"),
+        ({"timeout_s": object()}, "expected a setting's value or a function"),
+        ({"every_steps": 3}, "eval, checkpoint have it"),
+        ({"steps": -1}, "train.steps"),
+    ],
+)
+def test_wrong_keywords_are_refused_by_name(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config_of("demo", "chain_sum", **settings)
+
+
+def test_rows_become_a_file_of_questions() -> None:
+    (task,) = config_of("demo", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]).tasks
+    rows = [json.loads(line) for line in Path(task.path or "").read_text().splitlines()]
+    assert rows[3] == {"prompt": "3+1=", "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("flat", "expected a gradient"),
+        ("short", r"shape \[6\], got shape \[5\]"),
+        ("not_finite", "expected finite numbers"),
+        ("steep", "expected a finite gradient"),
+        ("raises", "ZeroDivisionError"),
+        ("text", "expected a tensor or a TokenLoss, got str"),
+        ("nowhere", "cannot be imported"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused_before_the_first_step(
+    mine: Callable[[str], str], name: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        own_loss(mine(name))
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("one", r"expected one number for each"), ("not_a_number", "finite")])
+def test_an_advantage_that_cannot_be_trained_with_is_refused(
+    mine: Callable[[str], str], name: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        own_advantage(mine(name))
+
+
+def test_an_own_loss_trains_as_the_same_formula_of_shoal_does(mine: Callable[[str], str], tiny_model_dir: Path) -> None:
+    def trained(loss: OwnLoss | ReinforceLoss) -> dict[str, torch.Tensor]:
+        trainer = Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(loss=loss, lr=1e-2))
+        trainer.step([rows])
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+    rows = tuple(
+        Sample((7, 8, 9, 10), (0, 1, 1, 1), (0.0, -1.0, -2.0, -0.5), (-1, 0, 0, 0), (0.0, a, a, a)) for a in (1.0, -1.0)
+    )
+    own, ours = trained(OwnLoss(function=mine("reinforce"))), trained(ReinforceLoss(weight_cap=2.0))
+    assert all(torch.equal(own[name], ours[name]) for name in ours)
+
+
+def test_a_run_with_another_loss_than_it_began_with_is_refused(tmp_path: Path) -> None:
+    def ended(*more: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", *more]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "run.toml").write_text(
+        'run_dir = "run"\n[rollout]\nmax_tokens = 12\n[[tasks]]\nname = "spell_backward"\n'
+        '[train]\nsteps = 1\nloss = "mine:reinforce"\nadvantage = "mine:centred"\n[eval]\nquestions = 4\n'
+    )
+    assert ended("--dry-run").returncode == 0
+    refused = ended("--dry-run", "--train.loss=mine:flat")
+    assert refused.returncode == 2
+    assert "expected a gradient" in refused.stderr
+    first = ended()
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "mine.py").write_text(MINE + "# another\n")
+    again = ended("--resume", "--train.steps=2")
+    assert again.returncode == 2
+    assert "was written with own_code = mine:reinforce@" in again.stderr
