@@ -48,7 +48,7 @@ def test_every_example_of_a_document_is_valid(page: Path) -> None:
     for text in blocks(page, "toml"):
         parse(tomllib.loads(text))
     for text in blocks(page, "python"):
-        exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+        exec(compile(text, str(page), "exec"), {"__name__": page.stem})
 
 
 def test_the_readme_has_a_configuration_to_begin_with() -> None:
