@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 Report = dict[str, object]
 MODULES = {
     "async": "asynchrony",
+    "cli": "cli",
     "engine": "engine",
     "gateway": "gateway",
     "hostile": "flooded",
