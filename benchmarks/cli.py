@@ -1,4 +1,4 @@
-"""What the front door costs: CPU seconds of `shoal --help`, `import shoal` and `import shoal.types`, the best of several."""
+"""What the front door costs: CPU seconds of `shoal --help` and of imports, the best of several."""
 
 import resource
 import subprocess
