@@ -140,6 +140,32 @@ def test_a_dry_run_calls_each_reward_once_and_names_the_line_that_fails(config: 
         assert not (config.parent / "run").exists()
 
 
+WORKS_ON_TRUTHS = """
+def helpful(completions, answer, **columns):
+    said = [completion[0]["content"] for completion in completions]
+    if said == answer:
+        return [1.0] * len(said)
+    raise KeyError("my own fault")
+"""
+
+
+def test_a_reward_that_fails_in_a_run_is_told_with_its_line_while_it_runs_and_afterwards(config: Path) -> None:
+    (config.parent / "mine.py").write_text(WORKS_ON_TRUTHS)
+    scorer = '--tasks.0.scorer={ name = "function", path = "mine:helpful" }'
+    done = shoal("train", str(config), "--run_dir=run", scorer, cwd=config.parent)
+    why = "scorer: failed: mine:helpful: KeyError: 'my own fault' (mine.py:6 in helpful)"
+    assert done.returncode == 2, done.stdout
+    assert [line for line in done.stderr.splitlines() if line.startswith("rollout_failed")] == [
+        f"rollout_failed: reason {why}",  # the evaluation's, before training
+        f"rollout_failed: reason {why}",
+    ]
+    assert f"most often: {why}; mend that" in done.stderr
+    assert f"warning: {why}" in shoal("status", "run", cwd=config.parent).stdout
+    assert shoal("export", "run", "--jsonl", "out.jsonl", cwd=config.parent).returncode == 0
+    rows = [json.loads(line) for line in (config.parent / "out.jsonl").read_text().splitlines()]
+    assert {row["reason"] for row in rows} == {why}
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -201,58 +201,36 @@ def _write_shard(writer: pq.ParquetWriter, shard: list[ExportRow]) -> int:
     return len(shard)
 
 
+def _struct(**fields: pa.DataType) -> pa.DataType:
+    return pa.struct(list(fields.items()))
+
+
+_TEXT, _NUMBER = pa.string(), pa.int64()
+_CALL = _struct(id=_TEXT, name=_TEXT, arguments=_TEXT)
+_MESSAGE = _struct(role=_TEXT, content=_TEXT, tool_calls=pa.list_(_CALL), tool_call_id=_TEXT, reasoning=_TEXT)
 _PARQUET = pa.schema(
     [
-        ("group_id", pa.string()),
-        ("rollout_id", pa.string()),
-        ("task", pa.string()),
-        (
-            "receipt",
-            pa.struct(
-                [
-                    ("dataset", pa.string()),
-                    ("dataset_version", pa.string()),
-                    ("config", pa.string()),
-                    ("seed", pa.int64()),
-                    ("index", pa.int64()),
-                ]
-            ),
-        ),
-        ("answer", pa.string()),
-        (
-            "messages",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("role", pa.string()),
-                        ("content", pa.string()),
-                        (
-                            "tool_calls",
-                            pa.list_(
-                                pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
-                            ),
-                        ),
-                        ("tool_call_id", pa.string()),
-                        ("reasoning", pa.string()),
-                    ]
-                )
-            ),
-        ),
+        ("group_id", _TEXT),
+        ("rollout_id", _TEXT),
+        ("task", _TEXT),
+        ("receipt", _struct(dataset=_TEXT, dataset_version=_TEXT, config=_TEXT, seed=_NUMBER, index=_NUMBER)),
+        ("answer", _TEXT),
+        ("messages", pa.list_(_MESSAGE)),
         ("tokens", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.int8())),
         ("logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
         ("advantages", pa.list_(pa.float32())),
-        ("texts", pa.list_(pa.string())),
+        ("texts", pa.list_(_TEXT)),
         ("reward", pa.float64()),
-        ("parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
-        ("evidence", pa.string()),
+        ("parts", pa.list_(_struct(name=_TEXT, value=pa.float64()))),
+        ("evidence", _TEXT),
         ("turn_rewards", pa.list_(pa.float64())),
-        ("status", pa.string()),
-        ("reason", pa.string()),
-        ("finished_seq", pa.int64()),
-        ("admitted_version", pa.int64()),
-        ("consumed_version", pa.int64()),
-        ("consumed_step", pa.int64()),
+        ("status", _TEXT),
+        ("reason", _TEXT),
+        ("finished_seq", _NUMBER),
+        ("admitted_version", _NUMBER),
+        ("consumed_version", _NUMBER),
+        ("consumed_step", _NUMBER),
     ]
 )
