@@ -35,7 +35,7 @@ from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, 
 Report = dict[str, object]
 ROLLOUTS = 8
 FRAME_BYTES = 8192
-UNLIMITED = Limits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9)
+UNLIMITED = Limits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9, author_burst_s=1e9)
 AUTHORS = 16
 NODES = 1000
 SIMULATED_S = 40.0

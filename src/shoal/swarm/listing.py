@@ -20,7 +20,13 @@ async def listed(
 
     Raises `ExchangeUnavailable` when no server was reached meanwhile.
     """
-    limits = Limits(rate_per_s=UNLIMITED, burst=UNLIMITED, newcomers_rate_per_s=UNLIMITED, newcomers_burst=UNLIMITED)
+    limits = Limits(
+        rate_per_s=UNLIMITED,
+        burst=UNLIMITED,
+        newcomers_rate_per_s=UNLIMITED,
+        newcomers_burst=UNLIMITED,
+        author_burst_s=UNLIMITED,
+    )
     door, found = Door(swarm, "", limits), list[dict[str, str | int | float]]()
     async with NatsExchange(options_of(servers, swarm)) as exchange:
         try:

@@ -1,0 +1,56 @@
+"""What a step makes of peers' groups beside its own."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.config import parse
+from shoal.experience import Buffer
+from shoal.run.loop import TrainLoop
+from shoal.run.training import run_meta
+from shoal.trainer.packing import even_slices
+from shoal.types import (
+    EXTERNAL,
+    Completion,
+    External,
+    FinishReason,
+    Group,
+    Message,
+    Reward,
+    Role,
+    Rollout,
+    Task,
+    Turn,
+)
+
+OWN, THEIRS = 3, 7
+"""Tokens of which answers are made."""
+
+
+def group(id_: str, token: int) -> Group:
+    turn = Turn((1,), Completion((token,), (-1.0,), (0,), FinishReason.STOP))
+    external = External() if token == THEIRS else None
+    rollouts = tuple(Rollout(f"{id_}#{r}", (), (turn,), Reward(r), external=external) for r in (0.0, 1.0))
+    return Group(id_, Task("t", "gcd", (Message(Role.USER, "?"),)), rollouts, 0)
+
+
+def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path) -> None:
+    settings = {"train": {"groups_per_step": 4, "minibatches": 2}, "swarm": {"credit": "group_drop"}}
+    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], **settings})
+
+    async def main() -> None:
+        buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
+        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None)
+        loop = TrainLoop(parts, first_step=0, version=0)
+        own = [group(f"own{i}", OWN) for i in range(4)]
+        rows_of, _ = loop._rows([*own, *(group(f"{EXTERNAL}{i}", THEIRS) for i in range(4))], 0)
+        rows = list(rows_of.values())
+        for part in even_slices(len(rows), 2):
+            tokens = [row.tokens[-1] for i in part for row in rows[i]]
+            assert tokens.count(OWN) == tokens.count(THEIRS) == 4
+        worse = {row.advantages[-1] for group_rows in rows for row in group_rows if row.tokens[-1] == THEIRS}
+        assert min(worse) == 0.0 < max(worse)  # credit goes to the groups that are peers', wherever they are
+        await buffer.close()
+
+    asyncio.run(main())
