@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import JsonFlag, printable, show
-from shoal.errors import RunDirError
+from shoal.errors import ConfigError, RunDirError
 from shoal.swarm.judge.condition import Arm
 
 app = typer.Typer(name="judge", help="Challenge models and mark their answers.", no_args_is_help=True)
@@ -114,7 +114,10 @@ def report(
     """Draw swarm against solo by normalised round, with a test at every point; raw, and of a fixed cohort."""
     import time
 
-    from shoal.swarm.judge.comparison import TEST, compared
+    try:
+        from shoal.swarm.judge.comparison import TEST, compared
+    except ModuleNotFoundError as error:
+        raise ConfigError("judge report: expected the package scipy; pip install 'shoal[judge]' brings it") from error
     from shoal.swarm.judge.figure import comparison_png
     from shoal.swarm.judge.store import FILE, Book
 

@@ -17,24 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
+from scipy import stats
 
-from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.condition import Arm, Judged
 
-EXACT_UP_TO = 100
-"""Nodes of both arms together up to which p is exact; beyond it is approximated by the normal distribution."""
+EXACT_WAYS = 20_000
+"""Ways to deal the nodes to the arms, up to which p is exact: 8 nodes against 8. Beyond it is of the normal
+distribution, with the variance that ties leave."""
+LEAST_NODES = 2
+"""Of each arm; with one there is no test."""
 SIGNIFICANT = 0.05
 TEST = "two-sided Mann-Whitney U test per bin of rounds, p adjusted by Benjamini-Hochberg over the bins"
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The score of one challenge, 0..1, taken by a node after so many of its rounds."""
-
-    node: str
-    arm: Arm
-    round: int
-    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Both arms in one bin. Without nodes on both sides there is no test."""
+    """Both arms in one bin. With fewer than two nodes on a side there is no test."""
 
     round: int
     """The first normalised round of the bin."""
@@ -89,32 +82,20 @@ class Comparison:
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
     """Whether values of one sample tend to be larger (Mann and Whitney, 1947).
 
-    Given the values, ties included, p is exact: the share of all ways to deal them into two samples of these sizes
-    that are as extreme. Expects at least one value on each side.
+    Given the values, ties included, p is exact where there are few: the share of all ways to deal them into two samples
+    of these sizes that are as extreme. Expects at least two values on each side.
 
     >>> mann_whitney([1, 2, 3], [4, 5, 6])
     RankTest(u=0.0, p=0.1, favours=0.0)
     """
     n, m = len(first), len(second)
-    if not n or not m:
-        raise ValueError(f"expected values on both sides, got {n} and {m}")
-    doubled = _doubled_midranks([*first, *second])
-    u = sum(doubled[:n]) / 2 - n * (n + 1) / 2
-    p = _exact_p(doubled, n) if n + m <= EXACT_UP_TO else _normal_p(u, doubled, n)
-    return RankTest(u, p, u / (n * m))
-
-
-def benjamini_hochberg(p: Sequence[float]) -> list[float]:
-    """Adjusted p: calling those up to q significant keeps the false share of them at q (Benjamini, Hochberg, 1995).
-
-    >>> [round(q, 4) for q in benjamini_hochberg([0.01, 0.04, 0.03, 0.5])]
-    [0.04, 0.0533, 0.0533, 0.5]
-    """
-    adjusted, lowest = [0.0] * len(p), 1.0
-    for rank, i in zip(range(len(p), 0, -1), sorted(range(len(p)), key=p.__getitem__, reverse=True), strict=True):
-        lowest = min(lowest, p[i] * len(p) / rank)
-        adjusted[i] = lowest
-    return adjusted
+    if min(n, m) < LEAST_NODES:
+        raise ValueError(f"expected at least {LEAST_NODES} values on both sides, got {n} and {m}")
+    few = math.comb(n + m, n) <= EXACT_WAYS
+    method = stats.PermutationMethod(n_resamples=EXACT_WAYS) if few else "asymptotic"
+    found = stats.mannwhitneyu(first, second, method=method)
+    p = 1.0 if len({*first, *second}) == 1 else float(found.pvalue)  # equal values leave no variance to divide by
+    return RankTest(float(found.statistic), p, float(found.statistic) / (n * m))
 
 
 def compared(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
@@ -173,43 +154,14 @@ def _points(curves: Mapping[Arm, Mapping[str, Mapping[int, float]]], bin_rounds:
     found = []
     for index in indices:
         swarm, solo = ([bins[index] for bins in curves[arm].values() if index in bins] for arm in (Arm.SWARM, Arm.SOLO))
-        test = mann_whitney(swarm, solo) if swarm and solo else None
+        test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
         found.append((index * bin_rounds, _band(swarm), _band(solo), test))
-    adjusted = iter(benjamini_hochberg([test.p for *_, test in found if test is not None]))
-    return tuple(Point(*one, None if one[-1] is None else next(adjusted)) for one in found)
+    p = [test.p for *_, test in found if test is not None]
+    adjusted = iter(stats.false_discovery_control(p) if p else ())
+    return tuple(Point(*one, None if one[-1] is None else float(next(adjusted))) for one in found)
 
 
 def _band(values: Sequence[float]) -> Band:
     if not values:
         return Band(0)
     return Band(len(values), fmean(values), min(values), max(values))
-
-
-def _doubled_midranks(values: Sequence[float]) -> list[int]:
-    """Twice the rank of each value; equal values share the mean of theirs, so that these are whole numbers."""
-    order = sorted(values)
-    below = {value: order.index(value) for value in set(values)}
-    return [2 * below[value] + order.count(value) + 1 for value in values]
-
-
-def _exact_p(doubled: Sequence[int], n: int) -> float:
-    """From the number of ways in which `n` of the ranks add up to each sum; both tails, each with what was seen."""
-    ways = np.zeros((n + 1, sum(sorted(doubled)[-n:]) + 1))  # [how many, their sum]
-    ways[0, 0] = 1
-    for rank in doubled:
-        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank].copy()
-    counts, seen = ways[n], sum(doubled[:n])
-    tail = min(counts[: seen + 1].sum(), counts[seen:].sum())
-    return min(1.0, float(2 * tail / counts.sum()))
-
-
-def _normal_p(u: float, doubled: Sequence[int], n: int) -> float:
-    """With the variance that ties leave, and the correction for continuity."""
-    size = len(doubled)
-    m = size - n
-    ties = sum(count**3 - count for count in (doubled.count(rank) for rank in set(doubled)))
-    variance = n * m / 12 * (size + 1 - ties / (size * (size - 1)))
-    if not variance:
-        return 1.0
-    z = max(0.0, abs(u - n * m / 2) - 0.5) / math.sqrt(variance)
-    return math.erfc(z / math.sqrt(2))

@@ -1,5 +1,6 @@
-"""How a judged node is trained."""
+"""How a judged node is trained, and what came of one challenge."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -8,3 +9,13 @@ class Arm(StrEnum):
 
     SWARM = "swarm"
     SOLO = "solo"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The score of one challenge, 0..1, taken by a node after so many of its rounds."""
+
+    node: str
+    arm: Arm
+    round: int
+    score: float

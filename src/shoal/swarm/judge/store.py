@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from shoal.errors import RunDirError
-from shoal.swarm.judge.comparison import Judged
-from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.condition import Arm, Judged
 from shoal.swarm.judge.messages import Challenge, Mark
 from shoal.types import RewardStatus
 
