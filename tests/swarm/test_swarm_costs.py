@@ -167,14 +167,13 @@ def test_one_content_is_praised_and_taken_once_whoever_signs_it(
                 await copy.says(reef.claims[0], f" {reef.truth(0)}", "NO")
         await until(lambda: node.door.refused[Reason.REPEATED] == 30)
         assert node.ready == 1
-        await copies[0].says(
-            reef.claims[0], "never said", "no", reef.truth(0)
-        )  # the rest of it was: nothing to compare
+        for junk in range(9):  # a new text each time, of one author and one question
+            await copies[0].says(reef.claims[0], reef.truth(0), f"never said {junk}")
+        await until(lambda: node.door.refused[Reason.REPEATED] == 38)
+        assert node.ready == 2
         await copies[0].says(reef.claims[1], reef.truth(1), "no")
-        await until(lambda: node.ready == 2)
-        await until(lambda: node.door.refused[Reason.REPEATED] == 31)
-        (group, other) = sorted(await node.external_groups(0, logprobs), key=lambda one: len(one.rollouts))
-        assert {len(group.rollouts), len(other.rollouts)} == {2}
+        await until(lambda: node.ready == 3)
+        assert node.door.peers[first.peer_id].good == 1.0
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -185,8 +184,11 @@ def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:
         Rollout(text, (*task.messages, Message(Role.ASSISTANT, text)), (), Reward(0.0)) for text in ("a", "b")
     )
     contents = Contents([Group(f"{EXTERNAL}x", task, answered, 0)])
-    assert contents.fresh(task, ["A ", "c", "b"]) == [1]
-    assert [contents.praises(task, author) for author in "xyx"] == [True, True, False]
+    assert contents.repeats(task, ["A ", "b"], "x", 0.0)
+    assert not contents.repeats(task, ["A ", "c"], "x", 0.0)
+    assert [contents.take(task, ["c"], author, 100.0) for author in "xyx"] == [True, True, False]
+    assert contents.repeats(task, ["d"], "x", since_s=99.0)
+    assert not contents.repeats(task, ["d"], "x", since_s=101.0)
 
 
 def test_files_of_people_that_cannot_be_read_or_written_end_nothing_and_are_in_the_status(

@@ -1,7 +1,7 @@
 """Which answers to which questions were taken before, whoever signed them. Pure; bounded.
 
-An offer costs its author nothing to sign again, under any name. So what counts is what is in it: an answer that was
-taken once is none the next time, and an author is praised once for a question.
+An offer costs its author nothing to sign again, under any name. So what counts is what is in it: one is taken if it
+has an answer that nobody gave before, and a question is taken of the same author once in a while, and praised once.
 """
 
 import hashlib
@@ -11,37 +11,42 @@ from collections.abc import Iterable, Sequence
 from shoal.types import Group, Task
 
 MOST = 1 << 17
-"""Answers, and praises, that are remembered; those that were said longest ago are forgotten."""
+"""Answers that are remembered, and authors' questions; those of the longest ago are forgotten."""
 
 
 class Contents:
-    """Remembers digests: of question and answer, and of question and author."""
+    """Remembers digests: of questions with answers, and of questions with authors."""
 
     def __init__(self, trained: Iterable[Group] = ()) -> None:
         """`trained` are external groups of this run's earlier life, the oldest first."""
-        self._said: OrderedDict[bytes, None] = OrderedDict()
-        self._praised: OrderedDict[bytes, None] = OrderedDict()
+        self._answers: OrderedDict[bytes, float] = OrderedDict()
+        self._asked: OrderedDict[bytes, float] = OrderedDict()  # when, of a clock that is never set
         for group in trained:
-            self.remember(group.task, [rollout.messages[-1].content for rollout in group.rollouts])
+            self._remember(group.task, [rollout.messages[-1].content for rollout in group.rollouts])
 
-    def fresh(self, task: Task, texts: Sequence[str]) -> list[int]:
-        """Positions of the texts that nobody said before in answer to this; space and case make no difference."""
-        return [i for i, text in enumerate(texts) if _digest(task, _plain(text)) not in self._said]
+    def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
+        """Whether all texts were given before, or this was taken of the same author since then.
 
-    def remember(self, task: Task, texts: Sequence[str]) -> None:
-        """Keeps answers that were taken."""
+        Space and case make no difference.
+        """
+        if self._asked.get(_digest(task, peer_id), since_s) > since_s:
+            return True
+        return all(_digest(task, _plain(text)) in self._answers for text in texts)
+
+    def take(self, task: Task, texts: Sequence[str], peer_id: str, now_s: float) -> bool:
+        """Remembers what is taken; gives whether it is the first time of this author with this question."""
+        self._remember(task, texts)
+        return _put(self._asked, _digest(task, peer_id), now_s)
+
+    def _remember(self, task: Task, texts: Sequence[str]) -> None:
         for text in texts:
-            _put(self._said, _digest(task, _plain(text)))
-
-    def praises(self, task: Task, peer_id: str) -> bool:
-        """Whether an author is to be praised for this question: the first time."""
-        return _put(self._praised, _digest(task, peer_id))
+            _put(self._answers, _digest(task, _plain(text)), 0.0)
 
 
-def _put(table: OrderedDict[bytes, None], key: bytes) -> bool:
+def _put(table: OrderedDict[bytes, float], key: bytes, value: float) -> bool:
     """Whether a key is new; now it is the newest."""
     new = key not in table
-    table[key] = None
+    table[key] = value
     table.move_to_end(key)
     if len(table) > MOST:
         table.popitem(last=False)

@@ -6,8 +6,8 @@ nobody said.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.errors import SessionError
 from shoal.interfaces import Renderer
@@ -39,11 +39,6 @@ class Encoded:
     """Which of the offer's rollouts."""
     answer_ids: tuple[tuple[int, ...], ...]
     """Of each kept one, with the stop token if it is complete."""
-
-    def only(self, positions: Collection[int]) -> "Encoded":
-        """Those of the kept rollouts at some positions, and no others."""
-        kept = tuple(self.kept[i] for i in positions)
-        return replace(self, kept=kept, answer_ids=tuple(self.answer_ids[i] for i in positions))
 
     @property
     def answers(self) -> list[str]:

@@ -8,7 +8,7 @@
 The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
 logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
 `listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works; newcomers
-wait for their next turn longer than that. An answer that was taken once is none the next time. Of an offer no more
+wait for their next turn longer than that. What was said before is not taken again. Of an offer no more
 answers count than one's own groups have, so that a stranger's group costs a step no more than one's own. Nothing that
 comes from outside, and no absence of it, ends a run.
 """
@@ -32,7 +32,7 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines, write_whole
+from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, Waiting
@@ -163,18 +163,6 @@ class Node(Peer):
         self.tally.taken += len(groups)
         return groups
 
-    def remember(self, name: str, text: str) -> None:
-        """Keeps something in a file of this node, for a life after this one."""
-        with self._file(name):
-            write_whole(self._folder / name, text)
-
-    def remembered(self, name: str) -> str:
-        """What an earlier life kept; nothing when there is none."""
-        path = self._folder / name
-        with self._file(name):
-            return path.read_text(errors="replace") if path.exists() else ""
-        return ""
-
     @property
     def ready(self) -> int:
         """Verified offers at hand."""
@@ -261,8 +249,8 @@ class Node(Peer):
             self._taken[letter.id] = None
             if len(self._taken) > MOST_TAKEN:  # the door itself lets no letter in that is as old as those
                 del self._taken[next(iter(self._taken))]
-            self._contents.remember(found.source.task, found.source.answers)
-            if self._contents.praises(found.source.task, letter.peer_id):
+            source, now_s = found.source, asyncio.get_running_loop().time()
+            if self._contents.take(source.task, source.answers, letter.peer_id, now_s):
                 self.door.praise(letter.peer_id)
             self._ready.append(found)
 
@@ -281,18 +269,20 @@ class Node(Peer):
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.door.refused.update(refused)
-        fresh = source.only(self._contents.fresh(task, source.answers))
+        since_s = asyncio.get_running_loop().time() - self._settings.fresh_s
+        if self._contents.repeats(task, source.answers, letter.peer_id, since_s):
+            return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
-        for answer in fresh.answers:  # one at a time: of those that hang there is one
+        for answer in source.answers:  # one at a time: of those that hang there is one
             (reward,) = await means.scorer.score(task, [answer])
             if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
                 return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
                 return Reason.UNSCORED
             rewards += (reward,)
-        if not rewards or not differ(self._compared(task.service, rewards)):
-            return Reason.UNINFORMATIVE if len(fresh.kept) == len(source.kept) else Reason.REPEATED
-        return Ready(letter, fresh, rewards)
+        if not differ(self._compared(task.service, rewards)):
+            return Reason.UNINFORMATIVE
+        return Ready(letter, source, rewards)
 
     def chosen(self, wanted: int) -> list[Ready]:
         """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""

@@ -72,6 +72,18 @@ class Peer:
             "banned": sorted(self.door.banned),
         }
 
+    def remember(self, name: str, text: str) -> None:
+        """Keeps something in a file of this peer, for a life after this one."""
+        with self._file(name):
+            write_whole(self._folder / name, text)
+
+    def remembered(self, name: str) -> str:
+        """What an earlier life kept; nothing when there is none."""
+        path = self._folder / name
+        with self._file(name):
+            return path.read_text(errors="replace") if path.exists() else ""
+        return ""
+
     def _heard(self, letter: Letter) -> None:
         """Something was let in. Returns at once."""
 

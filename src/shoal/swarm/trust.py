@@ -69,7 +69,7 @@ class Reason(StrEnum):
     UNSCORED = "not scored"
     HANGS = "no verdict in time"
     REPEATED = "said before"
-    """The same answers to the same question were taken, whoever signed them."""
+    """All its answers to the question were taken before, whoever signed them, or the author's last is not long ago."""
     UNINFORMATIVE = "nothing to learn"
     STALE = "not fresh any more"
     CROWDED = "no room"
