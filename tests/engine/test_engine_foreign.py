@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from shoal.engine.asking import counted
 
 from shoal.engine import canary
 from shoal.engine.external_server import Abilities, Counters, Drawn, ForeignEngine, Stop, finish_reason
 from shoal.engine.pool import EnginePool
+from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.types import Completion, FinishReason, Sampling
 from until import until

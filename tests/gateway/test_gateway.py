@@ -268,7 +268,9 @@ def test_hostile_bodies_get_a_clear_status(body: bytes, status: int) -> None:
     async def scenario(one: Served) -> None:
         async with aiohttp.ClientSession() as http:
             for path in ("/v1/chat/completions", "/v1/messages", "/v1/completions"):
-                async with http.post(one.url + path, data=io.BytesIO(body)) as answer:
+                async with http.post(
+                    one.url + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}
+                ) as answer:
                     assert answer.status == status
                     assert (await answer.json())["error"]["message"]
 
@@ -293,7 +295,7 @@ def test_an_unknown_session_gets_401_and_an_ended_one_410() -> None:
             async with http.post(f"{opened['openai_base_url']}/chat/completions", json={"messages": ASK}) as answer:
                 assert answer.status == 410
             async with http.post(f"{opened['anthropic_base_url']}/end") as answer:
-                assert await answer.json() == exported  # the first answer may have been lost
+                assert answer.status == 410
             async with http.get(f"{one.url}/metrics") as answer:
                 text = await answer.text()
         assert exported["turns"][0]["token_ids"] == list(one.engine.drawn[0].token_ids)

@@ -3,8 +3,6 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,7 +10,7 @@ import pytest
 
 from gateway_engine import Served, served
 from shoal.gateway import Bounds
-from shoal.gateway.closed import HANDED_OUT_KEPT, ClosedSessions
+from shoal.gateway.registry import CLOSED_KEPT
 from shoal.gateway.server import MAX_BODY_BYTES
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
@@ -45,7 +43,7 @@ class Hands:
         return self.now_s
 
 
-def test_an_idle_session_is_evicted_and_what_it_drew_is_handed_out(tmp_path: Path) -> None:
+def test_an_idle_session_is_evicted_and_answers_410_from_then_on() -> None:
     clock = Hands()
 
     async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
@@ -62,13 +60,26 @@ def test_an_idle_session_is_evicted_and_what_it_drew_is_handed_out(tmp_path: Pat
         status, _ = await posted(http, f"{one.url}/v1/chat/completions", ASK, key=idle["api_key"])
         assert status == 410
         assert (await posted(http, f"{used['openai_base_url']}/chat/completions", ASK))[0] == 200
-        for _ in range(2):
-            status, exported = await posted(http, f"{idle['anthropic_base_url']}/end")
-            assert (status, exported["turns"][0]["token_ids"]) == (200, list(one.engine.drawn[0].token_ids))
-        assert len(one.gateway.sessions) == 1
+        assert (await posted(http, f"{idle['anthropic_base_url']}/end"))[0] == 410
+        status, exported = await posted(http, f"{used['anthropic_base_url']}/end")
+        assert (status, exported["turns"][0]["token_ids"]) == (200, list(one.engine.drawn[1].token_ids))
+        assert (await posted(http, f"{used['anthropic_base_url']}/end"))[0] == 410
+        assert len(one.gateway.sessions) == 0
 
-    run(scenario, clock=clock, bounds=Bounds(idle_s=120), closed_folder=tmp_path)
-    assert list(tmp_path.iterdir())
+    run(scenario, clock=clock, bounds=Bounds(idle_s=120))
+
+
+def test_of_closed_sessions_so_many_are_remembered_and_nothing_is_written() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        sessions = one.gateway.sessions
+        opened = [sessions.open() for _ in range(CLOSED_KEPT + 5)]
+        for session in opened:
+            await sessions.end_and_export(session)
+        assert (len(sessions), len(sessions.closed)) == (0, CLOSED_KEPT)
+        assert (await posted(http, f"{one.url}/s/{opened[-1].token}/end"))[0] == 410
+        assert (await posted(http, f"{one.url}/s/{opened[0].token}/end"))[0] == 401
+
+    run(scenario)
 
 
 def test_a_session_past_its_age_answers_no_more_and_hands_out_what_it_drew() -> None:
@@ -100,7 +111,7 @@ def test_wrong_tokens_and_a_body_of_10_mb_leave_a_session_as_it_was() -> None:
         assert (await posted(http, f"{one.url}/s/{wrong}/end"))[0] == 401
         url = f"{opened['openai_base_url']}/chat/completions"
         large = io.BytesIO(b'{"messages": "' + b"x" * (10 << 20) + b'"}')
-        async with http.post(url, data=large) as answer:
+        async with http.post(url, data=large, headers={"Content-Type": "application/json"}) as answer:
             assert answer.status == 413
             assert f"at most {MAX_BODY_BYTES} bytes" in (await answer.json())["error"]["message"]
         assert one.engine.received == []
@@ -225,14 +236,3 @@ def test_a_call_of_a_tool_that_nobody_offered_reaches_the_client() -> None:
         assert [generation.parent for generation in session.ledger.generations] == [None, 0]
 
     run(scenario, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
-
-
-def test_many_sessions_are_handed_out_at_once_and_the_oldest_go(tmp_path: Path) -> None:
-    closed = ClosedSessions(tmp_path)
-    tokens = [f"session {i}" for i in range(HANDED_OUT_KEPT + 200)]
-    for token in tokens:
-        closed.keep(token, "ended", token.encode())
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(closed.hand_out, tokens)) == [token.encode() for token in tokens]
-    assert len(list(tmp_path.iterdir())) == HANDED_OUT_KEPT
-    assert closed.hand_out(tokens[-1]) == tokens[-1].encode()

@@ -7,29 +7,15 @@ from dataclasses import dataclass
 import msgspec
 from starlette.requests import Request
 
-from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, SessionError, ShoalError
+from shoal.errors import ShoalError
 from shoal.gateway.chat import Body, Refusal
 from shoal.gateway.responses import failure_event
-from shoal.gateway.session_routes import Unauthorized
-from shoal.gateway.sessions import ContextOverflow, Session, SessionOver
+from shoal.gateway.sessions import ContextOverflow, Session
 from shoal.gateway.token_tree import Generation
 
 _encoder = msgspec.json.Encoder()
 
 
-class TooLarge(SessionError):
-    """A body over the limit (HTTP 413)."""
-
-
-STATUS: tuple[tuple[type[ShoalError], int], ...] = (
-    (Unauthorized, 401),
-    (HistoryDiverged, 409),
-    (SessionOver, 410),
-    (TooLarge, 413),
-    (EngineUnavailable, 503),
-    (SessionError, 400),
-    (RequestRefused, 400),
-)
 ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
@@ -42,11 +28,6 @@ class Reply:
     """None when the client wants no stream."""
     named: bool = False
     """Whether events carry their type as name, and no mark ends the stream."""
-
-
-def status_of(error: ShoalError) -> int:
-    """The HTTP status that says what went wrong."""
-    return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 
 
 def error_body(error: ShoalError, status: int, path: str) -> Body:
@@ -71,7 +52,7 @@ async def streamed(
     try:
         generation = task.result()
     except ShoalError as error:
-        status = status_of(error)
+        status = error.http_status
         late = failure_event(str(error), _code(error)) if "/v1/responses" in path else error_body(error, status, path)
         yield _event(late, named=reply.named)
         return

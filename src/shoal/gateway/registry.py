@@ -2,16 +2,14 @@
 
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from shoal.errors import EngineUnavailable
-from shoal.gateway.closed import ClosedSessions
-from shoal.gateway.session_routes import export
+from shoal.gateway.session_routes import Export, export
 from shoal.gateway.sessions import ENDED, Desk, Limits, Session
 from shoal.gateway.token_tree import HistoryPolicy
 from shoal.types import Sampling
+
+CLOSED_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +24,16 @@ class Bounds:
 
 
 class Sessions:
-    """The open sessions, by the token that their URLs carry, and what is left of the closed ones.
+    """The open sessions, by the token that their URLs carry, and why the last closed ones are closed.
 
-    Invariant: what a session drew is on the disk before an evicted session is forgotten.
+    What an evicted session drew goes with it: a run ends its own sessions long before, and takes what they drew.
     """
 
-    def __init__(self, desk: Desk, bounds: Bounds | None = None, closed_folder: Path | None = None) -> None:
+    def __init__(self, desk: Desk, bounds: Bounds | None = None) -> None:
         self.desk = desk
         self.bounds = bounds or Bounds()
-        self.closed = ClosedSessions(closed_folder)
+        self.closed: dict[str, str] = {}
+        """Reasons by token, oldest first; who comes back later is unknown."""
         self._open: dict[str, Session] = {}  # the longest unused first
         self._is_full = False  # of tokens, all of them in sessions that are busy
 
@@ -89,15 +88,11 @@ class Sessions:
         await session.end()
         self._open.pop(session.token, None)
 
-    async def end_and_export(self, token: str) -> bytes | None:
-        """Closes a session, if it is not; what it drew, as JSON. None for a token that names none."""
-        session = self.get(token)
-        if session is not None:
-            await session.end(ENDED)
-        if session is None or token not in self._open:  # another request has closed it meanwhile
-            return await self.desk.in_thread(self.closed.hand_out, token)
-        exported = await self.desk.in_thread(self._kept, session, handed_out=True)
-        self._open.pop(token, None)
+    async def end_and_export(self, session: Session) -> Export:
+        """Closes a session; what it drew."""
+        await session.end(ENDED)
+        exported = export(session)
+        self._forget(session)
         return exported
 
     async def evict(self) -> None:
@@ -112,18 +107,17 @@ class Sessions:
             if idle_s <= self.bounds.idle_s:
                 why += f", when open sessions held more than {self.bounds.tokens} tokens"
             held -= session.tokens_held
-            await self._close(session, f"session: it was closed {why}; POST /s/<token>/end gives what it drew")
+            await self._close(session, f"session: it was closed {why}")
             self.desk.counts.counted["evictions"] += 1
         self._is_full = held > self.bounds.tokens
 
     async def _close(self, session: Session, reason: str) -> None:
         await session.end(reason)
-        if session.token in self._open:  # else another request has closed it meanwhile
-            await self.desk.in_thread(self._kept, session)
-            self._open.pop(session.token, None)
+        self._forget(session)
 
-    def _kept(self, session: Session, *, handed_out: bool = False) -> bytes:
-        """What a session drew, when it is on the disk."""
-        exported = msgspec.json.encode(export(session))
-        self.closed.keep(session.token, session.ended, exported, handed_out=handed_out)
-        return exported
+    def _forget(self, session: Session) -> None:
+        if self._open.pop(session.token, None) is None:  # another request has closed it meanwhile
+            return
+        self.closed[session.token] = session.ended
+        while len(self.closed) > CLOSED_KEPT:
+            del self.closed[next(iter(self.closed))]

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -18,13 +17,14 @@ from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import SessionError, ShoalError
 from shoal.gateway import anthropic, chat, generate_route, responses
-from shoal.gateway.http_responses import Reply, TooLarge, error_body, has_left, status_of, streamed
+from shoal.gateway.http_responses import Reply, error_body, has_left, streamed
 from shoal.gateway.registry import Bounds, Sessions
 from shoal.gateway.routes import Routes, Table
 from shoal.gateway.session_routes import OpenRequest, OpenResponse, Unauthorized
 from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
 from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine
+from shoal.net.server import body, decoded, guarded
 from shoal.types import Message
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -52,25 +52,26 @@ class Gateway:
         is_open: bool = False,
         admin_key: str = "",
         bounds: Bounds | None = None,
-        closed_folder: Path | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         keep_alive_s: float = KEEP_ALIVE_S,
+        host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_model_len` is the most tokens, prompt and answer together, that the engine takes.
 
-        With an `admin_key`, only who sends it may open sessions, read metrics, or ask without a session. What evicted
-        sessions drew is kept in `closed_folder`, or, without one, until the gateway ends.
+        With an `admin_key`, only who sends it may open sessions, read metrics, or ask without a session. `host` is
+        where the user has it listen.
         """
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
         desk = Desk(engine, renderer, max_model_len, pool, Counts(), clock, set())
-        self.sessions = Sessions(desk, bounds, closed_folder)
+        self.sessions = Sessions(desk, bounds)
         self._admin_key = admin_key
         self._model = model
         self._is_open = is_open
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        self.app = Routes(*self._tables(), refused=self._refused, lifetime=lambda _: self.lifetime())
+        routes = Routes(*self._tables(), refused=self._refused, lifetime=lambda _: self.lifetime())
+        self.app = guarded(routes, host=host)
 
     def _tables(self) -> tuple[Table, Table]:
         """What is served everywhere, and what under the URLs of sessions."""
@@ -101,7 +102,6 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         self.sessions.desk.pool.shutdown(wait=True)
-        self.sessions.closed.discard()
 
     async def _evicting(self) -> None:
         while True:
@@ -116,10 +116,7 @@ class Gateway:
         return _json(OpenResponse(session.token[:8], session.token, f"{url}/v1", url))
 
     async def _end(self, http: Request) -> Response:
-        exported = await self.sessions.end_and_export(http.path_params["token"])
-        if exported is None:
-            raise Unauthorized(UNKNOWN)
-        return Response(exported, media_type="application/json")
+        return _json(await self.sessions.end_and_export(self._session(http)))
 
     async def _chat(self, http: Request) -> Response:
         session = self._session(http)
@@ -127,13 +124,13 @@ class Gateway:
         ask = chat.chat_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
         created = int(time.time())
 
-        def body(generation: Generation) -> chat.Body:
+        def whole(generation: Generation) -> chat.Body:
             return chat.chat_body(generation, session.ledger.prompt_ids(generation), request, created)
 
         def chunks(generation: Generation) -> Iterable[chat.Body]:
-            return chat.chat_chunks(body(generation), with_usage=chat.wants_usage(request))
+            return chat.chat_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, Reply(body, chunks if request.stream else None))
+        return await self._answered(http, session, ask, Reply(whole, chunks if request.stream else None))
 
     async def _text(self, http: Request) -> Response:
         session = self._session(http)
@@ -141,23 +138,23 @@ class Gateway:
         ask = chat.text_ask(request, digest, await self._prompt_ids(request), is_retry=_is_retry(http))
         created = int(time.time())
 
-        def body(generation: Generation) -> chat.Body:
+        def whole(generation: Generation) -> chat.Body:
             return chat.text_body(generation, session.ledger.prompt_ids(generation), request, created)
 
         def chunks(generation: Generation) -> Iterable[chat.Body]:
-            return chat.text_chunks(body(generation), with_usage=chat.wants_usage(request))
+            return chat.text_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, Reply(body, chunks if request.stream else None))
+        return await self._answered(http, session, ask, Reply(whole, chunks if request.stream else None))
 
     async def _tokens(self, http: Request) -> Response:
         session = self._session(http)
         request, digest = await self._body(http, generate_route.TokensRequest)
         ask = generate_route.tokens_ask(request, digest, is_retry=_is_retry(http))
 
-        def body(generation: Generation) -> chat.Body:
+        def whole(generation: Generation) -> chat.Body:
             return generate_route.tokens_body(generation, session.ledger.prompt_ids(generation), request)
 
-        return await self._answered(http, session, ask, Reply(body, None))
+        return await self._answered(http, session, ask, Reply(whole, None))
 
     async def _responses(self, http: Request) -> Response:
         session = self._session(http)
@@ -172,14 +169,14 @@ class Gateway:
         is_retry, created = _is_retry(http), int(time.time())
         ask = responses.responses_ask(request, before, digest, is_retry=is_retry, takes_tools=self._takes_tools)
 
-        def body(generation: Generation) -> chat.Body:
+        def whole(generation: Generation) -> chat.Body:
             prompt_ids = session.ledger.prompt_ids(generation)
             return responses.responses_body(generation, prompt_ids, request, created)
 
         def events(generation: Generation) -> Iterable[chat.Body]:
-            return responses.response_events(body(generation))
+            return responses.response_events(whole(generation))
 
-        return await self._answered(http, session, ask, Reply(body, events if request.stream else None, named=True))
+        return await self._answered(http, session, ask, Reply(whole, events if request.stream else None, named=True))
 
     async def _messages(self, http: Request) -> Response:
         session = self._session(http)
@@ -188,13 +185,13 @@ class Gateway:
             raise chat.Refusal("max_tokens", "a number", None)
         ask = anthropic.messages_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
 
-        def body(generation: Generation) -> chat.Body:
+        def whole(generation: Generation) -> chat.Body:
             return anthropic.messages_body(generation, session.ledger.prompt_ids(generation), request.model)
 
         def events(generation: Generation) -> Iterable[chat.Body]:
-            return anthropic.message_events(body(generation))
+            return anthropic.message_events(whole(generation))
 
-        return await self._answered(http, session, ask, Reply(body, events if request.stream else None, named=True))
+        return await self._answered(http, session, ask, Reply(whole, events if request.stream else None, named=True))
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
@@ -258,9 +255,8 @@ class Gateway:
         session = self.sessions.get(token)
         if session is not None:
             return session
-        closed = self.sessions.closed.reason(token)
-        if closed is not None:
-            raise SessionOver(closed)
+        if token in self.sessions.closed:
+            raise SessionOver(self.sessions.closed[token])
         if named is None and self._is_open:
             self._admit(http)
             return self.sessions.passing()
@@ -273,15 +269,8 @@ class Gateway:
 
     async def _body(self, http: Request, kind: type[T]) -> tuple[T, str]:
         """The body as `kind`, and its digest. Raises `SessionError` naming the field."""
-        data = bytearray()
-        async for part in http.stream():
-            data += part
-            if len(data) > self._max_body_bytes:
-                raise TooLarge(f"body: expected at most {self._max_body_bytes} bytes")
-        try:
-            value = msgspec.json.decode(data or b"{}", type=kind)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise SessionError(f"body: {error}") from error
+        data = await body(http, self._max_body_bytes)
+        value = decoded(data, kind)
         path = str(http.scope["path"]).encode()
         return value, blake2b(path + b"\0" + data, digest_size=16).hexdigest()
 
@@ -294,7 +283,7 @@ class Gateway:
         if isinstance(error, HTTPException):
             return _json(error_body(SessionError(error.detail), error.status_code, path), error.status_code)
         assert isinstance(error, ShoalError)
-        status = status_of(error)
+        status = error.http_status
         counted[f"refused_{status}"] += 1
         return _json(error_body(error, status, path), status)
 

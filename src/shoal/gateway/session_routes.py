@@ -69,3 +69,5 @@ def export(session: Session) -> Export:
 
 class Unauthorized(SessionError):
     """A token that names no session (HTTP 401)."""
+
+    http_status = 401

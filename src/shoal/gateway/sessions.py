@@ -32,6 +32,8 @@ class ContextOverflow(SessionError):
 class SessionOver(SessionError):
     """The session has ended, or one of its limits is reached (HTTP 410)."""
 
+    http_status = 410
+
 
 class Renderer(Protocol):
     """What a session needs of `render.ChatRenderer`."""

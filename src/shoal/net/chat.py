@@ -1,16 +1,18 @@
 """Asking a model behind a URL that speaks OpenAI's chat completions: a judge, a frozen model, a session's own."""
 
-import asyncio
 from collections.abc import Mapping
 
 import aiohttp
 import msgspec
 
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.net.client import Retry, authorization, exchanged
 from shoal.types import Message, Role, ToolCall
 
 MOST_BYTES = 4 * 1024 * 1024
 """Of an answer."""
+TIMEOUT_S = 3600.0
+"""Of one answer, queueing included; callers with less patience cancel."""
 FIRST_PAUSE_S = 0.5
 REFUSED_FOR_NOW = frozenset({408, 409, 425, 429})
 """Of HTTP's 4xx; the others would be the same the next time."""
@@ -99,32 +101,18 @@ async def completion(
 
     Raises `ChatRefused` for what would be refused again, and `EngineUnavailable` when all tries got no answer.
     """
-    body = msgspec.json.encode(request)
-    for tried in range(tries):
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        if tried:  # a session gives the answer that it has, where only its way back was lost
-            headers["x-stainless-retry-count"] = str(tried)
-        try:
-            async with http.post(f"{url.rstrip('/')}/chat/completions", data=body, headers=headers) as reply:
-                return _choice(reply.status, await _bounded(reply))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = EngineUnavailable(f"{type(error).__name__}: {error}".removesuffix(": "))
-        except EngineUnavailable as error:
-            failure = error
-        if tried + 1 < tries:
-            await asyncio.sleep(pause_s * 2**tried)
-    raise failure
-
-
-async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for part in reply.content.iter_any():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise EngineUnavailable(f"expected at most {MOST_BYTES} bytes, got more")
-    return bytes(body)
+    retry = Retry(tries, pause_s, timeouts=True, statuses=lambda status: status >= 500 or status in REFUSED_FOR_NOW)
+    status, body = await exchanged(
+        http,
+        "POST",
+        f"{url.rstrip('/')}/chat/completions",
+        msgspec.json.encode(request),
+        authorization(key),
+        timeout_s=TIMEOUT_S,
+        most_bytes=MOST_BYTES,
+        retry=retry,
+    )
+    return _choice(status, body)
 
 
 def _choice(status: int, body: bytes) -> Choice:

@@ -83,11 +83,11 @@ async def exchanged(
                 last = reply.status, await _bounded(reply, most_bytes)
             if not retry.statuses(last[0]):
                 return last
-        except TimeoutError:
-            failure, last = f"no answer from {url} in {timeout_s:g} s", None
-            if not retry.timeouts:
-                break
         except (aiohttp.ClientError, OSError) as error:  # as when a server closes a connection that was idle
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                failure, last = f"no answer from {url} in {timeout_s:g} s", None
+                if not retry.timeouts:
+                    break
             failure, last = f"no answer from {url}: {error or type(error).__name__}", None
         if tried == retry.tries:
             break

@@ -8,6 +8,8 @@ import aiohttp
 import msgspec
 
 from shoal.checker import Spec
+from shoal.errors import EngineUnavailable
+from shoal.net.client import ONCE, authorization, exchanged, session, words
 from shoal.reward.http import ScoreReply, ScoreRequest
 from shoal.types import Reward, RewardStatus, Task
 
@@ -31,7 +33,7 @@ class RemoteScorer:
 
     def __init__(self, urls: Sequence[str], token: str = "") -> None:
         self._servers = [_Server(url.rstrip("/")) for url in urls]
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
@@ -50,10 +52,12 @@ class RemoteScorer:
                 status, reply = await self._post(server, body)
                 if status == 200:
                     return _rewards(reply, len(answers))
-            except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
+            except EngineUnavailable as error:
+                why = str(error)
+            except (msgspec.MsgspecError, ValueError) as error:
                 why = f"{server.url}: {type(error).__name__}: {error}"
             else:
-                why = f"{server.url}: HTTP {status}: {reply[:200].decode(errors='replace')}"
+                why = f"{server.url}: HTTP {status}: {words(reply)}"
                 if status < 500 and status != 429:
                     break
             server.rests_until_s = asyncio.get_running_loop().time() + REST_S
@@ -69,11 +73,11 @@ class RemoteScorer:
 
     async def _post(self, server: _Server, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S), headers=self._headers)
+            self._session = session()
         server.running += 1
         try:
-            async with self._session.post(f"{server.url}/score", data=body) as answer:
-                return answer.status, await answer.read()
+            url = f"{server.url}/score"  # another server is asked instead of the same one again
+            return await exchanged(self._session, "POST", url, body, self._headers, timeout_s=TIMEOUT_S, retry=ONCE)
         finally:
             server.running -= 1
 

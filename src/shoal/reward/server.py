@@ -9,18 +9,18 @@ user's functions and judges stay with whoever asks.
 """
 
 import contextlib
-import hmac
 from collections.abc import AsyncIterator
 
-import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import checker
 from shoal.checker import Spec
-from shoal.errors import TaskError
+from shoal.errors import ShoalError, TaskError
+from shoal.net.server import HANDLERS, Refused, body, decoded, guarded, json, refusal
 from shoal.reward.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
 from shoal.reward.service import RewardService
 from shoal.sandbox import backends
@@ -36,7 +36,6 @@ class RewardServer:
     def __init__(self, service: RewardService, *, token: str = "", most_waiting: int = 1024) -> None:
         """With a token, whoever asks for scores must have it. More than `most_waiting` requests get 503."""
         self._service = service
-        self._token = token
         self._most_waiting = most_waiting
         self._waiting = 0
         self._counts = {"requests": 0, "answers": 0, "refused": 0}
@@ -46,7 +45,9 @@ class RewardServer:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
+            middleware=[Middleware(guarded, token=token, free=("/health", "/metrics"))],
             lifespan=self._lifespan,
+            exception_handlers={**HANDLERS, ShoalError: self._refused},
         )
 
     @contextlib.asynccontextmanager
@@ -55,12 +56,8 @@ class RewardServer:
         await self._service.aclose()
 
     async def _score(self, http: Request) -> Response:
-        if self._token:
-            given = http.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
-                return self._refused(401, "expected the token that the server was started with")
         if self._waiting >= self._most_waiting:
-            return self._refused(503, f"{self._waiting} requests wait already")
+            raise Refused(503, f"{self._waiting} requests wait already")
         self._waiting += 1
         try:
             return await self._scored(http)
@@ -68,40 +65,35 @@ class RewardServer:
             self._waiting -= 1
 
     async def _scored(self, http: Request) -> Response:
-        body = bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > MOST_BODY_BYTES:
-                return self._refused(413, f"expected at most {MOST_BODY_BYTES} bytes")
+        request = decoded(await body(http, MOST_BODY_BYTES), ScoreRequest)
         try:
-            request = msgspec.json.decode(body, type=ScoreRequest)
             spec = checker.spec_of(checker.to_json(request.scorer), "scorer")
-        except (msgspec.MsgspecError, ValueError, RecursionError, TaskError) as error:
-            return self._refused(400, str(error))
+        except TaskError as error:
+            raise Refused(400, str(error)) from error
         if len(request.answers) > MOST_ANSWERS:
-            return self._refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
+            raise Refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
         if not checker.is_confined(spec):
-            return self._refused(403, "function and judge are not run for others; leave reward.urls to the rest")
+            raise Refused(403, "function and judge are not run for others; leave reward.urls to the rest")
         if why := asks_too_much(spec):
-            return self._refused(403, why)
+            raise Refused(403, why)
         task = Task("remote", "remote", (), request.truth, request.info, request.receipt)
         rewards = await self._service.score_by(spec, task, request.answers)
         self._counts["requests"] += 1
         self._counts["answers"] += len(rewards)
-        return _json(reply_of(rewards))
+        return json(reply_of(rewards))
 
     async def _health(self, _: Request) -> Response:
         works = [rung.value for rung, why in backends.probe().items() if not why]
-        return _json({"status": "ok", "rung": works[0] if works else None, "waiting": self._waiting})
+        return json({"status": "ok", "rung": works[0] if works else None, "waiting": self._waiting})
 
     async def _metrics(self, _: Request) -> Response:
         lines = [f"shoal_rewards_{name}_total {value}" for name, value in self._counts.items()]
         lines += [f"shoal_{name} {value:g}" for name, value in self._service.values.items()]
         return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
-    def _refused(self, status: int, why: str) -> Response:
+    async def _refused(self, _: Request, error: Exception) -> Response:
         self._counts["refused"] += 1
-        return _json({"error": why}, status)
+        return refusal(error)
 
 
 def asks_too_much(spec: Spec) -> str:
@@ -119,7 +111,3 @@ def asks_too_much(spec: Spec) -> str:
     if spec.memory_mb > MOST_MEMORY_MB:
         return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {spec.memory_mb}"
     return ""
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -18,6 +18,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.process import Child, collect_rarely
+from shoal.net.server import uvicorn_config
 from shoal.run.engines import START_TIMEOUT_S
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
@@ -41,7 +42,13 @@ async def serve(
         async with child, await child.serving(START_TIMEOUT_S) as engine:
             longest = (await engine.info()).max_model_len
             gateway = Gateway(
-                engine, renderer, max_model_len=longest, model=directory.name, is_open=True, admin_key=admin_key
+                engine,
+                renderer,
+                max_model_len=longest,
+                model=directory.name,
+                is_open=True,
+                admin_key=admin_key,
+                host=host,
             )
             collect_rarely()
             announce(url_of(listening), directory.name, admin_key)
@@ -50,7 +57,7 @@ async def serve(
 
 async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
     """Raises `ChildDied` when the engine's process ends first."""
-    server = uvicorn.Server(uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="on"))
+    server = uvicorn.Server(uvicorn_config(gateway.app))
     died = asyncio.create_task(child.died(), name="watching the engine")
     served = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
     await asyncio.wait({died, served}, return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ import uvicorn
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.claim_verification import OwnTasks
@@ -45,7 +46,7 @@ async def serve_desk(
         desk = Desk(means, config.swarm.name, identity, folder, pace)
         listening = stack.enter_context(listening_socket(host, port))
         announce(url_of(listening), identity.peer_id)
-        server = uvicorn.Server(uvicorn.Config(DeskServer(desk).app, log_level="warning"))
+        server = uvicorn.Server(uvicorn_config(DeskServer(desk).app, per_address=PER_ADDRESS))
         async with asyncio.TaskGroup() as parts:
             running = parts.create_task(desk.run(), name="desk")
             await server.serve(sockets=[listening])

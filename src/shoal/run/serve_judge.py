@@ -10,6 +10,7 @@ import uvicorn
 from shoal.config import Config, RewardConfig, TaskConfig, load
 from shoal.errors import ConfigError
 from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audited
@@ -62,7 +63,7 @@ async def serve_judge(
         listening = stack.enter_context(listening_socket(host, port))
         announce(url_of(listening), identity.peer_id)
         app = JudgeServer(judge, [one.dataset for one in specialties]).app
-        await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve(sockets=[listening])
+        await uvicorn.Server(uvicorn_config(app, per_address=PER_ADDRESS)).serve(sockets=[listening])
 
 
 async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:

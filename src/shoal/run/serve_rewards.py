@@ -7,6 +7,7 @@ import uvicorn
 
 from shoal.config import RewardConfig
 from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import uvicorn_config
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 
@@ -20,5 +21,5 @@ async def serve_rewards(
     with listening_socket(host, port) as bound:
         announce(url_of(bound))
         app = RewardServer(service, token=token).app
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        server = uvicorn.Server(uvicorn_config(app))
         await server.serve(sockets=[bound])

@@ -37,6 +37,8 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 class UnknownMember(TaskError):
     """Who asks is not registered, or was silent for too long: it has to register again (HTTP 404)."""
 
+    http_status = 404
+
 
 class Capability(StrEnum):
     """What a service does itself; the orchestrator does the rest."""

@@ -13,22 +13,22 @@ loop exists, and because a busy loop must not let heartbeats look late.
 
 import asyncio
 import contextlib
-import hmac
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ConfigError, TaskError
 from shoal.net.listening import is_loopback, listening_socket, url_of
+from shoal.net.server import HANDLERS, body, decoded, guarded, json, uvicorn_config
 from shoal.tasks.openapi import document
 from shoal.tasks.remote_protocol import (
     BEAT_S,
@@ -42,7 +42,6 @@ from shoal.tasks.remote_protocol import (
     Registry,
     Result,
     Results,
-    UnknownMember,
     Welcome,
     Work,
 )
@@ -63,25 +62,35 @@ class ServiceLate(TaskError):
 class Hub:
     """The registry and those who wait for it; everything runs on one event loop."""
 
-    def __init__(self, names: Collection[str], *, token: str = "", beat_s: float = BEAT_S, lease_s: float = LEASE_S):
-        """With a `token`, whoever serves must have it."""
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        token: str = "",
+        beat_s: float = BEAT_S,
+        lease_s: float = LEASE_S,
+        host: str = "",
+    ) -> None:
+        """With a `token`, whoever serves must have it. `host` is where the user has it listen."""
         self.registry = Registry(names, lease_s=lease_s)
         self.registry.on_work = self._wake
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
         """Of each service: jobs by what became of them."""
-        self._token = token
         self._beat_s, self._lease_s = beat_s, lease_s
         self._events: dict[str, asyncio.Event] = {}
         self._closing = False
         routes = [
             Route("/openapi.json", self._document),
-            Route("/v1/status", self._guarded(self._status)),
-            Route("/v1/members", self._guarded(self._join), methods=["POST"]),
-            Route("/v1/members/{member}/work", self._guarded(self._work), methods=["POST"]),
-            Route("/v1/members/{member}/results", self._guarded(self._results), methods=["POST"]),
-            Route("/v1/members/{member}", self._guarded(self._leave), methods=["DELETE"]),
+            Route("/v1/status", self._status),
+            Route("/v1/members", self._join, methods=["POST"]),
+            Route("/v1/members/{member}/work", self._work, methods=["POST"]),
+            Route("/v1/members/{member}/results", self._results, methods=["POST"]),
+            Route("/v1/members/{member}", self._leave, methods=["DELETE"]),
         ]
-        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+        guard = Middleware(guarded, token=token, free=("/openapi.json",), host=host)
+        self.app = Starlette(
+            routes=routes, middleware=[guard], lifespan=self._lifespan, exception_handlers=dict(HANDLERS)
+        )
 
     async def call(self, name: str, job: Job, timeout_s: float) -> Result:
         """What a service makes of a job. Raises `ServiceLost` and `ServiceLate`."""
@@ -138,7 +147,7 @@ class Hub:
     async def _join(self, http: Request) -> Response:
         hello = await _body(http, Hello)
         member = self.registry.join(hello, asyncio.get_running_loop().time())
-        return _json(Welcome(member, self._beat_s, self._lease_s))
+        return json(Welcome(member, self._beat_s, self._lease_s))
 
     async def _work(self, http: Request) -> Response:
         member, ask = http.path_params["member"], await _body(http, Ask)
@@ -164,18 +173,18 @@ class Hub:
             hangup.cancel()
             if self._events.get(member) is event:
                 del self._events[member]
-        return _json(work)
+        return json(work)
 
     async def _results(self, http: Request) -> Response:
-        body = await _body(http, Results)
-        return _json(Acknowledged(self.registry.results(http.path_params["member"], body.results)))
+        given = await _body(http, Results)
+        return json(Acknowledged(self.registry.results(http.path_params["member"], given.results)))
 
     async def _leave(self, http: Request) -> Response:
         self.registry.leave(http.path_params["member"])
         return Response(status_code=204)
 
     async def _status(self, _: Request) -> Response:
-        return _json({name: self.status_of(name) for name in self.registry})
+        return json({name: self.status_of(name) for name in self.registry})
 
     def status_of(self, name: str) -> dict[str, object]:
         """One service: its processes, what waits and runs, and what became of its jobs."""
@@ -191,27 +200,7 @@ class Hub:
         }
 
     async def _document(self, _: Request) -> Response:
-        return _json(document())
-
-    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The answer, for who has the token; errors as JSON with a sentence."""
-
-        async def guarded(http: Request) -> Response:
-            given = http.headers.get("authorization", "").removeprefix("Bearer ")
-            if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
-                return _json({"error": "expected the orchestrator's token as Authorization: Bearer TOKEN"}, 401)
-            try:
-                return await answer(http)
-            except UnknownMember as error:
-                return _json({"error": str(error)}, 404)
-            except TaskError as error:
-                return _json({"error": str(error)}, 409)
-            except ConfigError as error:
-                return _json({"error": str(error)}, 413)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                return _json({"error": str(error)}, 400)
-
-        return guarded
+        return json(document())
 
 
 class ServingHub:
@@ -230,15 +219,12 @@ class ServingHub:
         """Listens at once. Raises `ConfigError` when the port is taken, or others reach it and there is no token."""
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
-        self.hub = Hub(names, token=token, beat_s=beat_s, lease_s=lease_s)
+        self.hub = Hub(names, token=token, beat_s=beat_s, lease_s=lease_s, host=host)
         self._listening = listening_socket(host, port)
         self.url = url_of(self._listening)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="task services", daemon=True)
-        settings = uvicorn.Config(
-            self.hub.app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_GRACE_S
-        )
-        self._server = uvicorn.Server(settings)
+        self._server = uvicorn.Server(uvicorn_config(self.hub.app, grace_s=STOP_GRACE_S))
         self._thread.start()
 
     def __enter__(self) -> "ServingHub":
@@ -278,13 +264,4 @@ async def _hangs_up(http: Request) -> None:
 
 
 async def _body(http: Request, kind: type[T]) -> T:
-    data = bytearray()
-    async for part in http.stream():
-        data += part
-        if len(data) > MOST_BODY_BYTES:
-            raise ConfigError(f"body: expected at most {MOST_BODY_BYTES} bytes")
-    return msgspec.json.decode(data, type=kind)
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+    return decoded(await body(http, MOST_BODY_BYTES), kind)

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import ChatRefused, completion, wire_of
+from shoal.net.client import Retry, authorization, exchanged, session, words
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     Acknowledged,
@@ -37,7 +38,9 @@ from shoal.tasks.remote_protocol import (
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome
 
-RETRY_S = 0.5
+FOR_EVER = Retry(tries=None, pause_s=0.5, growth=1.0, timeouts=True, statuses=lambda status: status >= 500)
+"""The orchestrator may be away for as long as it likes; whoever runs the worker ends it."""
+JOIN_TIMEOUT_S = 60.0
 CONNECTIONS = 256
 MOST_RESULTS, MOST_RESULT_BYTES = 16, 4_000_000
 """What is handed in at once is below `hub.MOST_BODY_BYTES`."""
@@ -111,13 +114,11 @@ class Member:
         """`url` is the orchestrator's; `token` what it wants of those who serve."""
         self._served = served
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
 
     async def run(self, on_joined: Callable[[str], None] = lambda member: None) -> None:
         """Registers and works. Raises `TaskError` when the orchestrator does not want this task as it is."""
-        connector = aiohttp.TCPConnector(limit=CONNECTIONS)
-        unbounded = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        async with aiohttp.ClientSession(connector=connector, timeout=unbounded) as http:
+        async with session(CONNECTIONS) as http:
             while True:
                 welcome = await self._joined(http)
                 on_joined(welcome.member)
@@ -130,18 +131,12 @@ class Member:
         hello = msgspec.json.encode(
             Hello(served.name, served.version, served.capabilities, served.max_running, served.timeout_s)
         )
-        while True:
-            try:
-                async with http.post(f"{self._url}/v1/members", data=hello, headers=self._headers) as reply:
-                    body = await reply.read()
-            except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(RETRY_S)
-                continue
-            if reply.status == 200:
-                return msgspec.json.decode(body, type=Welcome)
-            if reply.status < 500:
-                raise TaskError(f"the orchestrator at {self._url} said: {body.decode(errors='replace')}")
-            await asyncio.sleep(RETRY_S)
+        status, body = await exchanged(
+            http, "POST", f"{self._url}/v1/members", hello, self._headers, timeout_s=JOIN_TIMEOUT_S, retry=FOR_EVER
+        )
+        if status == 200:
+            return msgspec.json.decode(body, type=Welcome)
+        raise TaskError(f"the orchestrator at {self._url} said: {words(body)}")
 
     async def _membership(self, http: aiohttp.ClientSession, welcome: Welcome) -> None:
         """Works until the orchestrator does not know this process any more: raises `Gone`."""
@@ -181,22 +176,12 @@ class Member:
 
     async def _posted(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
         """The answer, asked for again while the orchestrator is away. Raises `Gone`."""
-        encoded = msgspec.json.encode(body)
-        while True:
-            try:
-                async with (
-                    asyncio.timeout(timeout_s),
-                    http.post(url, data=encoded, headers=self._headers) as reply,
-                ):
-                    answer = await reply.read()
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                await asyncio.sleep(RETRY_S)
-                continue
-            if reply.status == 200:
-                return msgspec.json.decode(answer, type=kind)
-            if reply.status < 500:
-                raise Gone
-            await asyncio.sleep(RETRY_S)
+        status, answer = await exchanged(
+            http, "POST", url, msgspec.json.encode(body), self._headers, timeout_s=timeout_s, retry=FOR_EVER
+        )
+        if status != 200:
+            raise Gone
+        return msgspec.json.decode(answer, type=kind)
 
     async def _do(self, http: aiohttp.ClientSession, job: Job, desk: _Desk) -> None:
         result = await self._result(http, job)

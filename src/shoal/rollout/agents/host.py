@@ -13,6 +13,7 @@ from shoal.gateway import Bounds, Gateway, Limits, Session
 from shoal.gateway.sessions import Renderer
 from shoal.interfaces import Engine, Purpose
 from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import uvicorn_config
 from shoal.rollout.single_turn import priority_of, sampled_for
 from shoal.types import Sampling, Task, seed_for
 
@@ -64,13 +65,11 @@ class Host:
             renderer,
             max_model_len=max_model_len,
             admin_key=secrets.token_urlsafe(24),
+            host=at,
             bounds=Bounds(idle_s=24 * 3600.0),
         )
         with listening_socket(at, 0) as listening:
-            settings = uvicorn.Config(
-                gateway.app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_GRACE_S
-            )
-            server = _Server(settings)
+            server = _Server(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S))
             serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
             try:
                 yield cls(gateway, sampling, url_of(listening))

@@ -6,10 +6,12 @@
     GET  /api/state/ID      whether the answers are an offer yet
     GET  /api/status        how the desk is doing
 
-A visitor is a cookie; so that a new cookie is no new allowance, addresses and all visitors together have rates too.
+A visitor is a signed cookie; so that a new cookie is no new allowance, addresses and all visitors together have rates
+too. X-Forwarded-For counts only from the proxies named in `FORWARDED_ALLOW_IPS`.
 What people and peers wrote leaves as JSON, and the script shows it as text.
 """
 
+import hmac
 import secrets
 import time
 from collections import OrderedDict
@@ -19,11 +21,13 @@ from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.errors import ChildDied, TaskError
+from shoal.errors import ChildDied, ShoalError, TaskError
+from shoal.net.server import Refused, body, decoded, guarded
 from shoal.swarm.human.human_node import Desk
 from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, Question, is_right
 from shoal.swarm.trust import Bucket
@@ -65,14 +69,6 @@ class Said(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-class Refused(Exception):
-    """A request that is not granted, with HTTP's status and a sentence for the visitor."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
 class Rates:
     """Who may ask how often: each visitor, each address, and all together."""
 
@@ -106,6 +102,7 @@ class DeskServer:
     def __init__(self, desk: Desk, rates: Rates | None = None) -> None:
         self._desk = desk
         self._rates = rates or Rates(time.monotonic)
+        self._key = secrets.token_bytes(32)
         static = [Route(path, _static(name, kind)) for path, (name, kind) in _STATIC.items()]
         self.app = Starlette(
             routes=[
@@ -115,12 +112,13 @@ class DeskServer:
                 Route("/api/state/{id}", self._state),
                 Route("/api/status", self._status),
             ],
-            exception_handlers={Refused: _refusal},
+            middleware=[Middleware(guarded)],
+            exception_handlers={ShoalError: _refusal},
         )
 
     async def _question(self, http: Request) -> Response:
-        wanted, visitor = await _read(http, Next), http.cookies.get(COOKIE, "")
-        fresh = not _is_visitor(visitor)
+        wanted, visitor = await _read(http, Next), self._visitor(http)
+        fresh = not visitor
         if fresh:
             visitor = secrets.token_urlsafe(16)
         self._rates.check(visitor, _address(http))
@@ -133,12 +131,14 @@ class DeskServer:
             raise Refused(503, f"no question can be drawn: {error}") from error
         answer = _json(_asked(question, visitor))
         if fresh:
-            answer.set_cookie(COOKIE, visitor, max_age=30 * 86_400, httponly=True, samesite="strict")
+            answer.set_cookie(
+                COOKIE, f"{visitor}.{self._signature(visitor)}", max_age=30 * 86_400, httponly=True, samesite="strict"
+            )
         return answer
 
     async def _answer(self, http: Request) -> Response:
-        said, visitor = await _read(http, Said), http.cookies.get(COOKIE, "")
-        if not _is_visitor(visitor):
+        said, visitor = await _read(http, Said), self._visitor(http)
+        if not visitor:
             raise Refused(403, "ask for a question first")
         self._rates.check(visitor, _address(http))
         question = self._desk.questions.get(said.question)
@@ -151,6 +151,15 @@ class DeskServer:
         except ChildDied as error:
             raise Refused(503, f"no verdict: {error}") from error
         return _json(_verdict(question, visitor, given))
+
+    def _visitor(self, http: Request) -> str:
+        """Whom this desk gave the cookie of a request; empty for one that it gave to nobody."""
+        visitor, _, signature = http.cookies.get(COOKIE, "").partition(".")
+        known = hmac.compare_digest(signature.encode(), self._signature(visitor).encode())
+        return visitor if known else ""
+
+    def _signature(self, visitor: str) -> str:
+        return hmac.new(self._key, visitor.encode(errors="replace"), "blake2b").hexdigest()[:32]
 
     async def _state(self, http: Request) -> Response:
         state = self._desk.questions.state(http.path_params["id"])
@@ -208,22 +217,8 @@ def _judged(reward: Reward) -> dict[str, object]:
 
 
 async def _read(http: Request, type_: type[T]) -> T:
-    """The JSON of a request, which no form of another site can send. Raises `Refused`."""
-    if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refused(415, "expected JSON")
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
-            raise Refused(413, f"an answer has at most {MOST_CHARACTERS} characters")
-    try:
-        return msgspec.json.decode(body, type=type_)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Refused(400, str(error)) from error
-
-
-def _is_visitor(cookie: str) -> bool:
-    return 16 <= len(cookie) <= 64 and cookie.isascii()
+    """The JSON of a request. Raises `Refused`."""
+    return decoded(await body(http, MOST_BODY_BYTES), type_)
 
 
 def _address(http: Request) -> str:
@@ -235,8 +230,8 @@ def _json(value: dict[str, object], status: int = 200) -> Response:
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return _json({"error": str(error)}, error.status)
+    assert isinstance(error, ShoalError)
+    return _json({"error": str(error)}, error.http_status)
 
 
 def _static(name: str, kind: str) -> Callable[[Request], Response]:

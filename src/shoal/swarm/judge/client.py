@@ -10,6 +10,7 @@ import aiohttp
 from shoal import wire
 from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
+from shoal.net.client import ONCE, exchanged, words
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.commitment import opens
@@ -191,24 +192,22 @@ async def _exchanged(
     http: aiohttp.ClientSession, url: str, message: bytes | None = None, *, most: int = MOST_BYTES
 ) -> bytes:
     """The body of a 200. Raises `JudgeError`, with the judge's sentence."""
-    limit = aiohttp.ClientTimeout(total=JUDGE_TIMEOUT_S)
     try:
-        async with http.request("GET" if message is None else "POST", url, data=message, timeout=limit) as reply:
-            body = await reply.content.read(most + 1) if reply.status != 200 else await _read(reply, most)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise JudgeError(f"judge {url}: {error or type(error).__name__}") from error
-    if reply.status != 200:
-        raise JudgeError(f"judge {url}: HTTP {reply.status}: {body[:300].decode(errors='replace').strip()}")
+        status, body = await exchanged(
+            http,
+            "GET" if message is None else "POST",
+            url,
+            message or b"",
+            {"Content-Type": "application/octet-stream"},
+            timeout_s=JUDGE_TIMEOUT_S,
+            most_bytes=most,
+            retry=ONCE,
+        )
+    except EngineUnavailable as error:
+        raise JudgeError(f"judge: {error}") from error
+    if status != 200:
+        raise JudgeError(f"judge {url}: HTTP {status}: {words(body).strip()}")
     return body
-
-
-async def _read(reply: aiohttp.ClientResponse, most: int) -> bytes:
-    body = bytearray()
-    async for part in reply.content.iter_any():
-        body += part
-        if len(body) > most:
-            raise JudgeError(f"judge: expected at most {most} bytes, got more")
-    return bytes(body)
 
 
 async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:

@@ -76,7 +76,7 @@ class Refused(JudgeError):
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
-        self.status = status
+        self.status = self.http_status = status
 
 
 class Judge:

@@ -17,13 +17,16 @@ from dataclasses import asdict
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from shoal import wire
+from shoal.errors import ShoalError
+from shoal.net.server import body, guarded
 from shoal.swarm.judge import page
-from shoal.swarm.judge.judging import Judge, Refused
+from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import Standing
 
@@ -58,7 +61,8 @@ class JudgeServer:
                 Route("/sittings/{number:int}", self._sitting),
                 Route("/transcripts/{id}", self._transcript),
             ],
-            exception_handlers={Refused: _refusal},
+            middleware=[Middleware(guarded, media_type=WIRE)],
+            exception_handlers={ShoalError: _refusal},
         )
 
     async def _page(self, _: Request) -> Response:
@@ -85,10 +89,10 @@ class JudgeServer:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)
 
     async def _challenge(self, http: Request) -> Response:
-        return Response(await self._judge.challenge(await _body(http)), media_type=WIRE)
+        return Response(await self._judge.challenge(await body(http, MOST_BYTES)), media_type=WIRE)
 
     async def _verdict(self, http: Request) -> Response:
-        return Response(await self._judge.verdict(await _body(http)), media_type=WIRE)
+        return Response(await self._judge.verdict(await body(http, MOST_BYTES)), media_type=WIRE)
 
     async def _sitting(self, http: Request) -> Response:
         return Response(wire.encode(self._judge.transcripts(http.path_params["number"])), media_type=WIRE)
@@ -97,16 +101,6 @@ class JudgeServer:
         return Response(wire.encode(self._judge.transcript(http.path_params["id"])), media_type=WIRE)
 
 
-async def _body(http: Request) -> bytes:
-    """Raises `Refused` at the first byte too many."""
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise Refused(413, f"expected at most {MOST_BYTES} bytes")
-    return bytes(body)
-
-
 async def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return Response(f"{error}\n", status_code=error.status, media_type="text/plain", headers=_HEADERS)
+    assert isinstance(error, ShoalError)
+    return Response(f"{error}\n", status_code=error.http_status, media_type="text/plain", headers=_HEADERS)
