@@ -137,7 +137,7 @@ def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) 
 
 def test_without_an_event_loop_the_deadlines_are_the_same() -> None:
     child = BlockingChild(
-        "test_process", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
+        "echo_child", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
     )
     try:
         assert child.ask(b"zeroth", 60) == b"zeroth"
@@ -149,7 +149,7 @@ def test_without_an_event_loop_the_deadlines_are_the_same() -> None:
     finally:
         assert child.kill() == -signal.SIGKILL
     child = BlockingChild(
-        "test_process", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
+        "echo_child", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
     )
     stop(child.pid)
     with pytest.raises(TimeoutError):
@@ -157,7 +157,3 @@ def test_without_an_event_loop_the_deadlines_are_the_same() -> None:
     os.kill(child.pid, signal.SIGCONT)
     assert child.ask(b"second", 60) == b"second"
     assert child.end() == 0
-
-
-if __name__ == "__main__":
-    exec(ECHO)

@@ -266,7 +266,7 @@ def reward_server(token: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]
 
 
 async def asked_for(url: str, body: bytes, token: str) -> int:
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     async with aiohttp.ClientSession() as session, session.post(f"{url}/score", data=body, headers=headers) as answer:
         return answer.status
 

@@ -264,7 +264,7 @@ class Attack:
             data = b'{"messages": "' + b"x" * LARGE_BYTES + b'"}'
         token = self.dice.choice(TOKENS) if self.dice.random() < 0.05 else self.token
         prefix = f"/s/{token}" if self.dice.random() < 0.8 and route != "/v1/sessions" else ""
-        headers = {"Content-Type": self.dice.choice(["application/json", "text/plain"])}
+        headers = {"Content-Type": self.dice.choice([*["application/json"] * 19, "text/plain"])}
         if self.dice.random() < 0.1:
             headers["x-stainless-retry-count"] = self.dice.choice(["1", "x", "-1", "9" * 50])
         if self.dice.random() < 0.1:

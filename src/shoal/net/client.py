@@ -88,7 +88,8 @@ async def exchanged(
                 failure, last = f"no answer from {url} in {timeout_s:g} s", None
                 if not retry.timeouts:
                     break
-            failure, last = f"no answer from {url}: {error or type(error).__name__}", None
+            else:
+                failure, last = f"no answer from {url}: {error or type(error).__name__}", None
         if tried == retry.tries:
             break
         await asyncio.sleep(min(retry.pause_s * retry.growth ** min(tried - 1, 32), LONGEST_PAUSE_S))

@@ -220,7 +220,8 @@ class _Bounded(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._begun()
             return
-        self._head_bytes += len(data)
+        if self.cycle is None or not self.cycle.more_body:  # else it is the rest of a body that was refused
+            self._head_bytes += len(data)
         if self._head_bytes > MOST_HEADER_BYTES:
             self.transport.abort()
         elif self._late is None and not self.transport.is_closing():
