@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +36,8 @@ app.add_typer(task_commands.app)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version as installed_version
+
         print(f"shoal {installed_version('shoal')}")
         raise typer.Exit
 
@@ -131,9 +132,11 @@ def serve(
 
     from shoal.config import parse
     from shoal.net.process import cores
+    from shoal.run.devices import devices_of, gpus_present, visible_gpus
     from shoal.run.serve import serve as serve_model
 
-    settings = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]}).model
+    config = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]})
+    devices_of(config, visible_gpus(os.environ, gpus_present()), trains=False)
 
     def announce(url: str, name: str, key: str) -> None:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
@@ -143,7 +146,7 @@ def serve(
         sys.stdout.flush()
 
     threads = cores()
-    uvloop.run(serve_model(settings, host=host, port=port, threads=threads, announce=announce))
+    uvloop.run(serve_model(config.model, host=host, port=port, threads=threads, announce=announce))
 
 
 @app.command()

@@ -65,11 +65,12 @@ def take(
     json_: JsonFlag = False,
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
+    from shoal.config.urls import checked_url
     from shoal.swarm.chat import ModelAt
     from shoal.swarm.identity import Identity
     from shoal.swarm.judge.client import take as take_challenge
 
-    at = ModelAt(engine, model, os.environ.get(key_env, ""), max_tokens, temperature)
+    at = ModelAt(checked_url("--engine", engine), model, os.environ.get(key_env, ""), max_tokens, temperature)
     key = Identity.load(identity)
     challenge, verdict, unanswered = asyncio.run(
         take_challenge(judge_url.rstrip("/"), at, key, arm=arm, round_=round_, judge=judge)

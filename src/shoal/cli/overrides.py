@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from shoal.config import Config
 from shoal.errors import ConfigError
 
 HELP = "Any setting can be given too, as --train.lr=1e-4 or --train.lr 1e-4; docs/configuration.md lists them."
@@ -45,6 +44,8 @@ def _settings(args: Sequence[str], options: dict[str, bool], own: list[str]) -> 
 
 def _value_after(name: str, value: str | None, options: dict[str, bool]) -> str:
     """What follows a setting. Raises `ConfigError` when it is none, or when the name is no setting's."""
+    from shoal.config import Config  # not for those who ask for help
+
     key = name.removeprefix("--")
     if "." not in key and key not in Config.model_fields:
         close = difflib.get_close_matches(name, [*options, *(f"--{field}" for field in Config.model_fields)], n=1)

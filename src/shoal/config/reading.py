@@ -56,6 +56,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
+    _check_values(data)  # before anything goes down into it
     tree = deepcopy(data)
     for override in overrides:
         _apply(tree, override)

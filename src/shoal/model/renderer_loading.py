@@ -47,8 +47,9 @@ def load_renderer(path: Path) -> ChatRenderer:
 
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(path)!r} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # what transformers does with a damaged file is anything
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model {str(path)!r} has no usable tokenizer: {why}") from error
     stops = _stop_token_ids(path, tokenizer.eos_token_id)
     if not stops:
         raise ModelError(f"model {str(path)!r} names no end-of-sequence token, so that no answer could end")
@@ -60,6 +61,11 @@ def _stop_token_ids(path: Path, eos_token_id: int | None) -> tuple[int, ...]:
     stops = [] if eos_token_id is None else [eos_token_id]
     generation = path / "generation_config.json"
     if generation.is_file():
-        listed = json.loads(generation.read_text()).get("eos_token_id")
+        try:
+            listed = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{generation}: expected a JSON object: {error}") from None
         stops += listed if isinstance(listed, list) else [] if listed is None else [listed]
+        if not all(type(stop) is int and stop >= 0 for stop in stops):
+            raise ModelError(f"{generation}: eos_token_id: expected token ids, got {listed!r}")
     return tuple(dict.fromkeys(stops))

@@ -1,6 +1,7 @@
 """What a run refuses before it writes or starts anything; a dry run refuses the same."""
 
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def _check_ports(config: Config) -> None:
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Raises `RunDirError` unless a run can be written there (or resumed from there). Creates nothing."""
+    """Raises `RunDirError` unless a run can be written there (or resumed from there). Leaves nothing behind."""
     try:
         _check_run_dir(run_dir, resume=resume)
     except OSError as error:
@@ -79,5 +80,7 @@ def _check_run_dir(run_dir: Path, *, resume: bool) -> None:
         parent = parent.parent
     if not parent.is_dir():
         raise RunDirError(f"{run_dir} cannot be written: {parent} is no folder")
-    if not os.access(parent, os.W_OK):
-        raise RunDirError(f"{run_dir} cannot be written: no permission in {parent}")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror} in {parent}") from None

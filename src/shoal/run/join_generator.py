@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.chat import ChatModel, ModelAt
@@ -24,6 +25,7 @@ def answered_by(
     if rule is not None:
         return RuleSolver(rule, config.seed)
     assert model_url is not None
+    checked_url("--model-url", model_url)
     return ChatModel(ModelAt(model_url, model, key, config.rollout.max_tokens, config.rollout.temperature))
 
 

@@ -58,7 +58,7 @@ def shapes_of(model_dir: Path) -> dict[str, list[int]]:
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"{file}: expected whole safetensors weights: {error}") from None
     if not shapes:
-        raise ModelError(f"model directory {str(model_dir)!r} has safetensors files without a tensor")
+        raise ModelError(f"{files[0]}: expected weights, got no tensor")
     return shapes
 
 
