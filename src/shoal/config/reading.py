@@ -48,6 +48,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config file {path} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    _check_values(data)  # before anything goes down into it
     whole = restored(data, hidden_beside(path))
     assert isinstance(whole, dict)
     _make_absolute(whole, path.parent)
