@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 
+import pyarrow.parquet  # noqa: F401  # half a second, which is longer than this process lives
+
 from shoal.experience import Buffer, RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, RolloutStatus, Task, Turn
 
@@ -56,6 +58,8 @@ async def train(buffer):
         await buffer.consumed(step, version, ids, version_after=after)
         say("consumed", step, *ids)
         buffer.publish(after)
+        if step % 8 == 7:
+            await buffer.archive(step - 6)
         step += 1
 
 

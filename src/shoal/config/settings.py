@@ -226,6 +226,14 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
 
+class LogConfig(Section):
+    """How much of the experience log stays in one file."""
+
+    keep_steps: int = Field(
+        200, ge=0, description="Steps in log.sqlite; older ones go to Parquet files beside it. 0 keeps all there."
+    )
+
+
 class MetricsConfig(Section):
     """Where numbers go besides metrics.jsonl."""
 
@@ -314,6 +322,7 @@ class Config(Section):
     reward: RewardConfig = Field(RewardConfig())
     eval: EvalConfig = Field(EvalConfig())
     checkpoint: CheckpointConfig = Field(CheckpointConfig())
+    log: LogConfig = Field(LogConfig())
     metrics: MetricsConfig = Field(MetricsConfig())
     swarm: SwarmConfig = Field(SwarmConfig())
 

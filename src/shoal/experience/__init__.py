@@ -3,7 +3,8 @@
 gate     when a group may start (pure)
 admission  who waits for that, in order (no I/O)
 balance  which groups a step trains (pure)
-log      the SQLite file
+log      the SQLite file, whose tables schema describes
+archive  steps that left it, as Parquet
 writer   the thread that writes it
 uses     what a step trains of them, as the log has it (pure)
 buffer   what generation and training talk to

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
-from shoal.experience import log
+from shoal.experience import archive, log
 from shoal.experience.admission import Admission
 from shoal.experience.balance import Balance, Due, Waiting
 from shoal.experience.counts import TaskCounts, read_task_counts
@@ -18,6 +19,8 @@ from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, S
 from shoal.experience.uses import Taken
 from shoal.experience.writer import LogWriter
 from shoal.types import EXTERNAL, Group, Sample
+
+T = TypeVar("T")
 
 STALE = "stale"
 """The reason of groups that were older than eta when they could have been consumed."""
@@ -60,8 +63,10 @@ class Buffer:
         """Drawn for groups that were dropped, by task service, since this process began."""
         self._on_room: Callable[[], None] | None = None
         self._on_finished: Callable[[Group], None] | None = None
+        self._opened = opened
         self.recovered = self._recover(opened, meta)
-        counts = read_task_counts(opened.connection)
+        with opened.whole() as connection:
+            counts = read_task_counts(connection)
         own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
         self.counts: dict[str, TaskCounts] = own
         """Per task service, of the groups that this node drew."""
@@ -273,11 +278,24 @@ class Buffer:
 
     async def steps_after(self, step: int = -1) -> list[StepRecord]:
         """The recorded steps after one, in order: those that a checkpoint of `step` does not hold."""
-        return await self._writer.commit(lambda c: log.read_steps(c, step))
+        return await self._read(lambda connection: log.read_steps(connection, step), step + 1)
 
     async def groups_of(self, step: int) -> list[Group]:
         """The groups of a recorded step, in the order they were trained in."""
-        return await self._writer.commit(lambda c: log.read_step(c, step))
+        return await self._read(lambda connection: log.read_step(connection, step), step)
+
+    async def archive(self, through: int) -> None:
+        """Moves what belongs to the steps up to `through` into files, which all readers see; others go on writing."""
+        while (shard := await asyncio.to_thread(archive.write, self._opened.path.parent, through)) is not None:
+            await self._writer.commit(partial(archive.forget, shard=shard))
+            while await self._writer.alone(archive.vacuum):
+                pass
+
+    async def _read(self, query: Callable[[sqlite3.Connection], T], first_step: int) -> T:
+        """What a query finds of the steps from one on, of all of the log when some of them are archived."""
+        if first_step > await self._writer.commit(archive.archived_through):
+            return await self._writer.commit(query)
+        return await asyncio.to_thread(log.read, self._opened.path.parent, query)
 
     async def close(self) -> None:
         """Waits for what is being written and closes the log. Groups in flight stay in flight in it."""
@@ -294,7 +312,8 @@ class Buffer:
             insort(self._waiting, Waiting(group.oldest_version, seq, group))
             self._horizon = seq
         version = last.version_after if last else 0
-        used, filled = log.count_used(connection), log.count_filled(connection, meta.groups_per_step)
+        with opened.whole() as whole:
+            used, filled = log.count_used(whole), log.count_filled(whole, meta.groups_per_step)
         self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
 

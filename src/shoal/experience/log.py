@@ -1,17 +1,6 @@
 """The experience log: one SQLite file per run, to which rows are only ever added.
 
-    started    a group was admitted            every group has exactly one row here, and then at most one of
-    groups     its rollouts were committed     finished_seq is the order of commit
-    ended      it failed or was dropped        with the reason; a group that finished may still be dropped
-    consumed   it was trained on               finished_seq is the key: a second use cannot be recorded
-    steps      what one training step consumed and under which Version
-    published  checksums of the Versions
-    checkpoints  the steps after which a checkpoint was saved
-
-Everything else (counts, staleness, what waits, what a crash interrupted) is derived from these.
-A group that a peer drew (its id begins with "external/") is written whole, in the transaction of the step that trains
-it; no gate counted it, and it waited for nobody.
-`after_step` is the last step consumed when a row was written, -1 before the first.
+What its tables hold is in `schema`; steps of long ago are in the `archive`, and `snapshot` shows both as one.
 
 SQLite runs in WAL mode with synchronous=NORMAL: what is committed survives the death of any process at any moment;
 `sync` makes it survive the loss of power too, and moves it out of log.sqlite-wal into the file itself. A log that has
@@ -21,19 +10,21 @@ lost steps which a checkpoint holds is refused (`LogBehind`).
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TypeVar
 
 from shoal import wire
 from shoal.errors import LogBehind, RunDirError
-from shoal.experience import checkpoint
+from shoal.experience import archive, checkpoint
+from shoal.experience.schema import FORMAT, SCHEMA
 from shoal.types import EXTERNAL, Group, Rollout, Task
 
-FORMAT = "2"
 FILE = "log.sqlite"
+T = TypeVar("T")
+
 INTERRUPTED = "interrupted"
 """The reason of groups that were in flight when the process that ran them ended."""
 OPEN_TIMEOUT_S = 30.0
@@ -44,27 +35,6 @@ BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
 Late = Literal["drop", "mask_tokens", "train"]
-
-_SCHEMA = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE started(
-    started_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, service TEXT NOT NULL,
-    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
-CREATE TABLE groups(
-    finished_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, task BLOB NOT NULL,
-    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
-CREATE TABLE rollouts(finished_seq INTEGER NOT NULL, position INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE UNIQUE INDEX rollouts_of_group ON rollouts(finished_seq, position);
-CREATE TABLE ended(
-    group_id TEXT PRIMARY KEY, outcome TEXT NOT NULL, reason TEXT NOT NULL, after_step INTEGER NOT NULL);
-CREATE TABLE consumed(
-    finished_seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, position INTEGER NOT NULL,
-    horizon INTEGER NOT NULL, trained_from INTEGER, masked_tokens INTEGER NOT NULL);
-CREATE UNIQUE INDEX consumed_in_step ON consumed(step, position);
-CREATE TABLE steps(step INTEGER PRIMARY KEY, version INTEGER NOT NULL, version_after INTEGER NOT NULL);
-CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
-CREATE TABLE checkpoints(step INTEGER NOT NULL);
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +110,15 @@ class LockedLog:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+
+    @contextmanager
+    def whole(self) -> Iterator[sqlite3.Connection]:
+        """A connection for reading that shows what was archived as well."""
+        if archive.archived_through(self.connection) < 0:
+            yield self.connection
+        else:
+            with snapshot(self.path.parent) as connection:
+                yield connection
 
     def close(self) -> None:
         """Closes the file and lets others write it."""
@@ -222,7 +201,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
     }
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
         connection.execute("BEGIN IMMEDIATE")
-        for statement in _SCHEMA.split(";"):
+        for statement in SCHEMA.split(";"):
             connection.execute(statement)
         connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
         connection.execute("COMMIT")
@@ -267,9 +246,16 @@ def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
             (written,) = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
             if written != FORMAT:
                 raise RunDirError(f"{path}: expected a log of format {FORMAT}, got {written}, of another Shoal")
+            archive.attach(connection, run_dir)
             yield connection
     except sqlite3.Error as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
+
+
+def read(run_dir: Path, query: Callable[[sqlite3.Connection], T]) -> T:
+    """What a query finds in a snapshot of the log. Raises `RunDirError`."""
+    with snapshot(run_dir) as connection:
+        return query(connection)
 
 
 def insert_started(connection: sqlite3.Connection, group_id: str, service: str, version: int, after_step: int) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -136,12 +137,12 @@ class LogWriter:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(told, *arguments)
 
-    def _begin(self) -> None:
-        """Begins a transaction as soon as no other program writes."""
+    def _when_unlocked(self, run: Callable[[], object]) -> None:
+        """Does something as soon as no other program writes."""
         waiting = False
         while True:
             try:
-                self._log.connection.execute("BEGIN IMMEDIATE")
+                run()
                 break
             except sqlite3.OperationalError as error:
                 if not is_locked(error) or self._closing.is_set():
@@ -157,13 +158,14 @@ class LogWriter:
         if self._failure is not None:
             return self._failure
         connection = self._log.connection
-        in_transaction = not writes[0].alone
         try:
-            if in_transaction:
-                self._begin()
-            for write in writes:
-                write.run(connection)
-            if in_transaction:
+            if writes[0].alone:
+                for write in writes:
+                    self._when_unlocked(partial(write.run, connection))
+            else:
+                self._when_unlocked(partial(connection.execute, "BEGIN IMMEDIATE"))
+                for write in writes:
+                    write.run(connection)
                 connection.execute("COMMIT")
         except Exception as error:  # whatever it is, somebody awaits this write and must hear of it
             if connection.in_transaction:

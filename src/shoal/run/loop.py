@@ -92,6 +92,8 @@ class TrainLoop:
         self._served = asyncio.Event()
         self._served.set()
         self._evaluation: asyncio.Task[None] | None = None
+        self._archiving: asyncio.Task[None] | None = None
+        self._archived = -1
         self._busy_s = 0.0
         self._recorded_s = time.monotonic()
         self._lost = self._losses()
@@ -112,11 +114,13 @@ class TrainLoop:
             await self._step(step, push=last or (step + 1) % train.push_every == 0)
             if last or (step + 1) % self._config.checkpoint.every_steps == 0:
                 await self._save(step)
+                await self._archive(step, tasks)
             every = self._config.eval.every_steps
             if every and not last and (step + 1) % every == 0 and (self._evaluation is None or self._evaluation.done()):
                 self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
-        if self._evaluation is not None:
-            await self._evaluation
+        for beside in (self._evaluation, self._archiving):
+            if beside is not None:
+                await beside
         await self._served.wait()
 
     async def serve_versions(self) -> None:
@@ -282,6 +286,15 @@ class TrainLoop:
         await parts.buffer.sync()
         await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
         await parts.buffer.checkpointed(step)
+
+    async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
+        """Has steps that are too old to be replayed leave the log, `log.keep_steps` or more at a time."""
+        keep = self._config.log.keep_steps
+        saved = await asyncio.to_thread(checkpoint.checkpoints, self._parts.run_dir)
+        through = min(step - keep, saved[0].step)
+        if keep and through - self._archived >= keep and (self._archiving is None or self._archiving.done()):
+            self._archived = through
+            self._archiving = tasks.create_task(self._parts.buffer.archive(through), name="archiving the log")
 
     def _step_values(
         self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: Counter[str]

@@ -1,0 +1,285 @@
+"""Steps that nobody will replay, moved out of the log into Parquet files, so that the log stops growing.
+
+    <run_dir>/archive/steps-0-199.parquet    every row of the log that belongs to these steps and to nothing later
+
+A row of such a file is a row of the table that its column `kind` names. The file is written, synced and renamed first;
+then one transaction removes its rows from the log and names the file in the table `shards`. A file that no row names
+was left by a crash: nobody reads it, and it is written again. So nothing is lost and nothing is there twice.
+
+Whoever reads the log (`log.snapshot`) sees both as one: `attach` puts tables of the same names before those of the log.
+Bodies of rollouts and tasks stay in the files until they are asked for.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RunDirError
+
+FOLDER = "archive"
+SHARD_BYTES = 256_000_000
+"""Of rollouts in one file, about: a step is never split."""
+ROWS_AT_ONCE = 512
+"""Rollouts per row group: what is in memory at a time."""
+VACUUM_PAGES = 512
+"""Pages given back to the disk between two writes of others."""
+
+_COLUMNS = {
+    "started": ("started_seq", "group_id", "service", "admitted_version", "after_step"),
+    "groups": ("finished_seq", "group_id", "task", "admitted_version", "after_step"),
+    "ended": ("group_id", "outcome", "reason", "after_step"),
+    "consumed": ("finished_seq", "step", "position", "horizon", "trained_from", "masked_tokens"),
+    "steps": ("step", "version", "version_after"),
+    "published": ("version", "checksum"),
+    "rollouts": ("finished_seq", "position", "body"),
+}
+_BYTES = ("task", "body")
+_TEXT = ("group_id", "service", "outcome", "reason", "checksum")
+_INDEXED = {
+    "started": ("group_id",),
+    "groups": ("group_id", "finished_seq"),
+    "ended": ("group_id",),
+    "consumed": ("finished_seq", "step"),
+}
+
+# Groups that were consumed by a step, or that ended by then and will never be; the rest depends on these.
+_CHOOSE = (
+    "CREATE TEMP TABLE IF NOT EXISTS settled(group_id TEXT PRIMARY KEY)",
+    "CREATE TEMP TABLE IF NOT EXISTS settled_seq(finished_seq INTEGER PRIMARY KEY)",
+    "DELETE FROM temp.settled",
+    "DELETE FROM temp.settled_seq",
+    "INSERT INTO temp.settled SELECT group_id FROM consumed JOIN groups USING (finished_seq) WHERE step <= :through "
+    "UNION SELECT group_id FROM ended WHERE after_step <= :through",
+    "INSERT INTO temp.settled_seq SELECT finished_seq FROM groups JOIN temp.settled USING (group_id)",
+)
+_WHERE = {
+    "published": "version < (SELECT version FROM steps WHERE step = :through)",
+    "started": "group_id IN (SELECT group_id FROM temp.settled)",
+    "groups": "group_id IN (SELECT group_id FROM temp.settled)",
+    "ended": "group_id IN (SELECT group_id FROM temp.settled)",
+    "consumed": "step <= :through",
+    "steps": "step <= :through",
+    "rollouts": "finished_seq IN (SELECT finished_seq FROM temp.settled_seq)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of the archive."""
+
+    name: str
+    through: int
+    """Its last step."""
+    rows: dict[str, int]
+    """How many it has of each table."""
+
+
+def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard | None:
+    """Writes the file of the oldest steps in the log, at most up to `through`; None when there are none. Blocks."""
+    import pyarrow.parquet as pq
+
+    with closing(sqlite3.connect(f"{(run_dir / 'log.sqlite').resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        connection.execute("BEGIN")
+        chosen = _steps_of_a_shard(connection, through, shard_bytes)
+        if chosen is None:
+            return None
+        first, last = chosen
+        name, rows = f"steps-{first}-{last}.parquet", dict.fromkeys(_COLUMNS, 0)
+        unfinished = run_dir / FOLDER / f".{name}"
+        schema = _schema()
+        try:
+            unfinished.parent.mkdir(exist_ok=True)
+            _remove_leftovers(connection, unfinished.parent)
+            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+                    for table, batch in _batches(connection, last):
+                        writer.write_table(_table(schema, table, batch))
+                        rows[table] += len(batch)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(run_dir / FOLDER / name)
+            _sync(run_dir / FOLDER)
+        except OSError as error:
+            raise RunDirError(f"{run_dir / FOLDER} cannot be written: {error}; free space, then --resume") from error
+    return Shard(name, last, rows)
+
+
+def forget(connection: sqlite3.Connection, shard: Shard) -> None:
+    """Removes what a file has from the log, in the transaction that names the file."""
+    through = {"through": shard.through}
+    _choose(connection, shard.through)
+    for table, where in _WHERE.items():
+        removed = connection.execute(f"DELETE FROM {table} WHERE {where}", through).rowcount
+        assert removed == shard.rows[table], f"{removed} rows of {table}, {shard.rows[table]} in {shard.name}"
+    connection.execute("INSERT INTO shards VALUES (?, ?)", (shard.name, shard.through))
+
+
+def vacuum(connection: sqlite3.Connection) -> bool:
+    """Gives some free pages of the log back to the disk; whether there are more."""
+    before = _free_pages(connection)
+    connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+    return 0 < _free_pages(connection) < before
+
+
+def _free_pages(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def archived_through(connection: sqlite3.Connection) -> int:
+    """The last step that is no longer in the log itself; -1 when all are."""
+    (through,) = connection.execute("SELECT MAX(through) FROM shards").fetchone()
+    return -1 if through is None else int(through)
+
+
+def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
+    """Puts tables before those of the log that have the rows of its archive as well. Raises `RunDirError`."""
+    names = [name for (name,) in connection.execute("SELECT name FROM shards ORDER BY through")]
+    if not names:
+        return
+    files = [run_dir / FOLDER / name for name in names]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise RunDirError(f"{missing} is missing: steps of the log were moved there")
+    for table, columns in _COLUMNS.items():
+        if table != "rollouts":
+            lazy = ", shard, row_group" if table == "groups" else ""
+            connection.execute(f"CREATE TEMP TABLE all_{table}({', '.join(columns)}{lazy})")
+            for column in _INDEXED.get(table, ()):
+                connection.execute(f"CREATE INDEX temp.{table}_by_{column} ON all_{table}({column})")
+            into = f"INSERT INTO temp.all_{table}({', '.join(columns)})"
+            connection.execute(f"{into} SELECT {', '.join(columns)} FROM main.{table}")
+    connection.execute(
+        "CREATE TEMP TABLE archived(finished_seq, position, shard, row_group, PRIMARY KEY(finished_seq, position))"
+    )
+    for index, file in enumerate(files):
+        with _reading(file) as opened:
+            _load(connection, index, opened)
+    values = _Values(files)
+    connection.create_function("archived_value", 4, values.get)
+    views = {table: f"SELECT * FROM temp.all_{table}" for table in _COLUMNS if table not in ("groups", "rollouts")}
+    views["groups"] = (
+        "SELECT finished_seq, group_id, COALESCE(task, archived_value(shard, row_group, finished_seq, NULL)) AS task, "
+        "admitted_version, after_step FROM temp.all_groups"
+    )
+    views["rollouts"] = (
+        "SELECT finished_seq, position, body FROM main.rollouts UNION ALL SELECT finished_seq, position, "
+        "archived_value(shard, row_group, finished_seq, position) FROM temp.archived"
+    )
+    for table, select in views.items():
+        connection.execute(f"CREATE TEMP VIEW {table} AS {select}")
+
+
+class _Values:
+    """Tasks and bodies in the files, a few row groups in memory at a time."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._rows = lru_cache(maxsize=4)(self._read)
+
+    def get(self, shard: int | None, row_group: int | None, seq: int, position: int | None) -> bytes | None:
+        """The body of a rollout; the task of a group when no position is given."""
+        return None if shard is None or row_group is None else self._rows(shard, row_group)[seq, position]
+
+    def _read(self, shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
+        columns = ["finished_seq", "position", *_BYTES]
+        with _reading(self._files[shard]) as opened:
+            rows = opened.read_row_group(row_group, columns).to_pydict()
+        values = (body if task is None else task for task, body in zip(rows["task"], rows["body"], strict=True))
+        return dict(zip(zip(rows["finished_seq"], rows["position"], strict=True), values, strict=True))
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[Any]:
+    """A file of the archive. Raises `RunDirError` when it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            yield opened
+    except (OSError, pa.ArrowException) as error:
+        raise RunDirError(f"{file} cannot be read: {error}") from error
+
+
+def _load(connection: sqlite3.Connection, shard: int, opened: Any) -> None:
+    """Puts the rows of a file into the tables, but for tasks and bodies."""
+    for row_group in range(opened.metadata.num_row_groups):
+        table = opened.metadata.row_group(row_group).column(0).statistics.min
+        kept = [name for name in _COLUMNS[table] if name not in _BYTES]
+        rows = opened.read_row_group(row_group, kept).to_pydict()
+        values = zip(*(rows[name] for name in kept), strict=True)
+        if table in ("groups", "rollouts"):
+            kept += ["shard", "row_group"]
+            values = ((*row, shard, row_group) for row in values)  # type: ignore[assignment]
+        into = "archived" if table == "rollouts" else f"all_{table}"
+        marks = ", ".join("?" * len(kept))
+        connection.executemany(f"INSERT INTO temp.{into}({', '.join(kept)}) VALUES ({marks})", values)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for columns in _COLUMNS.values() for name in columns)
+    types = [pa.binary() if name in _BYTES else pa.string() if name in _TEXT else pa.int64() for name in names]
+    return pa.schema([("kind", pa.string()), *zip(names, types, strict=True)])
+
+
+def _table(schema: Any, kind: str, rows: Sequence[tuple[object, ...]]) -> Any:
+    """Rows of one table of the log as a table of the file; columns of others are null."""
+    import pyarrow as pa
+
+    columns = dict(zip(_COLUMNS[kind], zip(*rows, strict=True), strict=True))
+    nothing = (None,) * len(rows)
+    return pa.table({"kind": (kind,) * len(rows), **{n: columns.get(n, nothing) for n in schema.names[1:]}}, schema)
+
+
+def _choose(connection: sqlite3.Connection, through: int) -> None:
+    for statement in _CHOOSE:
+        connection.execute(statement, {"through": through})
+
+
+def _steps_of_a_shard(connection: sqlite3.Connection, through: int, shard_bytes: int) -> tuple[int, int] | None:
+    """The first and the last step of the next file."""
+    first, last, size = None, -1, 0
+    for step, step_bytes in connection.execute(
+        "SELECT step, SUM(LENGTH(body)) FROM steps LEFT JOIN consumed USING (step) LEFT JOIN rollouts USING "
+        "(finished_seq) WHERE step <= ? GROUP BY step ORDER BY step",
+        (through,),
+    ):
+        size += step_bytes or 0
+        if first is not None and size > shard_bytes:
+            break
+        first, last = step if first is None else first, step
+    return None if first is None else (first, last)
+
+
+def _batches(connection: sqlite3.Connection, through: int) -> Iterator[tuple[str, list[tuple[object, ...]]]]:
+    """The rows of a file, a row group at a time, each of one table; those of rollouts come last, in order."""
+    _choose(connection, through)
+    for table, columns in _COLUMNS.items():
+        select = f"SELECT {', '.join(columns)} FROM main.{table} WHERE {_WHERE[table]} ORDER BY 1, 2"
+        rows = connection.execute(select, {"through": through})
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            yield table, batch
+
+
+def _remove_leftovers(connection: sqlite3.Connection, folder: Path) -> None:
+    """Removes what a crash left: files that were not finished, or that the log does not name."""
+    named = {name for (name,) in connection.execute("SELECT name FROM shards")}
+    for file in folder.iterdir():
+        if file.name not in named:
+            file.unlink()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

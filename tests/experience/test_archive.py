@@ -1,0 +1,169 @@
+"""What was moved out of the log is read as if it were still there, whatever is killed meanwhile."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from buffer_values import group, open_buffer, run_group, train
+from shoal.errors import RunDirError
+from shoal.experience import RunMeta, archive, step_counts, task_counts
+from shoal.experience.audit import audit
+from shoal.experience.export import export_jsonl
+from shoal.experience.log import FILE, external_groups, snapshot
+from shoal.types import EXTERNAL
+
+META = RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1)
+STEPS = 12
+
+
+async def some_run(run_dir: Path) -> None:
+    """Steps of own groups and of a peer's, with failures, drops and groups that are left over."""
+    buffer = open_buffer(run_dir, META)
+    for step in range(STEPS):
+        await run_group(buffer, f"{step}a", size=3)
+        await run_group(buffer, f"{step}b", service="gcd", size=4, failed=1)
+        await buffer.admit(f"{step}c", "gcd")
+        await buffer.fail(f"{step}c", "service down")
+        await run_group(buffer, f"{step}d", size=4, failed=3)
+        taken = await buffer.take(2, step)
+        ids = [one.id for one in taken]
+        foreign = [group(f"{EXTERNAL}{step}", (step, step))] if step % 3 == 0 else []
+        await buffer.consumed(step, step, ids, version_after=step + 1, external=foreign)
+        await buffer.published(step + 1, f"checksum {step}")
+        buffer.publish(step + 1)
+    await run_group(buffer, "waits")
+    await run_group(buffer, "dropped")
+    await buffer.take(2, STEPS)
+    await buffer.drop(["dropped"], "uninformative")
+    await buffer.admit("runs", "gcd")
+    await buffer.close()
+
+
+def seen(run_dir: Path) -> tuple[object, ...]:
+    """All that readers make of a log."""
+    report = audit(run_dir)
+    assert report.ok, report.sentences()
+    export_jsonl(run_dir, run_dir / "rows.jsonl")
+    with snapshot(run_dir) as connection:
+        foreign = external_groups(connection, 99)
+    rows = (run_dir / "rows.jsonl").read_text()
+    return report.sentences(), rows, task_counts(run_dir), step_counts(run_dir), foreign
+
+
+async def archived(run_dir: Path, through: int) -> None:
+    buffer = open_buffer(run_dir, META, resume=True)
+    await buffer.archive(through)
+    await buffer.close()
+
+
+def in_the_log_itself(run_dir: Path, table: str) -> int:
+    connection = sqlite3.connect(run_dir / FILE)
+    (count,) = connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()
+    connection.close()
+    return int(count)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    asyncio.run(some_run(tmp_path))
+    asyncio.run(open_buffer(tmp_path, META, resume=True).close())  # what was in flight is interrupted
+    return tmp_path
+
+
+def test_readers_see_the_same_before_and_after_archiving(run_dir: Path) -> None:
+    before = seen(run_dir)
+    for through in (0, 4, 4, 9):
+        asyncio.run(archived(run_dir, through))
+        assert seen(run_dir) == before
+    assert sorted(path.name for path in (run_dir / "archive").iterdir()) == [
+        "steps-0-0.parquet",
+        "steps-1-4.parquet",
+        "steps-5-9.parquet",
+    ]
+    assert in_the_log_itself(run_dir, "steps") == 2
+    assert in_the_log_itself(run_dir, "rollouts") == 2 * (3 + 4) + 4 + 2 + 2
+
+
+def test_the_log_gives_its_room_back_to_the_disk(run_dir: Path) -> None:
+    async def main() -> tuple[int, int]:
+        buffer = open_buffer(run_dir, META, resume=True)
+        await run_group(buffer, "long", (STEPS,) * 200_000)
+        await train(buffer, STEPS, STEPS, n=2)
+        await buffer.sync()
+        before = (run_dir / FILE).stat().st_size
+        await buffer.archive(STEPS)
+        await buffer.sync()
+        after = (run_dir / FILE).stat().st_size
+        await buffer.close()
+        return before, after
+
+    before, after = asyncio.run(main())
+    assert after < before / 10
+
+
+def test_a_crash_between_the_file_and_the_log_loses_nothing_and_doubles_nothing(run_dir: Path) -> None:
+    before = seen(run_dir)
+    assert archive.write(run_dir, 6) is not None  # and then it was killed
+    assert seen(run_dir) == before
+    asyncio.run(archived(run_dir, 4))  # another bound than before: the file that was left is read by nobody
+    assert seen(run_dir) == before
+    asyncio.run(archived(run_dir, 9))
+    assert seen(run_dir) == before
+
+
+def test_a_file_is_bounded_in_size_and_no_step_is_split(run_dir: Path) -> None:
+    shard = archive.write(run_dir, 9, shard_bytes=1)
+    assert shard is not None
+    assert (shard.name, shard.rows["steps"], shard.rows["consumed"]) == ("steps-0-0.parquet", 1, 3)
+
+
+def test_a_resumed_run_counts_and_replays_what_was_archived(run_dir: Path) -> None:
+    async def recovered() -> tuple[object, ...]:
+        buffer = open_buffer(run_dir, META, resume=True)
+        steps = await buffer.steps_after()
+        found = (
+            buffer.recovered,
+            buffer.counts,
+            (buffer.gate.accepted, buffer.gate.filled, buffer.gate.version),
+            steps,
+            [await buffer.groups_of(record.step) for record in steps],
+            await buffer.steps_after(STEPS - 2),
+        )
+        await buffer.close()
+        return found
+
+    before = asyncio.run(recovered())
+    asyncio.run(archived(run_dir, 9))
+    assert asyncio.run(recovered()) == before
+
+
+def test_a_run_goes_on_over_an_archive(run_dir: Path) -> None:
+    async def main() -> None:
+        buffer = open_buffer(run_dir, META, resume=True)
+        for step in range(STEPS, STEPS + 6):
+            await run_group(buffer, f"{step}a")
+            await run_group(buffer, f"{step}b")
+            await train(buffer, step, step)
+            await buffer.archive(step - 2)
+        await buffer.close()
+
+    asyncio.run(main())
+    report = audit(run_dir)
+    assert report.ok, report.sentences()
+    assert report.steps == STEPS + 6
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
+def test_a_damaged_archive_is_one_clear_sentence(run_dir: Path, damage: str) -> None:
+    asyncio.run(archived(run_dir, 4))
+    (file,) = (run_dir / "archive").iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "cut":
+        file.write_bytes(content[:-100])
+    elif damage == "changed":
+        file.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    with pytest.raises(RunDirError, match=r"steps-0-4\.parquet"):
+        audit(run_dir)
