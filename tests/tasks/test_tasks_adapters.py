@@ -16,7 +16,7 @@ from openenv_game_client import Scripted, played_game
 from shoal.errors import TaskError
 from shoal.tasks.openenv import openenv_task
 from shoal.tasks.remote_protocol import Capability
-from shoal.tasks.sdk import EnvironmentFailed
+from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.tasks.trl_tasks import trl_task
 from shoal.types import Message, RewardStatus, Role, Split, ToolCall
 
@@ -44,6 +44,12 @@ def test_trl_s_reward_functions_are_called_as_trl_calls_them_and_weighed() -> No
     right, wrong = asyncio.run(served.score(task, [str(task.answer), "?"]))
     assert right.value == pytest.approx(1.0 + 0.5 * (1 - len(str(task.answer)) / 10))
     assert wrong.value == pytest.approx(0.45)
+
+
+def test_an_answer_of_which_no_function_of_trl_s_kind_says_anything_is_not_worth_0() -> None:
+    served = trl_task("d", ROWS, reward_funcs=[nothing_to_say, nothing_to_say])
+    (reward,) = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["?"]))
+    assert (reward.status, reward.evidence) == (RewardStatus.FAILED, "every reward function gave None")
 
 
 def rarest(prompts, completions, question_id, **columns):
@@ -152,6 +158,10 @@ async def game(request: web.Request) -> web.WebSocketResponse:
                 seed = asked["data"]["seed"]
                 word, left = "".join(random.Random(seed).sample("abcdefgh", 3)), 3
                 data = {"observation": {"message": f"Game {seed}: guess a letter."}, "reward": None, "done": False}
+            case "step" if asked["data"].get("letter") == "!":
+                broken = {"message": "VALIDATION of the board failed", "code": "EXECUTION_ERROR"}
+                await socket.send_json({"type": "error", "data": broken})
+                continue
             case "step" if "letter" not in asked["data"]:
                 await socket.send_json({"type": "error", "data": {"message": "?", "code": "VALIDATION_ERROR"}})
                 continue
@@ -198,6 +208,15 @@ def server():
 
 def test_an_openenv_server_is_played_by_seed_and_earns_what_its_steps_earn(server: str) -> None:
     played_game(server)
+
+
+@pytest.mark.parametrize(("said", "kind"), [("!", EnvironmentFailed), ('{"word": "x"}', PolicyFailed)])
+def test_of_what_an_openenv_server_refuses_only_an_action_that_is_none_is_the_policy_s(
+    server: str, said: str, kind: type[Exception]
+) -> None:
+    served = openenv_task("game", server)
+    with pytest.raises(kind):
+        asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), Scripted(Message(Role.ASSISTANT, said))))
 
 
 def test_an_openenv_server_that_is_away_is_the_environment_s_failure() -> None:

@@ -23,6 +23,8 @@ from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 TIMEOUT_S = 60.0
 CLOSE_S = 1.0
 MOST_BYTES = 16 << 20
+REFUSED_ACTION = "VALIDATION_ERROR"
+"""Code of the error that says that an action is none; the other codes are the environment's own faults."""
 MOST_ATTEMPTS = 256
 
 
@@ -149,8 +151,9 @@ class _Connection:
             raise EnvironmentFailed(f"the server left: {error}", retry=True) from error
         if answer.get("type") == "observation":
             return _Seen(cast(dict[str, Any], answer["data"]))
-        why = json.dumps(answer.get("data"))[:500]
-        if kind == "step" and "VALIDATION" in why:
+        told = answer.get("data")
+        why = json.dumps(told)[:500]
+        if kind == "step" and isinstance(told, dict) and told.get("code") == REFUSED_ACTION:
             raise PolicyFailed(f"the environment refuses the action: {why}")
         raise EnvironmentFailed(f"{kind}: {why}")
 

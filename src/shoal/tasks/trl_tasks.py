@@ -19,7 +19,7 @@ from typing import Any, cast
 from shoal.errors import TaskError
 from shoal.tasks.rows import Rows
 from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
-from shoal.types import Json, Message, Outcome, Role, Split, Task
+from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
 
 Row = Mapping[str, Json]
 MOST_TOOL_TURNS = 16
@@ -57,21 +57,23 @@ class _Rewards:
 
     async def of(
         self, row: Row, messages: Sequence[Message], said: Sequence[Sequence[Message]], **more: Any
-    ) -> list[float]:
-        """One reward for each of the completions of a prompt."""
+    ) -> list[Reward]:
+        """One reward for each of the completions of a prompt; none of which no function has anything to say."""
         columns = {name: [value] * len(said) for name, value in row.items() if name not in ("prompt", "completion")}
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else [plain(message) for message in messages]
         # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
         completions: list[Any] = [[plain(message) for message in one] for one in said]
         if isinstance(prompt, str):
             completions = [one[-1]["content"] for one in completions]
-        totals = [0.0] * len(said)
+        totals: list[float | None] = [None] * len(said)
         for function, weight in self._parts:
             called = function(prompts=[prompt] * len(said), completions=completions, **columns, **more)
             values = await called if inspect.isawaitable(called) else called
             for i, value in enumerate(_one_each(values, len(said), function)):
-                totals[i] += 0.0 if value is None else weight * float(value)
-        return totals
+                if value is not None:
+                    totals[i] = (totals[i] or 0.0) + weight * float(value)
+        nothing = Reward(0.0, RewardStatus.FAILED, evidence="every reward function gave None")
+        return [nothing if total is None else Reward(total) for total in totals]
 
 
 def _one_each(values: Sequence[Any], n: int, function: Callable[..., Any]) -> Sequence[Any]:
@@ -89,7 +91,7 @@ class _Scored:
     def draw(self, split: Split, index: int) -> Task:
         return self._rows.draw(split, index)
 
-    async def scores(self, task: Task, answers: Sequence[str]) -> list[float]:
+    async def scores(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         said = [[Message(Role.ASSISTANT, answer)] for answer in answers]
         return await self._rewards.of(self._rows.row_of(task), task.messages, said)
 
@@ -122,8 +124,11 @@ class _Played:
         more = {"environments": [environment]} if environment is not None else {}
         (reward,) = await self._rewards.of(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
-            reward += float(cast(float, await called(cast(Any, environment).get_reward)))
-        return Outcome(reward=reward)
+            own = float(cast(float, await called(cast(Any, environment).get_reward)))
+            return Outcome(reward=reward.value + own)
+        if reward.status is not RewardStatus.SCORED:
+            raise EnvironmentFailed(reward.evidence)
+        return Outcome(reward=reward.value)
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
