@@ -297,6 +297,11 @@ def test_a_command_finds_the_session_in_its_environment_and_writes_its_outcome_t
         "ends(reward=0.25)": (finished, 0.25, ""),
         "pass": (finished, 0.0, ""),
         "sys.exit('no more')": (failed, 0.0, "agent: its process ended with code 1: no more"),
+        "task['no such key']": (
+            failed,
+            0.0,
+            "agent: its process ended with code 1: KeyError: 'no such key' (<string>:9)",
+        ),
         "ends(reward=1.0); sys.exit('no more')": (failed, 0.0, "agent: its process ended with code 1: no more"),
         "os.kill(os.getpid(), 9) if os.getpid() > 1 else os.abort()": (failed, 0.0, "agent: its process ended with si"),
         "ends(rewards=1.0)": (failed, 0.0, "agent: expected one outcome as a JSON object in SHOAL_OUTCOME_FD"),

@@ -126,10 +126,12 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
 
 def test_a_dry_run_calls_each_reward_once_and_names_the_line_that_fails(config: Path) -> None:
     (config.parent / "mine.py").write_text("def boom(completions, **columns):\n    return [1 / 0]\n")
+    (config.parent / "broken.py").write_text("def f()\n    pass\n")
     scorers = {
         '{ name = "function", path = "mine:boom" }': "ZeroDivisionError: division by zero (mine.py:2 in boom)",
         '{ name = "function", path = "mine:bom" }': "AttributeError",
-        '{ name = "function", path = "mine.py:boom" }': "'mine.py:boom' cannot be imported",
+        '{ name = "function", path = "mine.py:boom" }': "mine.py:boom: ZeroDivisionError",
+        '{ name = "function", path = "broken:f" }': "SyntaxError: expected ':' (broken.py, line 1)",
     }
     for scorer, why in scorers.items():
         done = shoal(

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -51,6 +52,7 @@ PASSED = (
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 END_S = 5.0
 """After which a supervisor that was asked to end everything is killed."""
+_TRACEBACK_PLACE = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
 PROCESSES_PER_CORE = 4
 TIMEOUT_S = 300.0
 
@@ -220,7 +222,9 @@ class _Complaint:
             self._kept = (self._kept + os.read(self._ours, 1 << 16))[-COMPLAINT_BYTES:]
 
     def last_line(self) -> str:
-        """What was said last, after a colon; empty when nothing was."""
+        """What was said last, after a colon, and the place that a Python traceback names; empty for nothing."""
         self._read()
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:300]}" if lines else ""
+        said = self._kept.decode(errors="replace").strip()
+        places = _TRACEBACK_PLACE.findall(said)
+        where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+        return f": {said.splitlines()[-1][:300]}{where}" if said else ""
