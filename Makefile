@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz services adapters tito architectures check lint docs constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz services adapters tito architectures check lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -62,6 +62,10 @@ lint: $(VENV)/dev-installed
 
 docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py
+
+site: $(VENV)/dev-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "the site begins at build/site/index.html"
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
 EXPERIMENTS := areal_staleness async_speedup balance churn interrupt packing sapo
