@@ -119,8 +119,11 @@ class _Letters:
     def token_ids(self, text: str) -> list[int]:
         return [ord(character) + 2 for character in text]
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(token - 2) for token in token_ids if token >= 2)
+    def completion_ids(self, text: str, _: Sequence[int]) -> list[int]:
+        return self.token_ids(text)
+
+    def message(self, token_ids: Sequence[int], _: Sequence[int]) -> Message:
+        return Message(Role.ASSISTANT, "".join(chr(token - 2) for token in token_ids if token >= 2))
 
 
 class _Coins:

@@ -127,12 +127,12 @@ class Renderer(Protocol):
         """The conversation up to and including the header of the assistant's turn."""
         ...
 
-    def token_ids(self, text: str) -> list[int]:
-        """The tokens of a text by itself."""
+    def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
+        """The message that was drawn after a prompt: what was thought, and what was answered."""
         ...
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What was said, without special tokens."""
+    def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
+        """The tokens of a text with its thought, but for the stop token; None when they would not read back."""
         ...
 
 

@@ -57,6 +57,7 @@ def _without_pictures() -> Iterator[None]:
 
 with _without_pictures():
     from reasoning_gym import factory
+    from reasoning_gym.utils import SYSTEM_PROMPTS
 
 HASH_SEED = "0"
 """PYTHONHASHSEED of every process that draws."""
@@ -65,6 +66,8 @@ VERSION = importlib.metadata.version("reasoning-gym")  # the package's own __ver
 MAX_INDEX = 1 << 16
 MOST_CONFIG_CHARACTERS = 4096
 MOST_NUMBER = 2**31
+OWN_PROMPT = "reasoning_gym:"
+"""How a system prompt begins that names one of reasoning-gym's own instructions."""
 
 _SEED_USED_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 _TRUTH_IN_METADATA = ("example_answer", "example_correct_answer", "possible_answer")
@@ -92,6 +95,17 @@ class Entry:
 def names() -> list[str]:
     """Every dataset that can be a task. `composite` is left out: a mixture of tasks does its work."""
     return sorted(name for name in factory.DATASETS if name != "composite")
+
+
+def system_prompt(text: str) -> str:
+    """The instruction that a text names, such as `reasoning_gym:default`; else the text. Raises `TaskError`."""
+    if not text.startswith(OWN_PROMPT):
+        return text
+    name = text.removeprefix(OWN_PROMPT)
+    if name not in SYSTEM_PROMPTS:
+        known = ", ".join(OWN_PROMPT + one for one in SYSTEM_PROMPTS)
+        raise TaskError(f"system_prompt: expected one of {known}, got {text[:80]!r}")
+    return str(SYSTEM_PROMPTS[name])
 
 
 def config_json(name: str, params: Mapping[str, Json], level: int | None) -> str:

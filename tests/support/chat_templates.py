@@ -97,6 +97,41 @@ STYLES = {
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
 }
+# The headers and ends of turns of published templates whose models think, without what they do besides.
+_TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_R1 = (
+    "{{ '<|begin_of_sentence|>' }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+_GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+_MAGISTRAL = (
+    "{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}{# [THINK] thoughts [/THINK] #}"
+)
+ANSWERING = {
+    "qwen3": STYLES["qwen3"],
+    "deepseek-r1": Style(
+        _R1, ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>"), ("<|end_of_sentence|>",)
+    ),
+    "smollm2": Style(_TURNS, _CHATML, ("<|im_end|>",)),
+    "llama3": STYLES["llama3"],
+    "gpt-oss": Style(
+        _GPT_OSS,
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+        ("<|return|>", "<|call|>"),
+    ),
+    "magistral": Style(_MAGISTRAL, ("<s>", "</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]"), ("</s>",)),
+}
+"""Templates by how their models part thought and answer."""
 CORPUS = ["the answer is 12.\n\nuser asks: what is 3 + 4?\nassistant\n\nthe tool says 7\n"] * 8
 
 

@@ -73,6 +73,14 @@ def test_a_question_is_rewritten_under_its_system_prompt_and_carries_a_receipt()
     assert task.answer
 
 
+def test_reasoning_gym_s_own_instruction_is_put_before_the_question_where_a_task_names_it() -> None:
+    with library({"name": "chain_sum", "system_prompt": "reasoning_gym:DeepSeekZero"}) as tasks:
+        system, question = tasks.draw(Split.TRAIN, 0).messages
+    assert "<answer>answer here</answer>" in system.content
+    with library({"name": "chain_sum"}) as tasks:
+        assert tasks.draw(Split.TRAIN, 0).messages == (question,)
+
+
 def test_an_example_answer_stands_in_where_a_dataset_has_many_right_ones() -> None:
     with library({"name": "propositional_logic"}) as tasks:
         answers = [tasks.draw(Split.TRAIN, index).answer for index in range(30)]
@@ -86,6 +94,7 @@ def test_an_example_answer_stands_in_where_a_dataset_has_many_right_ones() -> No
         ({"name": "chain_sum", "params": {"min_term": 2}}, "did you mean 'min_terms'"),
         ({"name": "chain_sum", "params": 99}, "params: expected a level from 0 to"),
         ({"name": "chain_sum", "rewrite": [["(", ""]]}, "rewrite.0"),
+        ({"name": "chain_sum", "system_prompt": "reasoning_gym:defualt"}, "expected one of reasoning_gym:DeepSeekZero"),
         ({"name": "chain_sum", "rewrite": [["(?s).*", "same"]]}, "belongs to the (train|eval) split"),
         ({"name": "quiz", "service": "jsonl", "path": "nowhere.jsonl"}, "expected a JSONL file"),
     ],

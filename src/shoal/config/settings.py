@@ -55,7 +55,11 @@ class TaskConfig(Section):
         description="Hooks after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
     )
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
-    system_prompt: str = Field("", description="Put before every question; empty for none.")
+    system_prompt: str = Field(
+        "",
+        description="Put before every question; empty for none. `reasoning_gym:default` is reasoning-gym's own "
+        "instruction, which asks for `<answer>` tags, for its data sets.",
+    )
     rewrite: list[tuple[str, str]] = Field(
         default_factory=list, description="Regular expression and replacement pairs that shorten the question."
     )

@@ -10,13 +10,15 @@ import jinja2
 import tokenizers
 
 from shoal.errors import SessionError
+from shoal.model.answer import BODY, CHANNEL, MARKS, THINK, Parted, harmony, in_channels, in_form, parted
 from shoal.model.tool_calls import CallFormat, DrawnCall, call_format, split_calls
 from shoal.types import Json, Message, Role, ToolCall
 
 # They stand for what was said before a bridge: no template changes them, and no conversation says them.
 ASKED, ANSWERED = "shoal0asked0", "shoal0answered0"
 BASES_KEPT = 32
-OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+HEADER_TOKENS = 16
+"""At the end of a prompt, among which a mark that opens a thought is looked for."""
 
 
 class _Tokenizer(Protocol):
@@ -116,15 +118,43 @@ class ChatRenderer:
         """
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
         if not (tools and self.takes_tools):
-            reasoning, content = self._thought(self.text(ids), template)
-            return Answer(content, reasoning)
+            said = self._parted(ids, self._opens_thought(template))
+            return Answer(said.answer, said.thought)
         # Marks of calls may be special tokens, which are left out of plain text.
-        reasoning, rest = self._thought(self._tokenizer.decode(ids, skip_special_tokens=False), template)
-        split = split_calls(rest, self.call_format)
+        raw = self._raw(ids)
+        said = harmony(raw) if self._channels else Parted("", raw)
+        if self._marks is not None:
+            said = parted(raw, self._marks, opened=self._opens_thought(template))
+        split = split_calls(said.answer, self.call_format)
         if split.calls or split.ill_formed:
-            return Answer(split.content, reasoning, split.calls, split.ill_formed)
-        reasoning, content = self._thought(self.text(ids), template)
-        return Answer(content, reasoning)
+            return Answer(split.content, said.thought, split.calls, split.ill_formed)
+        said = self._parted(ids, self._opens_thought(template))
+        return Answer(said.answer, said.thought)
+
+    def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
+        """What a drawn answer to a prompt says, thought and answer apart."""
+        ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
+        said = self._parted(ids, self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:]))))
+        return Message(Role.ASSISTANT, said.answer, reasoning=said.thought)
+
+    def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
+        """The tokens of a text in `answer.written`'s form, as this template's model would say it, but for the stop.
+
+        None for a text that does not read back as it was written.
+        """
+        opened = self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:])))
+        said = parted(text) if self._reasons or opened else Parted("", text)
+        if any(self._plain(part) != part for part in (said.thought, said.answer)):
+            return None
+        if self._channels:
+            native = in_channels(said)
+        elif opened or said.thought:
+            native = in_form(said, self._marks or THINK, opened=opened)
+        else:
+            native = text
+        ids = self.token_ids(native)
+        back = self.message(ids, prompt_ids)
+        return ids if (back.reasoning, back.content) == (said.thought, said.answer) else None
 
     def self_test(self) -> TemplateReport:
         """What the template can do, tried. Raises `SessionError` when it cannot even render a question."""
@@ -196,21 +226,46 @@ class ChatRenderer:
     @cached_property
     def _reasons(self) -> bool:
         """Whether the template sets thoughts apart from answers."""
-        return CLOSE_THOUGHT in (self._tokenizer.chat_template or "")
+        return self._channels or self._marks is not None
 
     def _opening(self, template: str) -> bool:
         """Whether the header of the assistant's turn already opens a thought."""
-        return self._rendered([Message(Role.USER, ASKED)], "", template).rstrip().endswith(OPEN_THOUGHT)
+        return self._ends_open(self._rendered([Message(Role.USER, ASKED)], "", template))
 
-    def _thought(self, text: str, template: str) -> tuple[str, str]:
-        """Reasoning and the rest."""
-        if not self._reasons:
-            return "", text
-        opened = self._opens_thought(template) or text.lstrip().startswith(OPEN_THOUGHT)
-        reasoning, mark, content = text.partition(CLOSE_THOUGHT)
-        if not opened and not mark:
-            return "", text
-        return reasoning.strip().removeprefix(OPEN_THOUGHT).strip(), content.lstrip("\n")
+    def _ends_open(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith((self._marks or THINK)[0])
+
+    @cached_property
+    def _channels(self) -> bool:
+        """Whether the template speaks in channels, as GPT-OSS's."""
+        template = self._tokenizer.chat_template or ""
+        return CHANNEL in template and BODY in template
+
+    @cached_property
+    def _marks(self) -> tuple[str, str] | None:
+        """How the template marks a thought; None where it knows none."""
+        template = self._tokenizer.chat_template or ""
+        return next((marks for marks in MARKS if marks[1] in template), None)
+
+    def _raw(self, ids: list[int]) -> str:
+        """What was said, special tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _parted(self, ids: list[int], opened: bool) -> Parted:
+        """Thought and answer of drawn tokens, where the template or the prompt speaks of thoughts."""
+        if self._channels:
+            return harmony(self._raw(ids))
+        if self._marks is None and not opened:
+            return Parted("", self.text(ids))
+        marks = self._marks or THINK
+        said, raw = (parted(text, marks, opened=opened) for text in (self.text(ids), self._raw(ids)))
+        if raw.thought == said.thought and raw.complete == said.complete:
+            return said
+        # The marks are special tokens, which plain text has not.
+        return Parted(self._plain(raw.thought), self._plain(raw.answer), raw.complete)
+
+    def _plain(self, text: str) -> str:
+        return self.text(self.token_ids(text))
 
 
 def _begins(text: str, mark: str) -> int:

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -75,13 +75,22 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPE
 """Starlette's `exception_handlers`."""
 
 
-async def body(http: Request, most_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """What a client sent. Raises `Refused` at the first byte too many, or when the last takes too long."""
+async def body(
+    http: Request,
+    most_bytes: int,
+    timeout_s: float = BODY_TIMEOUT_S,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> bytes:
+    """What a client sent. Raises `Refused` at the first byte too many, or when the last takes too long.
+
+    `on_bytes` is called with the size of each part as it comes, and may refuse it.
+    """
     data = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in http.stream():
                 data += part
+                on_bytes(len(part))
                 if len(data) > most_bytes:
                     raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: expected at most {most_bytes} bytes")
     except TimeoutError:

@@ -9,6 +9,7 @@ Every pattern here is linear in its text: what repeats is possessive, and no two
 import re
 from fractions import Fraction
 
+from shoal.model.answer import boxed, stated
 from shoal.reward.checkers import last_number
 
 MOST_CHARACTERS = 10_000
@@ -17,8 +18,6 @@ MOST_CHARACTERS = 10_000
 MOST_RATIONAL = 200
 """Characters of a number."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{|[{}]")
-_MARK = re.compile(r"####|\banswer(?:\s++is\b)?+\s*+[:=]?+|答案[是为]?+[::]?+", re.IGNORECASE)
 _DELIMITERS = re.compile(r"\\[()\[\]]|\$\$?(?!\d)|\\(?:left|right|[!,;:> ]|displaystyle|limits)(?![A-Za-z])")
 _DELIMITERS_LEFT = re.compile(r"\\(?:left|right|[!,;:> ])(?![A-Za-z])|\$")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*+\{([^{}]*+)\}(?:\^\{?+\d\}?+)?")
@@ -71,25 +70,13 @@ def final_answer(text: str, *, whole: bool = False) -> str:
     >>> final_answer("First 3. The answer is: 42."), final_answer("\\\\boxed{\\\\frac{1}{2}} or so")
     ('42', '\\\\frac{1}{2}')
     """
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()[:MOST_CHARACTERS]
+    if (box := boxed(text)) is not None:
+        return box.strip()[:MOST_CHARACTERS]
     if "####" in text:
         text = text.rpartition("####")[2]
     elif not whole:
-        text = _after_mark(text)
-    return text.strip()[-MOST_CHARACTERS:].rstrip(".").strip()
-
-
-def _after_mark(text: str) -> str:
-    """The rest of the line behind the last "answer:" that something follows; all of the text where there is none."""
-    end = len(text)
-    for mark in reversed(list(_MARK.finditer(text))):
-        line = text[mark.end() : end].lstrip().partition("\n")[0]
-        if line.strip(" .!*"):
-            return line
-        end = mark.start()
-    return text
+        text = stated(text) or text
+    return text.strip()[-MOST_CHARACTERS:].strip("*").rstrip(".").strip("* \n\t")
 
 
 def rational(text: str) -> Fraction | None:
@@ -140,18 +127,6 @@ def _bare(text: str) -> str:
 def shown(text: str) -> str:
     """What is left to see: text commands are their text, and spacing is gone."""
     return re.sub(r"\s+", "", _DELIMITERS_LEFT.sub("", _TEXT.sub(r"\1", text)))
-
-
-def _last_boxed(text: str) -> str | None:
-    """The content of the last \\\\boxed{} or \\\\fbox{} whose braces match."""
-    opened: list[re.Match[str]] = []
-    last, content = -1, None
-    for found in _BOX.finditer(text):
-        if found[0] != "}":
-            opened.append(found)
-        elif opened and len((box := opened.pop())[0]) > 1 and box.start() > last:
-            last, content = box.start(), text[box.end() : found.start()]
-    return content
 
 
 def _verified(given: str, expected: str, tolerance: float) -> tuple[float, str]:

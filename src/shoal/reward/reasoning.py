@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from shoal import procedural
 from shoal.errors import TaskError
+from shoal.model.answer import final_line
 from shoal.types import Receipt
 
 _EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -43,7 +44,13 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
             return entry.score(""), "not an arithmetic expression"
         return entry.score(answer), ""
 
-    return score
+    def best(answer: str) -> tuple[float, str]:
+        """Of the whole answer, or of its final line where that is worth more."""
+        found = score(answer)
+        line = final_line(answer)
+        return found if found[0] >= 1 or line == answer.strip() else max(found, score(line), key=lambda one: one[0])
+
+    return best
 
 
 def is_expression(text: str) -> bool:

@@ -21,6 +21,7 @@ from shoal import checker
 from shoal.checker import Spec
 from shoal.errors import ShoalError, TaskError
 from shoal.net.server import HANDLERS, Refused, body, decoded, guarded, json, refusal
+from shoal.reward import code
 from shoal.reward.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
 from shoal.reward.service import RewardService
 from shoal.sandbox import backends
@@ -28,14 +29,32 @@ from shoal.types import Task
 
 MOST_TEST_S = 60.0
 MOST_MEMORY_MB = 2048
+MOST_TESTS = 1024
+MOST_RUN_S = 100_000.0
+"""Of one request, if each test of each answer takes all its time."""
+MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
+"""Bodies of all requests together, from their first byte to their rewards."""
 
 
 class RewardServer:
     """`app` is the ASGI application; it ends the service, which must have been started."""
 
-    def __init__(self, service: RewardService, *, token: str = "", most_waiting: int = 1024) -> None:
-        """With a token, whoever asks for scores must have it. More than `most_waiting` requests get 503."""
+    def __init__(
+        self,
+        service: RewardService,
+        *,
+        token: str = "",
+        most_waiting: int = 1024,
+        most_held_bytes: int = MOST_HELD_BYTES,
+    ) -> None:
+        """With a token, whoever asks for scores must have it.
+
+        What is beyond `most_waiting` requests or `most_held_bytes` of their bodies gets 503.
+        """
         self._service = service
+        self._most_held_bytes = most_held_bytes
+        self.held_bytes = 0
+        """Of the bodies of requests that are not answered yet."""
         self._most_waiting = most_waiting
         self._waiting = 0
         self._counts = {"requests": 0, "answers": 0, "refused": 0}
@@ -65,16 +84,32 @@ class RewardServer:
             self._waiting -= 1
 
     async def _scored(self, http: Request) -> Response:
-        request = decoded(await body(http, MOST_BODY_BYTES), ScoreRequest)
+        held = 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            held += count
+            self.held_bytes += count
+            if self.held_bytes > self._most_held_bytes:
+                raise Refused(503, f"{self.held_bytes} bytes of requests are held already")
+
+        try:
+            return await self._answered(await body(http, MOST_BODY_BYTES, on_bytes=hold))
+        finally:
+            self.held_bytes -= held
+
+    async def _answered(self, data: bytes) -> Response:
+        request = decoded(data, ScoreRequest)
         try:
             spec = checker.spec_of(checker.to_json(request.scorer), "scorer")
-        except TaskError as error:
+            why = asks_too_much(spec, request.info, len(request.answers))
+        except (TaskError, ValueError, AttributeError) as error:
             raise Refused(400, str(error)) from error
         if len(request.answers) > MOST_ANSWERS:
             raise Refused(413, f"expected at most {MOST_ANSWERS} answers, got {len(request.answers)}")
         if not checker.is_confined(spec):
             raise Refused(403, "function and judge are not run for others; leave reward.urls to the rest")
-        if why := asks_too_much(spec):
+        if why:
             raise Refused(403, why)
         task = Task("remote", "remote", (), request.truth, request.info, request.receipt)
         rewards = await self._service.score_by(spec, task, request.answers)
@@ -96,18 +131,26 @@ class RewardServer:
         return refusal(error)
 
 
-def asks_too_much(spec: Spec) -> str:
-    """Why a program would get more of this machine than a stranger may have; empty when it would not.
+def asks_too_much(spec: Spec, info: str, answers: int) -> str:
+    """Why programs would get more of this machine than a stranger may have; empty when they would not.
 
-    >>> asks_too_much(checker.Code()), asks_too_much(checker.Code(timeout_s=3600))
+    Raises `TaskError` for tests that are none, and what reading the task's `info` raises.
+
+    >>> info = '{"tests": [{"stdout": "1"}]}'
+    >>> asks_too_much(checker.Code(), info, 8), asks_too_much(checker.Code(timeout_s=3600), info, 8)
     ('', 'scorer.timeout_s: expected at most 60 seconds for a test, got 3600')
     """
     if isinstance(spec, checker.Weighted):
-        return next(filter(None, (asks_too_much(part.scorer) for part in spec.parts)), "")
+        return next(filter(None, (asks_too_much(part.scorer, info, answers) for part in spec.parts)), "")
     if not isinstance(spec, checker.Code):
         return ""
     if spec.timeout_s > MOST_TEST_S:
         return f"scorer.timeout_s: expected at most {MOST_TEST_S:g} seconds for a test, got {spec.timeout_s:g}"
     if spec.memory_mb > MOST_MEMORY_MB:
         return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {spec.memory_mb}"
+    tests = len(code.tests_in(info))
+    if tests > MOST_TESTS:
+        return f"info.tests: expected at most {MOST_TESTS}, got {tests}"
+    if (run_s := tests * answers * spec.timeout_s) > MOST_RUN_S:
+        return f"expected at most {MOST_RUN_S:g} s for all tests of all answers together, got {run_s:g}"
     return ""

@@ -24,6 +24,7 @@ from shoal.errors import SandboxUnavailable, TaskError
 from shoal.reward import code
 from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
 from shoal.reward.code_runner import Boxes
+from shoal.reward.judged import judged
 from shoal.reward.llm_judge import JudgeScorer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.scorer import WINDOW, WorkerScorer, percentile
@@ -165,20 +166,24 @@ class RewardService:
         if isinstance(spec, checker.Weighted):
             parts = await asyncio.gather(*(self._by(part.scorer, task, answers) for part in spec.parts))
             return [weighted(spec, [rewards[i] for rewards in parts]) for i in range(len(answers))]
-        if not is_cacheable(spec):
-            return await self._place(spec).score_by(spec, task, answers)
+        said = [judged(spec, task.answer, text) if len(text) <= MOST_ANSWER_BYTES else None for text in answers]
+        scored = iter(await self._scored(spec, task, [one for one in said if one is not None]))
+        return [_unjudged(text) if one is None else next(scored) for text, one in zip(answers, said, strict=True)]
+
+    async def _scored(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer as the checker wants it, in order; equal ones are scored once."""
+        if not answers or not is_cacheable(spec):
+            return await self._place(spec).score_by(spec, task, answers) if answers else []
         task_key = key_of(spec, task)
         keys = [answer_key(task_key, answer) for answer in answers]
         known = {key: reward for key in dict.fromkeys(keys) if (reward := self.cache.get(key)) is not None}
         new = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in known}
-        fitting = {key: answer for key, answer in new.items() if len(answer) <= MOST_ANSWER_BYTES}
-        if fitting:
-            scored = await self._place(spec).score_by(spec, task, list(fitting.values()))
-            for key, reward in zip(fitting, scored, strict=True):
+        if new:
+            scored = await self._place(spec).score_by(spec, task, list(new.values()))
+            for key, reward in zip(new, scored, strict=True):
                 known[key] = reward
                 self.cache.put(key, reward)
-        large = Reward(0.0, evidence=f"longer than {MOST_ANSWER_BYTES} characters")
-        return [known.get(key, large) for key in keys]
+        return [known[key] for key in keys]
 
     def _place(self, spec: Spec) -> SpecScorer:
         """Where a checker is run."""
@@ -192,6 +197,12 @@ class RewardService:
             return self._code
         assert self._workers is not None
         return self._workers
+
+
+def _unjudged(text: str) -> Reward:
+    """Of a completion that no checker is asked about."""
+    large = len(text) > MOST_ANSWER_BYTES
+    return Reward(0.0, evidence=f"longer than {MOST_ANSWER_BYTES} characters" if large else "a thought without an end")
 
 
 def _failed(error: Exception) -> Reward:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import Engine, Purpose, Renderer, Runner, Scorer
+from shoal.model.answer import written
 from shoal.types import (
     Completion,
     FinishReason,
     Message,
     Reward,
     RewardStatus,
-    Role,
     Rollout,
     RolloutStatus,
     Sampling,
@@ -58,8 +58,8 @@ class SingleTurn:
             completions = await self.completions(task, prompt_ids, sampling, n, priority_of(purpose))
         except (RequestRefused, EngineUnavailable) as error:
             return tuple(failed(task, i, f"engine: {error}") for i in range(n))
-        answers = [self.renderer.text(completion.token_ids) for completion in completions]
-        rewards = await self.scorer.score(task, answers)
+        answers = [self.renderer.message(completion.token_ids, prompt_ids) for completion in completions]
+        rewards = await self.scorer.score(task, [written(answer) for answer in answers])
         return tuple(
             _rollout(task, i, Turn(prompt_ids, completion), answer, reward)
             for i, (completion, answer, reward) in enumerate(zip(completions, answers, rewards, strict=True))
@@ -89,7 +89,7 @@ class Runners:
         return await self.by_service.get(task.service, self.default).rollouts(task, n, purpose)
 
 
-def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rollout:
+def _rollout(task: Task, i: int, turn: Turn, answer: Message, reward: Reward) -> Rollout:
     reason = ""
     if turn.completion.finish_reason is FinishReason.ABORT:
         reason = "engine: aborted"
@@ -97,7 +97,7 @@ def _rollout(task: Task, i: int, turn: Turn, answer: str, reward: Reward) -> Rol
         reason = unscored(reward)
     return Rollout(
         id=f"{task.id}#{i}",
-        messages=(*task.messages, Message(Role.ASSISTANT, answer)),
+        messages=(*task.messages, answer),
         turns=(turn,),
         reward=reward,
         status=RolloutStatus.FAILED if reason else RolloutStatus.FINISHED,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.model.answer import written
 from shoal.net.chat import FIRST_PAUSE_S, ChatRefused, Choice, completion, wire_of
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
 from shoal.types import Message, Task
@@ -74,6 +75,7 @@ class ChatModel:
 
 
 def _offered(choice: Choice) -> OfferedRollout | None:
-    if not choice.message.content:
+    said = written(choice.message.message)
+    if not said:
         return None
-    return OfferedRollout(choice.message.content, complete=choice.finish_reason == "stop")
+    return OfferedRollout(said, complete=choice.finish_reason == "stop")

@@ -8,6 +8,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from shoal.model.answer import written
 from shoal.types import Group, Task
 
 MOST = 1 << 17
@@ -22,7 +23,7 @@ class Contents:
         self._answers: OrderedDict[bytes, float] = OrderedDict()
         self._asked: OrderedDict[bytes, float] = OrderedDict()  # when, of a clock that is never set
         for group in trained:
-            self._remember(group.task, [rollout.messages[-1].content for rollout in group.rollouts])
+            self._remember(group.task, [written(rollout.messages[-1]) for rollout in group.rollouts])
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
         """Whether all texts were given before, or this was taken of the same author since then.

@@ -61,8 +61,8 @@ def encoded(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) ->
         refused[Reason.UNREADABLE] += len(offer.rollouts)
         return Encoded(task, offer, (), (), ()), refused
     for i, rollout in enumerate(offer.rollouts):
-        ids = renderer.token_ids(rollout.text)
-        if renderer.text(ids) != rollout.text:
+        ids = renderer.completion_ids(rollout.text, prompt_ids)
+        if ids is None:
             refused[Reason.UNREADABLE] += 1
             continue
         ids = [*ids, *renderer.stop_token_ids[:1]] if rollout.complete else ids

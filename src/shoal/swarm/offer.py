@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from shoal import wire
 from shoal.interfaces import Claim
+from shoal.model.answer import written
 from shoal.swarm.envelope import MAX_PAYLOAD_BYTES
 from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
 
@@ -114,7 +115,7 @@ def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
         and answer is not None
         and len(rollout.messages) == prompt_messages + 1
         and answer.role is Role.ASSISTANT
-        and not (answer.tool_calls or answer.reasoning)
+        and not answer.tool_calls
         and len(rollout.turns) <= 1
     )
 
@@ -128,6 +129,6 @@ def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str
 
 def _offered(rollout: Rollout) -> OfferedRollout:
     return OfferedRollout(
-        rollout.messages[-1].content,
+        written(rollout.messages[-1]),
         complete=all(turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns),
     )

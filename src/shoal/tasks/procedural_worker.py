@@ -38,7 +38,7 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
             continue
         question = rewritten(entry.question, spec.rewrite)
         if split_of(question, EVAL_SHARE) is split:
-            messages = prompt(spec.system_prompt, question)
+            messages = prompt(procedural.system_prompt(spec.system_prompt), question)
             return Task(f"{spec.dataset}/{split}/{index}", spec.dataset, messages, entry.truth, spec.info, receipt)
     raise TaskError(f"{spec.dataset}: {reason}")
 
@@ -52,7 +52,7 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
     if most_characters is not None and size > most_characters:
         raise OutOfBounds(f"{spec.dataset}: expected a question of at most {most_characters} characters, got {size}")
     question = rewritten(entry.question, spec.rewrite)
-    messages = prompt(spec.system_prompt, question)
+    messages = prompt(procedural.system_prompt(spec.system_prompt), question)
     task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
     task = Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
     return Reply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))

@@ -10,6 +10,7 @@ from shoal.errors import EngineError, EngineUnavailable, ShoalError
 from shoal.gateway.sessions import ContextOverflow
 from shoal.gateway.token_tree import Ledger
 from shoal.interfaces import Purpose, Scorer
+from shoal.model.answer import written
 from shoal.plugins import described
 from shoal.rollout.agents.host import Host, Seat
 from shoal.rollout.single_turn import failed, unscored
@@ -164,4 +165,4 @@ def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn
 
 def _answer(ledger: Ledger) -> str:
     """The newest answer."""
-    return next((message.content for message in reversed(ledger.messages()) if message.role is Role.ASSISTANT), "")
+    return next((written(message) for message in reversed(ledger.messages()) if message.role is Role.ASSISTANT), "")

@@ -10,6 +10,7 @@ import aiohttp
 from shoal import wire
 from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
+from shoal.model.answer import written
 from shoal.net.client import ONCE, exchanged, words
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
@@ -213,6 +214,6 @@ async def _exchanged(
 async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:
     """The model's words, or why it has none after some tries. Raises `RequestRefused`."""
     try:
-        return (await model.said(messages, TRIES, retry_s)).message.content or ""
+        return written((await model.said(messages, TRIES, retry_s)).message.message)
     except EngineUnavailable as error:
         return error

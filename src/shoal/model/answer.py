@@ -1,0 +1,152 @@
+"""Thought and answer of a completion, parted in one place for every path. Pure.
+
+    token ids --ChatRenderer.message--> Message --written--> text --parted--> thought and answer --tagged, boxed--> ...
+
+Between nodes and before scorers a text has one form, whatever marks its model has: `<think>`, the thought, `</think>`,
+the answer. A thought that was cut off has no end, and a text with such a thought has no answer.
+"""
+
+import re
+from dataclasses import dataclass
+
+from shoal.types import Message
+
+THINK = ("<think>", "</think>")
+MARKS = (
+    THINK,
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What opens and closes a thought, as chat templates write it."""
+CHANNEL, BODY = "<|channel|>", "<|message|>"
+_ENDS = re.compile(r"<\|(?:end|start|return|call|channel)\|>")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{|[{}]")
+_SAYS = re.compile(r"####|\banswer(?:\s++is\b)?+\s*+[:=]?+|答案[是为]?+[::]?+", re.IGNORECASE)
+_ORNAMENT = " \t*_`$.!"
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """What was thought, and what was answered."""
+
+    thought: str
+    answer: str
+    complete: bool = True
+    """Whether the thought ended, or there was none."""
+
+
+def parted(text: str, marks: tuple[str, str] = THINK, *, opened: bool = False) -> Parted:
+    """The thought and the answer of a text; the last closing mark is between them, as in chat templates.
+
+    `opened` says that the prompt has opened the thought already.
+
+    >>> parted("<think>\\n2 + 3\\n</think>\\n\\n5")
+    Parted(thought='2 + 3', answer='5', complete=True)
+    >>> parted("<think>2 +"), parted("5").answer
+    (Parted(thought='2 +', answer='', complete=False), '5')
+    """
+    opening, closing = marks
+    thought, mark, answer = text.rpartition(closing)
+    if (opened and not mark) or answer.lstrip().startswith(opening):
+        return Parted(_bare(text, marks), "", complete=False)
+    return Parted(_bare(thought, marks), answer.lstrip("\n")) if mark else Parted("", text)
+
+
+def _bare(thought: str, marks: tuple[str, str]) -> str:
+    return thought.strip().removeprefix(marks[0]).strip()
+
+
+def harmony(text: str) -> Parted:
+    """The thought and the answer of a text with GPT-OSS's channels: what is final is the answer.
+
+    >>> harmony("<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>")
+    Parted(thought='2 + 3', answer='5', complete=True)
+    """
+    if CHANNEL not in text:
+        return Parted("", text)
+    said: dict[bool, list[str]] = {True: [], False: []}
+    for part in text.split(CHANNEL)[1:]:
+        name, _, body = part.partition(BODY)
+        said[name.strip().startswith("final")].append(_ENDS.split(body, maxsplit=1)[0])
+    return Parted("\n".join(said[False]).strip(), "".join(said[True]), bool(said[True]))
+
+
+def written(message: Message) -> str:
+    """What an assistant's message says, thought and answer, as scorers and peers read it.
+
+    >>> from shoal.types import Role
+    >>> written(Message(Role.ASSISTANT, "5", reasoning="2 + 3"))
+    '<think>\\n2 + 3\\n</think>\\n\\n5'
+    """
+    if not message.reasoning:
+        return message.content
+    return in_form(Parted(message.reasoning, message.content, bool(message.content or message.tool_calls)))
+
+
+def in_form(said: Parted, marks: tuple[str, str] = THINK, *, opened: bool = False) -> str:
+    """The text that has this thought and this answer; without the opening mark where the prompt has it."""
+    opening, closing = marks
+    head = said.thought if opened else f"{opening}\n{said.thought}"
+    return f"{head}\n{closing}\n\n{said.answer}" if said.complete else head
+
+
+def in_channels(said: Parted) -> str:
+    """The completion that has this thought and this answer under GPT-OSS's template."""
+    thought = f"{CHANNEL}analysis{BODY}{said.thought}" if said.thought or not said.complete else ""
+    between = "<|end|><|start|>assistant" if thought and said.complete else ""
+    return thought + between + (f"{CHANNEL}final{BODY}{said.answer}" if said.complete else "")
+
+
+def tagged(text: str) -> str | None:
+    """The last `<answer>` of a text, found as reasoning-gym's `extract_answer` finds it; None without one.
+
+    >>> tagged("<answer>4</answer> or <answer> 5 </answer>")
+    '5'
+    """
+    found, end = None, 0
+    while (start := text.find("<answer>", end)) >= 0 and (close := text.find("</answer>", start)) >= 0:
+        found, end = text[start + len("<answer>") : close], close + len("</answer>")
+    return None if found is None else found.strip()
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last \\\\boxed{} or \\\\fbox{} whose braces match.
+
+    >>> boxed("\\\\boxed{1} then \\\\boxed{\\\\frac{2}{3}} and \\\\boxed{")
+    '\\\\frac{2}{3}'
+    """
+    opened: list[re.Match[str]] = []
+    last, content = -1, None
+    for found in _BOX.finditer(text):
+        if found[0] != "}":
+            opened.append(found)
+        elif opened and len((box := opened.pop())[0]) > 1 and box.start() > last:
+            last, content = box.start(), text[box.end() : found.start()]
+    return content
+
+
+def stated(text: str) -> str | None:
+    """The rest of the line behind the last "answer:" or #### that something follows; None where there is none.
+
+    >>> stated("First 3. The answer is: 42."), stated("42")
+    ('42.', None)
+    """
+    end = len(text)
+    for mark in reversed(list(_SAYS.finditer(text))):
+        line = text[mark.end() : end].lstrip().partition("\n")[0]
+        if line.strip(_ORNAMENT):
+            return line
+        end = mark.start()
+    return None
+
+
+def final_line(text: str) -> str:
+    """What the last line of a text states, without ornament.
+
+    >>> final_line("Adding both:\\nSo, the answer is **2**."), final_line("2")
+    ('2', '2')
+    """
+    line = text.strip().rpartition("\n")[2]
+    return (stated(line) or line).strip(_ORNAMENT)
