@@ -170,7 +170,7 @@ def _member(exchange: MemoryExchange, folder: Path, i: int) -> Node:
         folder,
         seed=i,
         clock=lambda: 1.8e9 + loop.time(),
-        intake=Intake(2.0),
+        intake=Intake(2.0, timer=lambda: 0.0),
         threads=False,
     )
 

@@ -3,12 +3,17 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from shoal.config import parse
 from shoal.experience import Buffer
 from shoal.run.loop import TrainLoop
 from shoal.run.training import run_meta
+from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.node_files import Means
 from shoal.trainer.packing import even_slices
 from shoal.types import (
     EXTERNAL,
@@ -51,6 +56,31 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
             assert tokens.count(OWN) == tokens.count(THEIRS) == 4
         worse = {row.advantages[-1] for group_rows in rows for row in group_rows if row.tokens[-1] == THEIRS}
         assert min(worse) == 0.0 < max(worse)  # credit goes to the groups that are peers', wherever they are
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> None:
+    swarm = {"external_groups": "adaptive", "servers": ["nats://127.0.0.1:4222"]}
+    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], "swarm": swarm})
+    before = AdaptiveSplit(8, 6)
+    for _ in range(30):
+        before.stepped([0.5] * (8 - before.external), 20.0)
+
+    async def main() -> None:
+        buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
+        node = Node(
+            Means(MemoryHub().join(), cast(Any, None), cast(Any, None), cast(Any, None), 64, "tiny"),
+            config.swarm,
+            Identity.fresh(),
+            tmp_path / "swarm",
+        )
+        node.remember(SPLIT_FILE, before.state())
+        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=node)
+        wanted, chosen = TrainLoop(parts, first_step=30, version=1)._chosen()
+        assert (wanted, chosen) == (before.external, [])
+        assert wanted > 0
         await buffer.close()
 
     asyncio.run(main())
