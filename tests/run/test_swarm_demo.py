@@ -23,7 +23,7 @@ def test_a_node_alone_and_in_the_swarm_differs_in_where_its_groups_come_from_and
         swarm = node_config(plan, trainee, tmp_path / "model", Arm.SWARM, "nats://127.0.0.1:1")
         assert solo.train.groups_per_step == GROUPS
         assert swarm.train.groups_per_step + swarm.swarm.external_groups == GROUPS
-        alike = {"run_dir": solo.run_dir, "swarm": parse(solo.model_dump()).swarm, "train": solo.train}
+        alike = {"run_dir": solo.run_dir, "swarm": parse(solo.model_dump(mode="json")).swarm, "train": solo.train}
         assert swarm.model_copy(update=alike) == solo
         assert half.train == swarm.train
         assert not half.swarm.servers

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
+from shoal.config import SwarmConfig
 from shoal.errors import ExchangeUnavailable, TaskError, WireError
 from shoal.interfaces import NotOurs
 from shoal.swarm import offer as offers
@@ -32,7 +33,7 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Settings, Tally, ban_in, read_lines
+from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Tally, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, Waiting
@@ -67,7 +68,7 @@ class Node(Peer):
     def __init__(
         self,
         means: Means,
-        settings: Settings,
+        settings: SwarmConfig,
         identity: Identity,
         folder: Path,
         *,

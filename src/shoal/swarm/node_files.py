@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
 
-from shoal.config import Credit
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
 from shoal.swarm.offer import MAX_ROLLOUTS
@@ -27,45 +25,6 @@ INTAKE_BURST_S = 16.0
 """What would be read in this time may be read at once, by who joins late or was cut off."""
 OWN_COST = 0.25
 """Of reading one's own frame, beside another's: no signature is checked."""
-
-
-class Settings(Protocol):
-    """What a node reads of `config.SwarmConfig`."""
-
-    @property
-    def name(self) -> str:
-        """Of the swarm."""
-        ...
-
-    @property
-    def external_groups(self) -> int | Literal["adaptive"]:
-        """Groups of peers that a step wants."""
-        ...
-
-    @property
-    def share(self) -> str:
-        """Name of a sharer."""
-        ...
-
-    @property
-    def take(self) -> str:
-        """Name of a taker."""
-        ...
-
-    @property
-    def credit(self) -> Credit:
-        """What peers' answers are compared with."""
-        ...
-
-    @property
-    def fresh_s(self) -> float:
-        """Age above which nothing is taken."""
-        ...
-
-    @property
-    def reuse(self) -> int:
-        """How often one group may be taken."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
