@@ -2,7 +2,7 @@
 
 sandbox_p50_ms        from a trivial program to its output, in a sandbox of its own; `sandbox_p90_ms` beside it
 contained_share       hostile programs that got nothing and were judged rightly; `escaped` names the others
-unit_tests_per_s      per core: programs of three tests each, all different, in one sandbox at a time
+unit_tests_per_s      per core: programs of three tests each, all different, one sandbox at a time
 math_per_s            answers with a number, scored by one worker process, all different
 math_plain_per_s      the same by a call of the checker's function
 overhead_us           what the worker process, the frames and the queue add to that, per answer
@@ -18,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.hostile.arena import faults, ignoring_usr1, limits_of, outside
+from benchmarks.hostile.arena import faults, ignoring_usr1, limits_of, outside, unjust
 from benchmarks.hostile.corpus import CASES, Case
+from benchmarks.hostile.judged import JUDGED
+from benchmarks.hostile.judged import TESTS as TESTED
 from shoal import checker
 from shoal.config import RewardConfig
 from shoal.reward.code_runner import Boxes
@@ -45,7 +47,10 @@ def measure(quick: bool) -> Report:
     rung = backends.rung()
     times_ms = _sandbox_ms(rung, 10 if quick else 60)
     cases = CASES[::12] if quick else CASES
-    escaped = _escaped(rung, cases)
+    kinds = ("stdin",) if quick else tuple(TESTED)
+    unjustly = [line.partition(":")[0] for kind in kinds for line in asyncio.run(unjust(kind, rung))]
+    escaped = _escaped(rung, cases) + unjustly
+    hostile = len(cases) + sum(case.kind in kinds for case in JUDGED)
     groups = 2 if quick else 16
     plain_per_s = max(_plain_per_s(100 * groups) for _ in range(ROUNDS))
     math_per_s = asyncio.run(_math_per_s(10 * groups))
@@ -53,9 +58,9 @@ def measure(quick: bool) -> Report:
         "rung": rung.value,
         "sandbox_p50_ms": median(times_ms),
         "sandbox_p90_ms": quantiles(times_ms, n=10)[-1],
-        "contained_share": 1 - len(escaped) / len(cases),
+        "contained_share": 1 - len(escaped) / hostile,
         "escaped": escaped,
-        "hostile": len(cases),
+        "hostile": hostile,
         "unit_tests_per_s": asyncio.run(_unit_tests_per_s(groups)),
         "math_per_s": math_per_s,
         "math_plain_per_s": plain_per_s,

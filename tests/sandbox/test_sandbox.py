@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ import pytest
 
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.backends import probe, why_not
-from shoal.sandbox.command import installed_packages, outermost
+from shoal.sandbox.command import installed_packages, outermost, package_folders
 from shoal.sandbox.program import Ended, Limits, Program, Rung
 from shoal.sandbox.runner import run, run_async
 
@@ -85,6 +86,28 @@ def test_a_cancelled_program_is_gone(rung: Rung) -> None:
 
     asyncio.run(main())
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+def test_a_sandbox_that_is_killed_from_outside_failed_and_its_program_ended_in_no_way(rung: Rung) -> None:
+    if rung is Rung.LANDLOCK:
+        pytest.skip("its only process is the program")
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, Program("import time; time.sleep(60)"), Limits(wall_s=30), rung)
+        while len(processes := psutil.Process().children(recursive=True)) < 3:
+            assert not running.done()
+        launcher, first, _ = processes
+        assert first.parent() == launcher
+        first.kill()
+        with pytest.raises(SandboxUnavailable, match="ended from outside"):
+            running.result()
+
+
+def test_packages_of_pth_files_and_python_path_are_found_and_the_current_folder_is_not(tmp_path: Path) -> None:
+    script, named, standard, packages, by_pth = (str(tmp_path / name) for name in ("s", "n", "std", "site", "pth"))
+    for folder in (script, named, standard, packages, by_pth):
+        os.mkdir(folder)
+    path = [script, named, standard, packages, by_pth, str(tmp_path / "gone")]
+    assert package_folders(path, [packages], named) == tuple(map(Path, (named, packages, by_pth)))
 
 
 def test_nothing_is_left_open_or_lying_about(rung: Rung, tmp_path: Path) -> None:

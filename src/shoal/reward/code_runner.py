@@ -14,6 +14,8 @@ from shoal.sandbox.runner import run_async
 
 RETRIES = 2
 """How often a sandbox that could not be set up is tried again."""
+RETRY_DELAY_S = 0.1
+"""Before the first of them; doubled each time."""
 START_S = 0.5
 """Processor time for Python to start in."""
 END_S = 2.0
@@ -63,10 +65,13 @@ class Boxes:
             for attempt in range(RETRIES + 1):
                 try:
                     return await (self._judged(job) if job.kind == "judge" else self._runs(job))
-                except SandboxUnavailable:
-                    if attempt == RETRIES:
-                        raise
-            raise AssertionError
+                except SandboxUnavailable as error:
+                    why = error
+                except OSError as error:  # no descriptor for the socket
+                    why = SandboxUnavailable(f"no sandbox could be started: {error}")
+                if attempt < RETRIES:
+                    await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+            raise why
 
     async def _runs(self, job: Job) -> Runs:
         """One sandbox for each input."""

@@ -34,7 +34,7 @@ WALL_PER_CPU = 8.0
 """How much longer than its processor time an answer may take; then it is the machine that stands still."""
 RETRIES = 1
 """How often an answer whose worker died is given to another one."""
-START_RETRIES = 4
+START_RETRIES = 3
 START_DELAY_S = 0.25
 """Before the first of them; doubled each time."""
 RECYCLE_AFTER = 20_000

@@ -1,0 +1,140 @@
+"""A program decides nothing about another one's time, and a sandbox that fails decides nothing at all."""
+
+import asyncio
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+from shoal.checker import Code
+from shoal.config import RewardConfig
+from shoal.errors import ChildDied
+from shoal.reward.code import Job, Runs
+from shoal.reward.code_runner import Boxes
+from shoal.reward.scorer import WorkerScorer
+from shoal.reward.service import CodeScorer, RewardService
+from shoal.types import Json, Reward, RewardStatus, Task
+
+T = TypeVar("T")
+ADD = "def add(a, b): return a + b"
+CALLS: list[Json] = [{"call": "add", "args": [1, 2], "returns": 3}]
+HOLDS = "import os, signal, time\ntry: os.kill(os.getppid(), signal.SIGSTOP)\nexcept OSError: pass\ntime.sleep(60)"
+
+
+def task(tests: list[Json]) -> Task:
+    return Task("t", "t", (), None, json.dumps({"scorer": {"name": "code", "timeout_s": 0.3}, "tests": tests}))
+
+
+def with_boxes(most: int, work: Callable[[Boxes], Coroutine[None, None, T]]) -> T:
+    async def main() -> T:
+        boxes = Boxes(most)
+        try:
+            return await work(boxes)
+        finally:
+            await boxes.aclose()
+
+    return asyncio.run(main())
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """The next file, pipe or socket that this process opens is refused."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("kind", ["call", "code"])
+def test_a_sandbox_that_cannot_be_started_is_a_failure_and_no_score(kind: str) -> None:
+    tests: list[Json] = CALLS if kind == "call" else [{"code": "assert add(1, 2) == 3"}]
+
+    async def work(boxes: Boxes) -> list[Reward]:
+        scorer = CodeScorer(boxes)
+        (before,) = await scorer.score_by(Code(), task(tests), [ADD])
+        with no_descriptor_left():
+            failed = await scorer.score_by(Code(), task(tests), [ADD, ADD])
+        (after,) = await scorer.score_by(Code(), task(tests), [ADD])
+        return [before, *failed, after]
+
+    rewards = with_boxes(2, work)
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0]
+    assert [reward.status for reward in rewards[1:3]] == [RewardStatus.FAILED] * 2
+    assert "Too many open files" in rewards[1].evidence
+
+
+def test_closing_fails_what_still_runs_and_cancels_nobody() -> None:
+    async def main() -> list[Reward]:
+        boxes = Boxes(1)
+        scoring = asyncio.create_task(CodeScorer(boxes).score_by(Code(), task(CALLS), [HOLDS, ADD]))
+        await asyncio.sleep(0)  # it asks for its sandboxes
+        await boxes.aclose()
+        return await scoring
+
+    assert [reward.status for reward in asyncio.run(main())] == [RewardStatus.FAILED] * 2
+
+
+def test_a_program_that_holds_its_sandbox_keeps_no_other_one_waiting() -> None:
+    async def work(boxes: Boxes) -> bool:
+        scorer = CodeScorer(boxes)
+        holding = asyncio.create_task(scorer.score_by(Code(timeout_s=10.0), task(CALLS), [HOLDS]))
+        rewards = await scorer.score_by(Code(timeout_s=10.0), task(CALLS), [f"{ADD}  # {n}" for n in range(8)])
+        assert [reward.value for reward in rewards] == [1.0] * 8
+        holding.cancel()
+        await asyncio.wait([holding])
+        return holding.cancelled()
+
+    assert with_boxes(2, work)
+
+
+def test_programs_that_come_together_run_beside_each_other_and_not_in_asyncio_s_own_threads() -> None:
+    source = "import time\nbegan = time.monotonic()\ntime.sleep(1.5)\nprint(began, time.monotonic())"
+
+    async def work(boxes: Boxes) -> list[Runs | Exception]:
+        busy, done = ThreadPoolExecutor(1), threading.Event()
+        asyncio.get_running_loop().set_default_executor(busy)
+        waiting = asyncio.get_running_loop().run_in_executor(None, done.wait)
+        try:
+            return [*await boxes.run([Job("stdin", source, (b"",), 10.0, 1 << 28)] * 3)]
+        finally:
+            done.set()
+            await waiting
+
+    times = []
+    for runs in with_boxes(3, work):
+        assert isinstance(runs, Runs)
+        times.append(tuple(map(float, runs.program[0].stdout.split())))
+    assert max(began for began, _ in times) < min(ended for _, ended in times)
+
+
+def test_a_program_that_used_up_its_time_is_remembered_and_one_that_only_waited_is_not() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(100), RewardService(RewardConfig(workers=1)) as service:
+            spins, sleeps = "while True: pass", "import time; time.sleep(60)"
+            for tests, head in ((CALLS, f"{ADD}\n"), ([{"stdin": "1", "stdout": "1"}], "")):
+                kept = len(service.cache)
+                rewards = await service.score(task(tests), [head + spins, head + sleeps])
+                assert [(reward.value, reward.status) for reward in rewards] == [(0.0, RewardStatus.SCORED)] * 2
+                assert [reward.is_repeatable for reward in rewards] == [True, False]
+                assert len(service.cache) == kept + 1
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_started_for_want_of_descriptors_ends_with_a_sentence() -> None:
+    async def main() -> None:
+        scorer = WorkerScorer(RewardConfig(workers=1), boxed=False)
+        with no_descriptor_left(), pytest.raises(ChildDied, match="could not be started"):
+            await scorer.start()
+
+    asyncio.run(main())
