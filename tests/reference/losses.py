@@ -25,6 +25,12 @@ def _surrogate(r: Tensor, advantage: float, clip: tuple[float, float], dual: flo
     return max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 else least
 
 
+def _surrogate(r: Tensor, advantage: float, clip: tuple[float, float], dual: float) -> Tensor:
+    """min(r A, clip(r) A); where A < 0, dual clip: the larger of that and dual A (arXiv 1912.09729 Eq. 5)."""
+    least = min(r * advantage, _clip(r, 1 - clip[0], 1 + clip[1]) * advantage)
+    return max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 else least
+
+
 def grpo(
     logp: Sequence[Tensor],
     behav: Sequence[float],

@@ -305,19 +305,19 @@ def add(a, b):
     assert values(rewards) == [1.0] * 4, rewards
 
 
-def test_two_that_hang_do_not_change_the_verdict_of_a_hundred_honest_ones() -> None:
+def test_two_that_hang_do_not_change_the_verdict_of_thirty_honest_ones() -> None:
     hangs = "def add(a, b):\n    while True: pass\n"
-    honest = [f"{ADD}# {number}" for number in range(100)]
+    honest = [f"{ADD}# {number}" for number in range(30)]
 
     async def work(scorer: CodeScorer) -> list[Reward]:
         task = Task("t", "t", (), None, json.dumps({"tests": CALLS}))
-        groups = [[hangs, *honest[:50]], [hangs, *honest[50:]]]
+        groups = [[hangs, *honest[:15]], [hangs, *honest[15:]]]
         both = await asyncio.gather(*(scorer.score_by(Code(timeout_s=1.0), task, group) for group in groups))
         return [reward for rewards in both for reward in rewards]
 
     found = values(with_scorer(work))
-    assert found.count(1.0) == 100
-    assert (found[0], found[51]) == (0.0, 0.0)
+    assert found.count(1.0) == 30
+    assert (found[0], found[16]) == (0.0, 0.0)
 
 
 def test_a_template_takes_the_answer_in() -> None:

@@ -8,7 +8,7 @@ import marshal
 import math
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -32,42 +32,39 @@ _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
 
 
-def _never(number: int, finished: Finished) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, and what it is run with, each time in a sandbox of its own."""
+    """A program, and what it is run with in a sandbox of its own."""
 
     kind: str
     """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has tests."""
     program: str
-    inputs: tuple[bytes, ...]
-    """Of a `judge` job, one: the tests."""
+    given: tuple[bytes, ...]
+    """The inputs of a script; else one: what the callers of functions read, packed."""
     cpu_s: float
     """Processor time of one test."""
     memory_bytes: int
     tests: int = 1
-    """In one run."""
     needs_pytest: bool = False
     limit: int = OUTPUT_BYTES
-    """Bytes of output."""
-    is_decided: Callable[[int, Finished], bool] = _never
-    """Whether no more inputs are tried after this run of that one."""
+    """Bytes of output, of a script for one input."""
 
     @property
     def total_s(self) -> float:
-        """Processor time of one run, all its tests together."""
+        """Processor time of all tests together."""
         return self.cpu_s * self.tests + (PYTEST_START_S if self.needs_pytest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What came of a job: how each run of the program ended, and of a `judge` job how the tests' sandbox did."""
+    """What came of a job."""
 
     program: tuple[Finished, ...]
+    """How its sandbox ended; sandboxes, when it is `apart`."""
     judge: Finished | None = None
+    """How the sandbox of the tests of a `judge` job did."""
+    apart: bool = False
+    """Whether each input of a script had a sandbox of its own, whose output is the script's."""
 
 
 def wall_s(cpu_s: float) -> float:
@@ -158,28 +155,22 @@ def _kind(test: UnitTest) -> str:
 def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest]) -> Job:
     memory_bytes = spec.memory_mb << 20
     if kind == "stdin":
-        return Job(
-            "stdin",
-            program,
-            tuple((test.stdin or "").encode() for test in tests),
-            spec.timeout_s,
-            memory_bytes,
-            limit=OUTPUT_BYTES + 2 * max(len(test.stdout or "") for test in tests),
-            is_decided=lambda i, run: is_late(run) or (not spec.partial and bool(_printed(tests[i], run).why)),
-        )
-    times = (spec.timeout_s, wall_s(spec.timeout_s))
+        limit = OUTPUT_BYTES + 2 * max(len(test.stdout or "") for test in tests)
+        inputs = tuple((test.stdin or "").encode() for test in tests)
+        return Job("stdin", program, inputs, spec.timeout_s, memory_bytes, len(tests), limit=limit)
+    limits = (spec.timeout_s, wall_s(spec.timeout_s), 0)
     if kind == "call":
         requests = [(test.call, test.args, test.kwargs) for test in tests]
         expected = sum(len(msgspec.json.encode(test.returns)) for test in tests)
-        given = b"".join(map(marshal.dumps, (times, *requests)))
+        given = b"".join(marshal.dumps(one) for one in (limits, *requests))  # type: ignore[arg-type]  # of JSON
         limit = OUTPUT_BYTES + 4 * expected
         return Job("call", program, (given,), spec.timeout_s, memory_bytes, len(tests), limit=limit)
     if kind == "code":
         snippets = [(test.code, snippet_names(test.code or "")) for test in tests]
-        given = marshal.dumps({"times": times, "snippets": snippets})
+        given = marshal.dumps({"limits": limits, "snippets": snippets})
         return Job("judge", program, (given,), spec.timeout_s, memory_bytes, len(tests))
     text = tests[0].pytest or ""
-    given = marshal.dumps({"times": times, "file": text, "names": file_names(text)})
+    given = marshal.dumps({"limits": limits, "file": text, "names": file_names(text)})
     return Job("judge", program, (given,), spec.timeout_s, memory_bytes, test_count(text), needs_pytest=True)
 
 
@@ -190,8 +181,12 @@ def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) 
     """
     match job.kind:
         case "stdin":
-            ended = [_printed(test, run) for test, run in zip(tests, runs.program, strict=False)]
-            return ended + [Verdict("not run: an earlier test failed")] * (len(tests) - len(ended))
+            printed = _scripts(job, runs)
+            ended = [
+                _compared(test, one) if isinstance(one, str) else one for test, one in zip(tests, printed, strict=False)
+            ]
+            left = Verdict("not run: an earlier test failed") if ended and ended[-1].why else _missing(runs.program[-1])
+            return ended + [left] * (len(tests) - len(ended))
         case "call":
             (run,) = runs.program
             said = [_returned(test, line, tolerance) for test, line in zip(tests, _lines(run), strict=False)]
@@ -241,10 +236,30 @@ def reward(found: Sequence[Verdict], *, partial: bool) -> Reward:
     return Reward(value, RewardStatus.SCORED, parts, evidence, is_repeatable)
 
 
-def _printed(test: UnitTest, run: Finished) -> Verdict:
-    if why := why_not(run):
-        return Verdict(why, is_repeatable=is_repeatable(run))
-    given, expected = (_trimmed(text) for text in (run.stdout.decode(errors="replace"), test.stdout or ""))
+def _scripts(job: Job, runs: Runs) -> list[str | Verdict]:
+    """What a script printed for each input that it was run with, or why it ended badly."""
+    if runs.apart:
+        return [_ended(run) or run.stdout.decode(errors="replace") for run in runs.program]
+    (run,) = runs.program
+    found: list[str | Verdict] = []
+    for line in _lines(run)[: len(job.given)]:
+        status, text = line.get("status"), line.get("o")
+        if not isinstance(status, int) or not isinstance(text, str):  # of the program's own making
+            return [*found, Verdict("what came is no output")]
+        ended = Ended.KILLED_OUTPUT if line.get("much") else Ended.SIGNALLED if status < 0 else Ended.EXITED
+        alone = replace(run, ended=ended, exit_code=status, signal=-status)
+        found.append(_ended(alone) or text)
+    return found
+
+
+def _ended(run: Finished) -> Verdict | None:
+    """Why a script failed whatever it printed; None when it ended well."""
+    why = why_not(run)
+    return Verdict(why, is_repeatable=is_repeatable(run)) if why else None
+
+
+def _compared(test: UnitTest, printed: str) -> Verdict:
+    given, expected = _trimmed(printed), _trimmed(test.stdout or "")
     return Verdict() if given == expected else Verdict(f"expected {_short(test.stdout)}, printed {_short(given)}")
 
 

@@ -1,13 +1,16 @@
 """Runs programs in sandboxes: each by itself, and tests that are programs in yet another one."""
 
 import asyncio
+import marshal
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shoal.errors import SandboxUnavailable
-from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s
+from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
 from shoal.reward.in_sandbox import source
+from shoal.sandbox import backends
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Finished, Limits, Program, Rung
 from shoal.sandbox.runner import run_async
@@ -74,17 +77,23 @@ class Boxes:
             raise why
 
     async def _runs(self, job: Job) -> Runs:
-        """One sandbox for each input."""
+        """One sandbox; for a script one for each input where a sandbox may have one process only."""
+        if self._rung is None:
+            with ThreadPoolExecutor(1, "sandbox") as thread:
+                self._rung = await asyncio.get_running_loop().run_in_executor(thread, backends.rung)
+        if job.kind == "call" or (self._rung is not Rung.LANDLOCK and len(job.given) > 1):
+            return Runs((await self._finished(program_of(job), limits_of(job)),))
         runs: list[Finished] = []
-        for number, given in enumerate(job.inputs):
-            runs.append(await self._finished(program_of(job, given), limits_of(job, given)))
-            if job.is_decided(number, runs[-1]):
+        for given in job.given:
+            one = replace(job, given=(given,), tests=1)
+            runs.append(await self._finished(program_of(one), limits_of(one)))
+            if why_not(runs[-1]):
                 break
-        return Runs(tuple(runs))
+        return Runs(tuple(runs), apart=True)
 
     async def _judged(self, job: Job) -> Runs:
         """The program and its tests in a sandbox each, with a socket between them."""
-        (tests,) = job.inputs
+        (tests,) = job.given
         memory_bytes = max(job.memory_bytes, PYTEST_MEMORY_BYTES) if job.needs_pytest else job.memory_bytes
         packages = installed_packages() if job.needs_pytest else ()
         judge = Program(source("judge"), files={"tests": tests}, packages=packages)
@@ -106,21 +115,22 @@ class Boxes:
         return await run_async(program, limits, self._rung, channel)
 
 
-def program_of(job: Job, given: bytes = b"") -> Program:
-    """The program itself, or what calls its functions."""
+def program_of(job: Job) -> Program:
+    """What runs a program as a script, or calls its functions."""
+    given = b"" if job.kind == "judge" else job.given[0]
     if job.kind == "stdin":
-        return Program(job.program, stdin=given)
-    files = {"solution.py": job.program.encode(errors="replace")}
-    return Program(source("solution"), files=files, stdin=given)
+        given = marshal.dumps((job.cpu_s, wall_s(job.cpu_s), job.limit)) + marshal.dumps(job.given)
+    return Program(source("solution"), files={"solution.py": job.program.encode(errors="replace")}, stdin=given)
 
 
-def limits_of(job: Job, given: bytes = b"") -> Limits:
+def limits_of(job: Job) -> Limits:
     """Processor time decides; the clock ends what sleeps."""
+    written = len(job.given) * 6 * job.limit if len(job.given) > 1 else job.limit  # as JSON a byte may need six
     return Limits(
         wall_s=wall_s(job.total_s),
         cpu_s=job.total_s + START_S,
         memory_bytes=job.memory_bytes,
         processes=PROCESSES,
-        output_bytes=job.limit,
-        file_bytes=FILE_BYTES + len(given),
+        output_bytes=written,
+        file_bytes=FILE_BYTES + max(map(len, job.given)),
     )

@@ -196,7 +196,7 @@ def main():
     os.dup2(nowhere, 1)
     with open("tests", "rb") as file:
         tests = marshal.load(file)
-    program.requests.write(marshal.dumps(tests["times"]))
+    program.requests.write(marshal.dumps(tests["limits"]))
 
     def say(line):
         os.write(out, json.dumps(line).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Calls functions of a program and writes what they give as text. Runs in the program's own sandbox.
+"""Calls functions of a program, or runs it as a script, and writes what came as text. In the program's own sandbox.
 
-All of this process is within the program's reach, so nothing in it decides: it gets names and arguments, one request
-after the other, and what it writes is compared elsewhere. Requests come from standard input and replies go to standard
-output; when standard input is a socket (`judge` is at the other end), both go through that.
+All of this process is within the program's reach, so nothing in it decides: it gets names and arguments, or what the
+script is to read, and what it writes is compared elsewhere. Requests come from standard input and replies go to
+standard output; when standard input is a socket (`judge` is at the other end), both go through that.
 """
 
 # mypy: ignore-errors
@@ -25,15 +25,19 @@ def main():
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    cpu_s, wall_s = marshal.load(requests)
+    cpu_s, wall_s, limit = marshal.load(requests)
+    with open("solution.py", "rb") as file:
+        program = file.read()
+    os.unlink("solution.py")
+    if limit:
+        run_scripts(program, marshal.load(requests), replies, (cpu_s, wall_s, limit))
+        os._exit(0)
     module = type(sys)("solution")
     sys.modules["solution"] = module
     setitimer(ITIMER_PROF, cpu_s)  # whoever undoes it uses up the sandbox's own limits
     setitimer(ITIMER_REAL, wall_s)
     failed = ""
     try:
-        with open("solution.py", "rb") as file:
-            program = file.read()
         exec(compile(program, "solution.py", "exec"), module.__dict__)
     except BaseException as error:
         failed = words(error)
@@ -48,10 +52,82 @@ def main():
             os._exit(0)
         setitimer(ITIMER_PROF, cpu_s)
         setitimer(ITIMER_REAL, wall_s)
-        reply = f'{{"failed": {quoted(failed)}}}' if failed else answered(module.__dict__, request, is_judged)
-        view = memoryview(reply.encode() + b"\n")
-        while view:
-            view = view[os.write(replies, view) :]
+        send(replies, f'{{"failed": {quoted(failed)}}}' if failed else answered(module.__dict__, request, is_judged))
+
+
+def send(descriptor, line):
+    view = memoryview(line.encode() + b"\n")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def run_scripts(program, inputs, replies, limits):
+    """Runs it as `python main.py` once per input, each time in a fork; alone, in this process, where there is one."""
+    cpu_s, wall_s, limit = limits
+    for given in inputs:
+        descriptor = os.open("input", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.unlink("input")
+        os.write(descriptor, given)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
+        if len(inputs) == 1:
+            os.dup2(replies, 1)
+            leave(run_script(program, cpu_s, wall_s))
+        out, their_out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(their_out, 1)
+            for descriptor in (out, their_out, replies):
+                os.close(descriptor)
+            leave(run_script(program, cpu_s, wall_s))
+        os.close(their_out)
+        printed = b""
+        while len(printed) <= limit and (chunk := os.read(out, 1 << 16)):
+            printed += chunk
+        os.close(out)
+        if len(printed) > limit:
+            os.kill(pid, 9)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        much = "true" if len(printed) > limit else "false"
+        text = quoted(printed[:limit].decode(errors="replace"))
+        send(replies, f'{{"o": {text}, "status": {status}, "much": {much}}}')
+        if status:
+            break
+
+
+def run_script(program, cpu_s, wall_s):
+    """Its exit code."""
+    sys.argv = ["main.py"]
+    module = type(sys)("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    setitimer(ITIMER_PROF, cpu_s)
+    setitimer(ITIMER_REAL, wall_s)
+    try:
+        exec(compile(program, "main.py", "exec"), module.__dict__)
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        if "atexit" in sys.modules:
+            sys.modules["atexit"]._run_exitfuncs()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 255
+        os.write(2, str(error.code).encode(errors="replace"))
+        return 1
+    except BaseException as error:
+        os.write(2, words(error).encode(errors="replace"))
+        return 1
+    return 0
+
+
+def leave(code):
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            code = code or 1
+    os._exit(code)
 
 
 def answered(scope, request, is_judged):
