@@ -127,6 +127,15 @@ _RECORD = [
     *_before("ask_to_be_refused", "import os\nfor n in range(64):\n    try: os.write(n, b'{\"refused\": \"by me\"}\\n{\"end\": true}\\n')\n    except OSError: pass", "call", "code", "pytest"),
     *_before("close_everything", "import os\nos.closerange(0, 64)", "call", "code", "pytest"),
     *_judged("print_in_advance", "print(42)\nprint(10)", "stdin"),
+    *_before("reply_before_it_is_asked", "import os\nfor n in range(64):\n    try: os.write(n, b'{\"function\": true}\\n{\"v\": 42, \"back\": [], \"o\": \"\"}\\n' * 3)\n    except OSError: pass", "call", "code", "pytest"),
+    *_before("reply_with_no_fault", "import os\nfor n in range(64):\n    try: os.write(n, b'{\"failed\": \"\", \"v\": {\"n\": 1}, \"x\": []}\\n')\n    except OSError: pass", "call", "code", "pytest"),
+    *_judged("write_outputs", "import os\nfor n in range(64):\n    try: os.write(n, b'{\"o\": \"\", \"status\": 0, \"why\": \"\"}\\n' * 2)\n    except OSError: pass\nos._exit(0)", "stdin"),
+    *_judged("reply_from_two_processes", "import os\ndef double(x): os.fork(); return x\npair = double", "call", "code"),
+    *_judged("raise_what_skips", "class Skipped(BaseException): pass\nSkipped.__module__ = Skipped.__qualname__ = 'Skipped'\ndef double(*_): raise Skipped('allowed')\npair = double", "call", "code", "pytest"),
+    *_judged("leave_with_success", "def double(*_): raise SystemExit(0)\npair = double\nif __name__ == '__main__': raise SystemExit(0)", "call", "stdin", "code", "pytest"),
+    *_judged("interrupt", "def double(*_): raise KeyboardInterrupt\npair = double", "code", "pytest"),
+    *_judged("become_another_program", "import os, sys\nos.execv(sys.executable, [sys.executable, '-S', '-c', 'print(0)'])", "call", "stdin", "code"),
+    *_before("bring_tests_of_its_own", "def test_a(): pass\ndef pytest_configure(): pass\npytest_plugins = ['os']\n__all__ = ['test_a', 'pytest_plugins', 'approx']", "pytest"),
     *_before("take_the_names_away", "import sys\ndel double, pair\nsys.modules.clear()", "call", "code", "pytest"),
 ]  # fmt: skip
 _FOLDER = [

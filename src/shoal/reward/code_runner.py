@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shoal.errors import SandboxUnavailable
+from shoal.reward import in_sandbox
 from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
-from shoal.reward.in_sandbox import source
 from shoal.sandbox import backends
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Finished, Limits, Program, Rung
@@ -96,7 +96,7 @@ class Boxes:
         (tests,) = job.given
         memory_bytes = max(job.memory_bytes, PYTEST_MEMORY_BYTES) if job.needs_pytest else job.memory_bytes
         packages = installed_packages() if job.needs_pytest else ()
-        judge = Program(source("judge"), files={"tests": tests}, packages=packages)
+        judge = in_sandbox.program("judge", {"tests": tests}, packages=packages)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             program = asyncio.create_task(self._finished(program_of(job), limits_of(job), theirs))
@@ -120,7 +120,7 @@ def program_of(job: Job) -> Program:
     given = b"" if job.kind == "judge" else job.given[0]
     if job.kind == "stdin":
         given = marshal.dumps((job.cpu_s, wall_s(job.cpu_s), job.limit)) + marshal.dumps(job.given)
-    return Program(source("solution"), files={"solution.py": job.program.encode(errors="replace")}, stdin=given)
+    return in_sandbox.program("solution", {"solution.py": job.program.encode(errors="replace")}, stdin=given)
 
 
 def limits_of(job: Job) -> Limits:
