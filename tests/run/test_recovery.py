@@ -146,7 +146,7 @@ class Replaying:
         self.trained = int((directory / "weights").read_text()) + 1
         return 0.0
 
-    async def step(self, rows: object, version: int) -> None:
+    async def step(self, rows: object, version: int, since_push: int) -> None:
         self.trained += 1
 
     async def publish(self, path: Path | None, *, push: bool = True) -> float:

@@ -111,7 +111,8 @@ def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(con
 def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many_versions(config: Path) -> None:
     done = shoal(
         *("train", str(config), "--run_dir=run", "--train.push_every=2", "--train.minibatches=2"),
-        *("--train.reset_optimizer_at_push=true", "--train.rewarm_updates=2", "--asynchrony.late=mask_tokens"),
+        *("--train.reset_optimizer_at_push=true", "--train.rewarm_updates=8", "--asynchrony.late=mask_tokens"),
+        *("--rollout.temperature=2", "--rollout.group_size=16", "--train.lr=1e-4"),
         cwd=config.parent,
     )
     assert done.returncode == 0, done.stderr
@@ -120,7 +121,15 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
         for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
         if '"step"' in line
     ]
-    assert [step["version"] for step in steps if step["kind"] == "step"] == [0, 0, 1, 1, 2, 2]
+    steps = [step for step in steps if step["kind"] == "step"]
+    assert [step["version"] for step in steps] == [0, 0, 1, 1, 2, 2]
+    # At a push the moments are forgotten and the rate begins anew; it would need eight updates, and there are four.
+    rates = [step["lr"] for step in steps if step["version"] and step["lr"]]
+    assert rates
+    assert max(rates) <= 0.5e-4
+    # Engine and trainer mean the same temperature: else fresh tokens had other logprobs in the one and the other.
+    fresh = [step["mismatch_fresh"] for step in steps if step.get("mismatch_fresh") is not None]
+    assert min(fresh, default=1.0) < 1e-3
     assert audit(config.parent / "run").ok
 
 

@@ -1,0 +1,131 @@
+"""What the loop hands to the trainer: pushes, and rows in which late tokens are masked. The rest is real."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from buffer_values import group
+from shoal.config import parse
+from shoal.experience import Buffer
+from shoal.experience.audit import Check, audit
+from shoal.interfaces import EngineInfo
+from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.run.loop import TrainLoop
+from shoal.run.training import run_meta
+from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.types import Reward, Sample
+from shoal.weights.store import WeightStore
+
+STEPS = 5
+CONFIG = parse(
+    {
+        "tasks": [{"name": "gcd"}],
+        "train": {"groups_per_step": 1, "steps": STEPS, "push_every": 2},
+        "asynchrony": {"max_staleness": 0, "late": "mask_tokens"},
+        "eval": {"every_steps": 0},
+    }
+)
+NOTHING = StepStats(
+    **{name: 0.0 for name in StepStats.__slots__ if name != "ratio_shares"},
+    ratio_shares=(0.0,) * (len(RATIO_BOUNDS) + 1),
+)
+
+
+class Recording:
+    """A trainer that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[list[Sample]] = []
+        self.pushes: list[bool] = []
+
+    async def step(self, groups: Sequence[Sequence[Sample]], version: int, since_push: int) -> StepStats:
+        self.given.append([row for rows in groups for row in rows])
+        return NOTHING
+
+    async def publish(self, path: Path, *, push: bool = True) -> float:
+        self.pushes.append(push)
+        path.write_text("weights")  # noqa: ASYNC240
+        return 0.0
+
+    async def save(self, directory: Path) -> float:
+        (directory / "weights").write_text("weights")
+        return 0.0
+
+
+class Serving:
+    """An engine that serves whatever it is given."""
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        pass
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(0, "", 64, 0.5, 10, 10, 0, 1, 0)
+
+
+class Unmasked(TrainLoop):
+    """Gives the trainer every token, as a loop without its late policy would."""
+
+    def _rows(self, groups: Any, version: int) -> Any:
+        self._config = self._config.model_copy(
+            update={"asynchrony": self._config.asynchrony.model_copy(update={"late": "train"})}
+        )
+        return super()._rows(groups, version)
+
+
+async def draw_groups(buffer: Buffer) -> None:
+    """Groups whose first token is of the version before, and whose rewards differ; for ever."""
+    number = 0
+    while True:
+        version = await buffer.admit(f"g{number}", "chain_sum")
+        one = group(f"g{number}", (max(0, version - 1), version), admitted=version)
+        rollouts = (replace(rollout, reward=Reward(float(i))) for i, rollout in enumerate(one.rollouts))
+        await buffer.add(replace(one, rollouts=tuple(rollouts)))
+        number += 1
+
+
+def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop) -> Recording:
+    """What the trainer was given in a whole run."""
+    trainer = Recording()
+
+    async def main() -> None:
+        buffer = Buffer.open(run_dir, run_meta(CONFIG), max_running=9)
+        trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
+        parts: Any = SimpleNamespace(
+            config=CONFIG, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
+            store=WeightStore(run_dir / "weights"), desk=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
+        )  # fmt: skip
+        loop = kind(parts, first_step=0, version=0)
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(draw_groups(buffer)), tasks.create_task(loop.serve_versions())]
+            await loop.run(tasks)
+            for task in beside:
+                task.cancel()
+        trackers.close()
+        await buffer.close()
+
+    asyncio.run(main())
+    return trainer
+
+
+def test_the_trainer_hears_of_each_push_of_a_run(tmp_path: Path) -> None:
+    assert ran(tmp_path).pushes == [True] * 3  # after steps 2 and 4, and at the end
+
+
+def test_late_tokens_of_a_run_are_masked_and_the_others_are_not(tmp_path: Path) -> None:
+    trainer = ran(tmp_path)
+    assert len(trainer.given) == STEPS
+    for step, rows in enumerate(trainer.given):
+        version = step // 2
+        for row in rows:
+            trained = {v for drawn, v, a in zip(row.mask, row.versions, row.advantages, strict=True) if drawn and a}
+            assert trained == {version}, (step, row)
+    report = audit(tmp_path)
+    assert report.ok, report.sentences()
+
+
+def test_the_audit_finds_a_run_whose_loop_masked_nothing(tmp_path: Path) -> None:
+    ran(tmp_path, Unmasked)
+    assert audit(tmp_path).findings.keys() == {Check.STALENESS}
