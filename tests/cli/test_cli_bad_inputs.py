@@ -1,6 +1,9 @@
 """Whatever is wrong with what the user gives: exit code 2, one sentence that names it, and no traceback."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -120,6 +123,43 @@ def test_there_are_three_hundred_of_them() -> None:
 def test_what_is_right_passes_a_dry_run(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main_ends_well(["train", str(good / "config.toml"), "--dry-run", "--json"])
     assert json.loads(capsys.readouterr().out)["devices"]
+
+
+def test_a_dry_run_shows_what_a_preset_came_to(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main_ends_well(
+        ["train", str(good / "config.toml"), "--dry-run", "--json", "--preset", "glm5", "--train.push_every", "3"]
+    )
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["glm5: train.advantage"], shown["glm5: train.push_every"]) == ("grpo_no_std", 3)
+    assert shown["glm5: train.loss"]["name"] == "double_sided"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "CONFIG", "--dry-run", "--train.lr", "2e-3"], ["train", "--train.lr", "2e-3", "CONFIG", "--dry-run"]],
+)
+def test_a_setting_s_value_may_follow_after_a_space_and_settings_stand_anywhere(
+    arguments: Sequence[str], good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main_ends_well([str(good / "config.toml") if one == "CONFIG" else one for one in arguments])
+    capsys.readouterr()
+    said = sentence(["train", str(good / "config.toml"), "--dry-run", "--train.lr", "two"], capsys)
+    assert "train.lr: input should be a valid number" in said
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main_ends_well(["--version"])
+    assert re.fullmatch(r"shoal \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "none.toml"], ["trian"], ["train", "x", "--tasks.0.weight=inf"], ["audit", "none"]]
+)
+def test_a_process_of_its_own_refuses_as_well(arguments: Sequence[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cli", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
 
 
 def main_ends_well(arguments: Sequence[str]) -> None:

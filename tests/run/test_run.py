@@ -83,6 +83,8 @@ def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: 
     assert report.consumed == 12
     assert (config.parent / "run" / "model" / "model.safetensors").is_file()
     assert (config.parent / "run" / "resolved.toml").is_file()
+    assert "model: run/model\nreport: run/report.png and run/report.html" in done.stderr
+    assert (config.parent / "run" / "report.png").is_file()
     records = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 6

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
+from shoal.tasks.holdout import halves_of
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Json, Message, Role, Split
 
@@ -94,11 +97,13 @@ def test_a_system_message_of_its_own_and_a_scorer_of_its_own_take_the_place_of_t
         ("[1]", r":2: expected a JSON object, got \[1\]"),
         ('{"answer": "1"}', ":2: prompt: expected text or a list of messages, got nothing"),
         ('{"prompt": "", "answer": "1"}', ":2: prompt: expected text"),
-        ('{"prompt": "q", "answer": 1}', ":2: answer: expected text, got 1"),
+        ('{"prompt": "q", "answer": true}', ":2: answer: expected text or a number, got true"),
+        ('{"prompt": "q", "answer": [1]}', r":2: answer: expected text or a number, got \[1\]"),
         ('{"prompt": "q", "answer": " "}', ":2: answer: expected text"),
         ('{"prompt": "q", "answer": "1", "info": "x"}', ":2: info: expected an object"),
         ('{"prompt": "q", "answer": "1", "info": {"scorer": "magic"}}', ":2: info.scorer: expected one of exact"),
-        ('{"prompt": "q", "answer": "1", "level": 3}', ":2: level: expected prompt, answer and info only"),
+        ('{"prompt": "q", "answer": "1", "scorer": "number"}', ":2: scorer: expected a column of another name"),
+        ('{"prompt": "q", "answer": "1", "x": 1, "info": {"x": 2}}', ":2: x: expected a column of another name"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', ":2: prompt.0: expected"),
         ('{"prompt": [{"role": "boss", "content": "x"}], "answer": "1"}', ":2: prompt.0.role: expected one of"),
         ('{"prompt": [{"role": "user", "content": 7}], "answer": "1"}', ":2: prompt.0.content: expected text, got 7"),
@@ -118,8 +123,25 @@ def test_a_file_that_is_missing_binary_or_too_small_is_refused(tmp_path: Path) -
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TaskError, match="UTF-8"):
         service(tmp_path / "binary.jsonl")
-    with pytest.raises(TaskError, match="none of 1 questions falls into the"):
+    with pytest.raises(TaskError, match="expected two different questions at least, one is held out; got 1"):
         service(written(tmp_path, numbered(1)))
+
+
+@given(count=st.integers(2, 12), eval_share=st.floats(1e-6, 1 - 1e-6))
+def test_the_smallest_file_holds_out_a_question_and_trains_on_another(count: int, eval_share: float) -> None:
+    questions = [f"What is {number} + 1?" for number in range(count)]
+    halves = halves_of(questions, eval_share)
+    assert set(halves) == set(Split)
+    assert halves == halves_of(questions[::-1], eval_share)[::-1]
+
+
+def test_numbers_are_answers_and_other_columns_reach_reward_functions(tmp_path: Path) -> None:
+    rows: list[Json] = [{"prompt": f"{i}?", "answer": 0.5 * i, "level": i, "info": {"source": "own"}} for i in range(4)]
+    tasks = service(written(tmp_path, rows), scorer={"name": "function", "path": "rewards:by_level"})
+    drawn = {task.id.split("/")[1]: task for split in Split for task in tasks.tasks(split)}
+    assert [drawn[str(i + 1)].answer for i in range(4)] == ["0.0", "0.5", "1.0", "1.5"]
+    given = json.loads(drawn["3"].info)
+    assert (given["level"], given["source"]) == (2, "own")
 
 
 @pytest.mark.parametrize("rewrite", [[("(", "x")], [("a", r"\1")], [("(a)", r"\2")], [("(?P<n>a)", r"\g<m>")]])

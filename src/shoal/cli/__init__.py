@@ -94,10 +94,13 @@ def train(
     from dataclasses import asdict
 
     from shoal.observe.progress import LiveProgress
+    from shoal.observe.report import write_report
     from shoal.run.training import run_training
 
     with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.max_staleness) as progress:
         outcome = run_training(settings, resume=resume, listeners=[progress.update])
+    png, html = write_report(Path(outcome.run_dir))
+    print(f"model: {Path(outcome.run_dir) / 'model'}\nreport: {png} and {html}", file=sys.stderr)
     show(asdict(outcome), json_)
     if outcome.warning:
         warn(outcome.warning)

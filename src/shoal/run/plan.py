@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
 from shoal.checker import needs_tests, task_spec
 from shoal.config import Config, OwnLoss, credentials, load, to_toml
+from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, RunDirError
 from shoal.interfaces import TaskService
@@ -144,6 +146,16 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "staleness_expected": _expected_staleness(config),
         "devices": str(prepared.devices),
         "run_dir": config.run_dir,
+        **_preset(config),
+    }
+
+
+def _preset(config: Config) -> dict[str, object]:
+    """What the settings of its preset came to."""
+    tree = config.model_dump(mode="json")
+    return {
+        f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), tree)
+        for key in PRESETS.get(config.preset or "", {})
     }
 
 

@@ -16,8 +16,26 @@ def split_of(question: str, eval_share: float) -> Split:
     >>> split_of("What is 1 + 1?", 0.2) is split_of("What is 1 + 1?", 0.2)
     True
     """
+    return Split.EVAL if _place_of(question) < eval_share else Split.TRAIN
+
+
+def _place_of(question: str) -> float:
+    """Where a text stands between 0 and 1, whatever else is asked."""
     digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"shoal-split").digest()
-    return Split.EVAL if int.from_bytes(digest, "big") < eval_share * 2**64 else Split.TRAIN
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
+    """The half of each question of a whole set: of two different texts at least one is in each half.
+
+    >>> [half.value for half in halves_of(["What is 1 + 1?", "What is 1 + 2?", "What is 1 + 1?"], 1e-9)]
+    ['train', 'eval', 'train']
+    """
+    halves = {question: split_of(question, eval_share) for question in questions}
+    if len(halves) > 1 and len(set(halves.values())) == 1:
+        in_order = sorted(halves, key=_place_of)
+        halves[in_order[0]], halves[in_order[-1]] = Split.EVAL, Split.TRAIN
+    return [halves[question] for question in questions]
 
 
 @lru_cache(maxsize=16)

@@ -1,5 +1,6 @@
 """A file of questions as a task service: JSONL or Parquet, with `prompt`, `answer` and, if wanted, `info` per row.
 
+Other columns join `info`, and so reach reward functions by their names.
 Rows of GSM8K, MATH, MBPP and APPS are taken as they are (`shapes`).
 """
 
@@ -12,8 +13,11 @@ from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
 from shoal.tasks.dataset_formats import canonical
-from shoal.tasks.holdout import check_rewrite, order_of, prompt, rewritten, split_of
+from shoal.tasks.holdout import check_rewrite, halves_of, order_of, prompt, rewritten
 from shoal.types import Json, Message, Role, Split, Task, seed_for
+
+RESERVED = ("scorer", "tests", "prompts", "completions")
+"""Names that a checker or a reward function gives another meaning; `info` says the first two."""
 
 
 class JsonlService:
@@ -29,16 +33,14 @@ class JsonlService:
         self._name = config.name
         self._seed = seed
         self._tasks: dict[Split, list[Task]] = {split: [] for split in Split}
-        for number, row in _rows(Path(config.path or "")):
-            task = _task(config, f"{config.path}:{number}", number, row)
-            self._tasks[_split(task, config.eval_share)].append(task)
-        for split, tasks in self._tasks.items():
-            if not tasks:
-                total = sum(map(len, self._tasks.values()))
-                raise TaskError(
-                    f"{config.path}: none of {total} questions falls into the {split} split; add questions or "
-                    f"change tasks.{config.name}.eval_share = {config.eval_share:g}"
-                )
+        rows = _rows(Path(config.path or ""))
+        tasks = [_task(config, f"{config.path}:{number}", number, row) for number, row in rows]
+        for task, half in zip(tasks, halves_of([_text(task) for task in tasks], config.eval_share), strict=True):
+            self._tasks[half].append(task)
+        if not all(self._tasks.values()):
+            raise TaskError(
+                f"{config.path}: expected two different questions at least, one is held out; got {len(tasks)}"
+            )
 
     @property
     def name(self) -> str:
@@ -61,9 +63,8 @@ class JsonlService:
         return replace(task, id=f"{task.id}/{epoch}") if split is Split.TRAIN else task
 
 
-def _split(task: Task, eval_share: float) -> Split:
-    text = "\x1f".join(f"{message.role}:{message.content}" for message in task.messages)
-    return split_of(text, eval_share)
+def _text(task: Task) -> str:
+    return "\x1f".join(f"{message.role}:{message.content}" for message in task.messages)
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
@@ -108,12 +109,13 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
         row, usual = canonical(row)
     except ValueError as error:
         raise TaskError(f"{where}: {error}") from None
-    unknown = sorted(set(row) - {"prompt", "answer", "info"})
-    if unknown:
-        raise TaskError(f"{where}: {unknown[0]}: expected prompt, answer and info only; put what else there is in info")
     info = row.get("info") or {}
     if not isinstance(info, dict):
         raise TaskError(f"{where}: info: expected an object, got {_shown(info)}")
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "answer", "info")}
+    if taken := sorted(columns.keys() & {*info, *RESERVED}):
+        raise TaskError(f"{where}: {taken[0]}: expected a column of another name, or once and in info")
+    info = {**columns, **info}
     own = "scorer" in info
     spec = checker.spec_of(
         info["scorer"] if own else config.scorer or usual,
@@ -121,13 +123,15 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
     )
     answer = row.get("answer")
     if answer is not None or checker.needs_truth(spec):
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = json.dumps(answer)
         if not isinstance(answer, str) or not answer.strip():
-            raise TaskError(f"{where}: answer: expected text, got {_shown(answer)}")
+            raise TaskError(f"{where}: answer: expected text or a number, got {_shown(answer)}")
         answer = answer.strip()
     if checker.needs_tests(spec):
         checker.unit_tests(info.get("tests", []), f"{where}: info.tests")
     messages = _messages(config, where, row.get("prompt"))
-    kept = json.dumps({**info, "scorer": checker.to_json(spec)}, sort_keys=True)
+    kept = json.dumps({**info, "scorer": checker.to_json(spec)}, sort_keys=True, default=str)
     return Task(f"{config.name}/{number}", config.name, messages, answer, kept)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from shoal.errors import TaskError
-from shoal.tasks.holdout import order_of, split_of
+from shoal.tasks.holdout import halves_of, order_of
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 
@@ -17,12 +17,11 @@ class Rows:
         self.name = name
         self._rows = [dict(row) for row in rows]
         self._numbers: dict[Split, list[int]] = {split: [] for split in Split}
-        for number in range(len(self._rows)):
-            text = "\x1f".join(message.content for message in self._messages(number))
-            self._numbers[split_of(text, eval_share)].append(number)
-        for split, numbers in self._numbers.items():
-            if not numbers:
-                raise TaskError(f"{name}: none of {len(self._rows)} rows falls into the {split} split; add rows")
+        texts = ["\x1f".join(one.content for one in self._messages(number)) for number in range(len(self._rows))]
+        for number, half in enumerate(halves_of(texts, eval_share)):
+            self._numbers[half].append(number)
+        if not all(self._numbers.values()):
+            raise TaskError(f"{name}: expected two different prompts at least, one is held out; got {len(texts)} rows")
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at an index; each epoch goes through all rows of the split once."""
