@@ -221,7 +221,11 @@ CASES = [
     of_rows("roles", b'{"prompt": [{"role": "king", "content": "x"}], "answer": "1"}\n'),
     of_rows("info a list", b'{"prompt": "x", "answer": "1", "info": []}\n'),
     of_rows("scorer unknown", b'{"prompt": "x", "answer": "1", "info": {"scorer": "nobody"}}\n'),
-    of_rows("prompt too long", json.dumps({"prompt": "x" * 3000, "answer": "1"}).encode() + b"\n", names="sums"),
+    of_rows(
+        "prompt too long",
+        b"".join(b'{"prompt": "%s", "answer": "1"}\n' % (letter * 3000) for letter in (b"x", b"y")),
+        names="sums",
+    ),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--tasks.0.path=FOLDER/none.jsonl", names="none.jsonl"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--tasks.0.path=FOLDER/empty", names="empty"),
     of_arguments(

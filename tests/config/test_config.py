@@ -19,6 +19,10 @@ from shoal.errors import ConfigError
 
 # The one possible `name` of each loss: it says which section is meant, and is nothing to be set within it.
 DISCRIMINATORS = [kind.model_fields["name"].annotation for kind in get_args(get_args(LossConfig)[0])]
+LOSSES_OF_EACH_KIND = [
+    {"name": (name := kind.model_fields["name"].default), **({"function": "module:loss"} if name == "own" else {})}
+    for kind in get_args(get_args(LossConfig)[0])
+]
 TASKS = {"tasks": [{"name": "chain_sum"}]}
 
 
@@ -189,7 +193,7 @@ def test_overrides_take_toml_values_and_bare_words() -> None:
     lr=st.floats(1e-9, 1.0),
     prompt=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     params=st.dictionaries(st.text("abc_", min_size=1, max_size=5), st.integers(-9, 9) | st.booleans(), max_size=3),
-    loss=st.sampled_from([{"name": kind.model_fields["name"].default} for kind in get_args(get_args(LossConfig)[0])]),
+    loss=st.sampled_from(LOSSES_OF_EACH_KIND),
     port=st.none() | st.integers(0, 65535),
 )
 def test_a_configuration_is_the_same_after_being_written_and_read(eta, lr, prompt, params, loss, port) -> None:
