@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
 CANNOT_BE_STARTED = 127
+END_S, POLL_S = 3.0, 0.005
 LINUX = sys.platform == "linux"
 
 
@@ -75,17 +77,21 @@ def _descendants() -> list[int]:
 
 
 def _end_all(command: int) -> None:
-    """Kills what is left, and waits until there is nothing."""
+    """Kills what is left, and waits until there is nothing; for `END_S` at most, since some may not be killed by us."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(command, signal.SIGKILL)
-    while LINUX:  # what a killed one leaves behind becomes a child of this process, and is there at the next look
+    ends_s = time.monotonic() + END_S
+    while LINUX and time.monotonic() < ends_s:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        # What a killed one leaves behind becomes a child of this process, and is there at the next look.
         for pid in _descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+        time.sleep(POLL_S)
 
 
 def main(parent: int, command: Sequence[str]) -> int:
