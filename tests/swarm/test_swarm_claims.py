@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal.errors import TaskError
 from shoal.interfaces import Claim, NotOurs
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
@@ -77,6 +78,13 @@ def test_a_node_draws_the_datasets_that_it_says(
     assert isinstance(found, Task)
     assert found.answer == claims[0].truth
     assert [message.content for message in found.messages] == ["Only the number.", claims[0].question]
+
+
+def test_a_dataset_that_does_not_exist_is_a_sentence(library: Library) -> None:
+    own = OwnTasks(library.services, Bounds(("chain_sum", "chain_smu")))
+    with pytest.raises(TaskError, match="did you mean 'chain_sum'"):
+        own.check()
+    own.close()
 
 
 def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:

@@ -1,5 +1,6 @@
 """Joins a run to a swarm: the exchange, the identity and what knows the node's own tasks; nothing without servers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ MOST_REMEMBERED = 16_384
 async def joined(
     config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None, *, apart: bool
 ) -> AsyncIterator[Node | None]:
-    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises `ConfigError`.
+    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises a `ShoalError`.
 
     The run's log is there by now. `scorer` is the run's; peers' answers that are scored `apart` have a worker process
     of their own, so that one of them that hangs keeps no answer of the run waiting.
@@ -49,6 +50,7 @@ async def joined(
         bounds = Bounds(datasets, settings.draw_s, settings.draw_characters)
         own = OwnTasks(service.services if isinstance(service, Mixture) else [service], bounds)
         stack.callback(own.close)
+        await asyncio.to_thread(own.check)
         if apart and settings.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
             scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))

@@ -55,6 +55,12 @@ class OwnTasks:
         draws = bool(self._specs) or self._bounds.datasets != "mine"
         self._drawer = Drawer(self._bounds.draw_s, boxed=True) if draws else None
 
+    def check(self) -> None:
+        """Blocks. Raises `TaskError` for a dataset to be drawn for others that does not exist."""
+        if self._drawer is not None and not isinstance(self._bounds.datasets, str):
+            for name in self._bounds.datasets:
+                self._drawer.config_json(name, "{}", None)
+
     def close(self) -> None:
         """Ends the process that draws."""
         if self._drawer is not None:
