@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from chat_templates import STYLES, renderer, renderer_of
+from chat_templates import ANSWERING, STYLES, renderer, renderer_of
 from shoal.errors import SessionError
 from shoal.types import Message, Role, ToolCall
 
@@ -117,6 +117,23 @@ def test_whether_a_thought_is_open_depends_on_the_template_s_arguments() -> None
     drawn = made.token_ids("it is 7")
     assert made.answer(drawn, tools=False).reasoning == "it is 7"
     assert made.answer(drawn, tools=False, template='{"enable_thinking": false}').content == "it is 7"
+
+
+def test_an_answer_that_goes_on_is_a_thought_for_as_long_as_its_thought_is_open() -> None:
+    thinking, answering = (
+        Message(Role.ASSISTANT, "", reasoning="3 and"),
+        Message(Role.ASSISTANT, "It is", reasoning="3"),
+    )
+    channel = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    for name, end in (("deepseek-r1", "</think>\n\n"), ("qwen3", "</think>\n\n"), ("gpt-oss", channel)):
+        made = renderer_of(ANSWERING[name])
+        for drawn, after, expected in (
+            ("4 are", thinking, ("4 are", "")),
+            (f"4 are{end}7", thinking, ("4 are", "7")),
+            ("7", answering, ("", "7")),
+        ):
+            said = made.answer(made.token_ids(drawn), tools=False, after=after)
+            assert (said.reasoning, said.content) == expected
 
 
 def test_where_the_new_message_changes_what_came_before_there_is_no_bridge() -> None:

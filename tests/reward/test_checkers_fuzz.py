@@ -6,7 +6,8 @@ import pytest
 
 from checkers_fuzz import READERS, WORDS, Reader, findings, unbounded
 
-# Three patterns that once hung the `math` checker.
+# Patterns that once hung the `math` checker, and the main process over tool calls.
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _WORD = r"(?:(?:cm|km)\b|(?!(?:sin|cos)\b)[A-Za-z]{3,})"
 _UNIT = re.compile(rf"(?<=[\d.}}\s])\s*(?:°|{_WORD}(?:\s*/\s*[A-Za-z]+)*\.?|\s)+$", re.IGNORECASE)
 _AFTER = re.compile(r"(?:####|\b(?:final )?answer(?:\s+is)?\s*[:=]?)\s*(.+)", re.IGNORECASE)
@@ -25,6 +26,7 @@ def _last_boxed(text: str) -> str | None:
 HUNG = (
     Reader("unit", lambda text: _UNIT.sub("", text), ("7", "(", ",", " ", *WORDS)),
     Reader("after", _AFTER.findall, ("answer", "\n", " ", ".")),
+    Reader("tagged", _TAGGED.findall, ("<tool_call>", "</tool_call>", "a")),
     Reader("last_boxed", _last_boxed, ("\\boxed{", "{", "}", "1")),
 )
 

@@ -60,8 +60,10 @@ class Renderer(Protocol):
         """The tokens of a text by itself."""
         ...
 
-    def answer(self, token_ids: tuple[int, ...], *, tools: bool, template: str = "") -> Answer:
-        """What a drawn answer says, of a conversation with tools or template arguments."""
+    def answer(
+        self, token_ids: tuple[int, ...], *, tools: bool, template: str = "", after: Message | None = None
+    ) -> Answer:
+        """What a drawn answer says, of a conversation with tools or template arguments; `after` is its beginning."""
         ...
 
 
@@ -289,7 +291,11 @@ class Session:
             tools = bool(ask.conversation.tools)
             template = ask.conversation.template if ask.prompt_ids is None else ""
             ids, read = completion.token_ids, self._desk.renderer.answer
-            answer = await self._desk.computed(4 * len(ids), read, ids, tools=tools, template=template)
+            parent = call.attachment.parent
+            after = None
+            if call.attachment.continues and parent is not None:
+                after = self.ledger.conversation(parent)[-1]
+            answer = await self._desk.computed(4 * len(ids), read, ids, tools=tools, template=template, after=after)
         except BaseException:
             self.ledger.cancel(call)
             raise

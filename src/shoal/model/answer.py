@@ -58,12 +58,16 @@ def _bare(thought: str, marks: tuple[str, str]) -> str:
     return thought.strip().removeprefix(marks[0]).strip()
 
 
-def harmony(text: str) -> Parted:
+def harmony(text: str, *, opened: bool = False) -> Parted:
     """The thought and the answer of a text with GPT-OSS's channels: what is final is the answer.
+
+    `opened` says that it goes on with a thought that was cut short.
 
     >>> harmony("<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>")
     Parted(thought='2 + 3', answer='5', complete=True)
     """
+    if opened:
+        text = f"{CHANNEL}analysis{BODY}{text}"
     if CHANNEL not in text:
         return Parted("", text)
     said: dict[bool, list[str]] = {True: [], False: []}

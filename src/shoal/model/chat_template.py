@@ -111,24 +111,30 @@ class ChatRenderer:
         """What was said, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def answer(self, token_ids: Sequence[int], *, tools: bool, template: str = "") -> Answer:
+    def answer(
+        self, token_ids: Sequence[int], *, tools: bool, template: str = "", after: Message | None = None
+    ) -> Answer:
         """What a drawn answer says; calls are looked for when the conversation has `tools`.
 
-        `template` are the template arguments that the conversation was rendered with, as for `prompt_ids`.
+        `template` are the template arguments that the conversation was rendered with, as for `prompt_ids`; `after` is
+        what the same answer said before, when it was cut short and goes on.
         """
+        opened = self._opens_thought(template)
+        if after is not None and (after.reasoning or after.content):
+            opened = not after.content
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
         if not (tools and self.takes_tools):
-            said = self._parted(ids, self._opens_thought(template))
+            said = self._parted(ids, opened)
             return Answer(said.answer, said.thought)
         # Marks of calls may be special tokens, which are left out of plain text.
         raw = self._raw(ids)
-        said = harmony(raw) if self._channels else Parted("", raw)
+        said = harmony(raw, opened=opened) if self._channels else Parted("", raw)
         if self._marks is not None:
-            said = parted(raw, self._marks, opened=self._opens_thought(template))
+            said = parted(raw, self._marks, opened=opened)
         split = split_calls(said.answer, self.call_format)
         if split.calls or split.ill_formed:
             return Answer(split.content, said.thought, split.calls, split.ill_formed)
-        said = self._parted(ids, self._opens_thought(template))
+        said = self._parted(ids, opened)
         return Answer(said.answer, said.thought)
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
@@ -254,7 +260,7 @@ class ChatRenderer:
     def _parted(self, ids: list[int], opened: bool) -> Parted:
         """Thought and answer of drawn tokens, where the template or the prompt speaks of thoughts."""
         if self._channels:
-            return harmony(self._raw(ids))
+            return harmony(self._raw(ids), opened=opened)
         if self._marks is None and not opened:
             return Parted("", self.text(ids))
         marks = self._marks or THINK
