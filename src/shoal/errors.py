@@ -18,6 +18,7 @@
     ├── ExchangeUnavailable   no server of the swarm can be reached; the node goes on alone
     ├── JudgeError            a judge that cannot be reached, or that refuses what was asked of it
     ├── ChildDied             a child process ended without being asked to
+    ├── StoodStill            a run in which nothing moved for long, whatever was tried
     └── WireError             bytes that are not what they claim to be
 
 Our own bugs are `AssertionError`s and keep their traceback.
@@ -111,6 +112,10 @@ class ChildDied(ShoalError):
     """A child process ended without being asked to."""
 
     http_status = 503
+
+
+class StoodStill(ShoalError):
+    """A run in which nothing moved for long, whatever was tried."""
 
 
 class WireError(ShoalError):

@@ -263,8 +263,10 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
 
     with ServingHub(["wordy"]) as hub:
         asyncio.run(main(hub))
+        large = urllib.request.Request(f"{hub.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
+        large.add_header("Content-Type", "application/json")
         with pytest.raises(urllib.error.HTTPError, match="413"):
-            urllib.request.urlopen(f"{hub.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
+            urllib.request.urlopen(large)
 
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:

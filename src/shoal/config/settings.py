@@ -314,6 +314,9 @@ class Config(Section):
 
     run_dir: str = Field("runs/latest", description="Everything the run writes.")
     seed: int = Field(0, description="Name in every seed of the run.")
+    stall_s: float = Field(
+        120.0, gt=0, description="Seconds without any progress after which a run says what it waits for, and acts."
+    )
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
         None, description="Published settings that hold where nothing else is said; the tables are below."
     )

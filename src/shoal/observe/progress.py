@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn"})
+WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
 """Events that stay in the panel: the newest one says why nothing is learned."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40

@@ -22,6 +22,7 @@ from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
 from shoal.net.process import GRACE_S
+from shoal.run.standstill import OwnEngines
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 300.0
@@ -57,7 +58,7 @@ class EngineSettings:
 
 
 @asynccontextmanager
-async def engines(settings: EngineSettings, told: Told) -> AsyncIterator[EnginePool]:
+async def engines(settings: EngineSettings, told: Told, own: OwnEngines | None = None) -> AsyncIterator[EnginePool]:
     """The pool, once every engine of its own is in it, or one of the remote ones.
 
     Raises `ChildDied` when one cannot be started or kept, `ConfigError` for a remote one that cannot do what is needed,
@@ -66,7 +67,11 @@ async def engines(settings: EngineSettings, told: Told) -> AsyncIterator[EngineP
     pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir, recovered=settings.recovered)
     names = settings.engine.urls or _own_names(settings.engine.count)
     failures: list[str] = []
-    keep = (_Remote(settings, pool, told, failures) if settings.engine.urls else _Own(settings, pool, told)).keep
+    keep = (
+        _Remote(settings, pool, told, failures)
+        if settings.engine.urls
+        else _Own(settings, pool, told, own or OwnEngines())
+    ).keep
     ready = [asyncio.Event() for _ in names]
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -99,6 +104,7 @@ class _Own:
     settings: EngineSettings
     pool: EnginePool
     told: Told
+    own: OwnEngines
 
     async def keep(self, name: str, ready: asyncio.Event) -> None:
         """Starts the engine again whenever it ends. Raises `ChildDied` when it does not live."""
@@ -118,6 +124,7 @@ class _Own:
 
     async def _life(self, name: str, ready: asyncio.Event) -> str:
         """One process from its start to its end; how it ended."""
+        self.own.starting.add(name)
         async with self._child(name) as child:
             engine = await child.serving(START_TIMEOUT_S)
             ended = asyncio.create_task(child.died(), name=f"{name} process")
@@ -128,8 +135,11 @@ class _Own:
                     await asyncio.wait([ended], timeout=GRACE_S)
                     return str(ended.result()) if ended.done() else f"{name}: {error}"
                 ready.set()
+                self.own.starting.discard(name)
+                self.own.running[name] = child, engine
                 return str(await ended)
             finally:
+                self.own.running.pop(name, None)
                 ended.cancel()
                 await self.pool.leave(name)
 

@@ -149,6 +149,13 @@ class TrainLoop:
                 self._parts.buffer.run_at_most(most)
             await asyncio.sleep(POLL_S)
 
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Numbers of which one changes when anything moves."""
+        info = self._engine_info
+        tokens = (info.tokens_drawn, info.tokens_prefilled) if info else ()
+        return (*tokens, self.version, len(self.totals.rewards), len(self.totals.evals))
+
     async def evaluate(self, steps_done: int) -> None:
         """Held-out questions, sampled as in training and greedy."""
         evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner)

@@ -39,6 +39,7 @@ from shoal.run.join_swarm import joined
 from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
 from shoal.run.recovery import opened_buffer, recover
+from shoal.run.standstill import OwnEngines, watch_run
 from shoal.run.totals import Totals
 from shoal.run.waits import telling_waits
 from shoal.sandbox import backends
@@ -144,8 +145,9 @@ async def train(
         def told(how: str) -> None:
             trackers.log_event("engine_lost", reason=how)
 
+        own = OwnEngines()
         served = serving(
-            config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads, recovered=version, told=told
+            config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads, recovered=version, told=told, own=own
         )  # fmt: skip
         engine, answering = await stack.enter_async_context(served)
         trainer = await started_trainer(trainer_child, config, prepared, threads)
@@ -156,7 +158,7 @@ async def train(
         runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
         store = WeightStore(run_dir / "weights")
         parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
-        return await _run_parts(parts, prepared, trainer_child)
+        return await _run_parts(parts, prepared, trainer_child, own)
 
 
 def _opened(
@@ -219,6 +221,7 @@ async def serving(
     threads: Threads | None = None,
     recovered: int = 0,
     told: Told = lambda how: None,
+    own: OwnEngines | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
     """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines.
 
@@ -240,11 +243,11 @@ async def serving(
     async with AsyncExitStack() as stack:
         if scorer is None:
             scorer = await stack.enter_async_context(own_scorer(config, prepared, run_dir / "logs" / "reward.log"))
-        pool = await stack.enter_async_context(engines(settings, told))
+        pool = await stack.enter_async_context(engines(settings, told, own))
         yield pool, desk(pool, prepared.renderer, scorer, sampling)
 
 
-async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcome:
+async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child, own: OwnEngines) -> Outcome:
     """Recovers, checks parity, evaluates, trains, evaluates again."""
     began_s = time.monotonic()
     recovered = parts.buffer.recovered
@@ -258,7 +261,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(backends.in_use))
     await loop.evaluate(first_step)
     with telling_waits():
-        trained_s = await _train_and_evaluate(parts, prepared, loop, trainer)
+        trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     return Outcome(
@@ -280,7 +283,9 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child) -> Outcom
     )
 
 
-async def _train_and_evaluate(parts: Parts, prepared: Prepared, loop: TrainLoop, trainer: Child) -> float:
+async def _train_and_evaluate(
+    parts: Parts, prepared: Prepared, loop: TrainLoop, trainer: Child, own: OwnEngines
+) -> float:
     """All steps that remain, with everything that goes on beside them; how many seconds they took."""
     began_s = time.monotonic()
     drawing_groups = orchestrator(parts.config, prepared, parts.runner, parts.buffer, parts.trackers)
@@ -291,6 +296,7 @@ async def _train_and_evaluate(parts: Parts, prepared: Prepared, loop: TrainLoop,
             tasks.create_task(_watch(trainer), name="trainer process"),
             tasks.create_task(loop.serve_versions(), name="serving versions"),
             tasks.create_task(loop.watch_engine(), name="watching the engine"),
+            tasks.create_task(watch_run(parts, loop, trainer, own), name="watching for standstills"),
         ]
         if parts.swarm is not None:
             parts.buffer.on_finished(parts.swarm.own_group)

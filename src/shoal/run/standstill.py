@@ -1,0 +1,103 @@
+"""Standing still as an event: who waits for whom, what was done about it, and an end when nothing helps."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.clock import waits
+from shoal.engine.http_client import HttpEngine
+from shoal.errors import EngineError, StoodStill
+from shoal.net.process import Child
+from shoal.run.loop import Parts, TrainLoop
+
+CHECKS = 8
+"""How often progress is looked for within the time that a run may stand still."""
+FRUITLESS = 3
+"""Standstills in a row in which nothing could be done, after which a run ends."""
+STANDSTILLS = 10
+"""In a row, after which it ends whatever was done."""
+ANSWER_TIMEOUT_S = 10.0
+"""Of an engine that is asked how it is."""
+LONGEST_WAITS = 2000
+
+
+@dataclass(slots=True)
+class OwnEngines:
+    """The engine processes that a run started and may help up."""
+
+    running: dict[str, tuple[Child, HttpEngine]] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """These have a deadline of their own."""
+
+    async def helped(self) -> list[str]:
+        """Resumes engines that are paused, and kills those that do not answer: they are started again.
+
+        A sentence for each.
+        """
+        said = [f"{name} is starting" for name in sorted(self.starting)]
+        for name, (child, engine) in list(self.running.items()):
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await engine.alive()
+                    if await engine.paused():
+                        await engine.resume()
+                        said.append(f"{name} was paused and is resumed")
+            except (EngineError, TimeoutError):
+                child.kill()
+                said.append(f"{name} does not answer and is started again")
+        return said
+
+
+async def watch_progress(
+    progress: Callable[[], Hashable],
+    help_up: Callable[[], Awaitable[list[str]]],
+    tell: Callable[[str], None],
+    stall_s: float,
+) -> None:
+    """Looks at `progress`, for ever; after `stall_s` without any, has helpers act and tells what they did.
+
+    Raises `StoodStill` after so many in a row.
+    """
+    loop = asyncio.get_running_loop()
+    seen, since_s, acted_s, fruitless, standstills = progress(), loop.time(), loop.time(), 0, 0
+    while True:
+        await asyncio.sleep(stall_s / CHECKS)
+        now = progress()
+        if now != seen:
+            seen, since_s, acted_s, fruitless, standstills = now, loop.time(), loop.time(), 0, 0
+            continue
+        if loop.time() - acted_s < stall_s:
+            continue
+        still_s = loop.time() - since_s
+        waiting = "; ".join(waits(loop))[:LONGEST_WAITS]
+        helped = await help_up()
+        what = ", ".join(helped) if helped else "nothing was found that would help"
+        tell(f"nothing has moved for {still_s:.0f} s; {what}; {waiting}")
+        acted_s = loop.time()
+        standstills += 1
+        fruitless = 0 if helped else fruitless + 1
+        if fruitless == FRUITLESS or standstills == STANDSTILLS:
+            raise StoodStill(f"nothing has moved for {still_s:.0f} s; {what}; go on with --resume")
+
+
+async def watch_run(parts: Parts, loop: TrainLoop, trainer: Child, own: OwnEngines) -> None:
+    """Watches a run: progress is any token, group, step, evaluation or Version, and any work of the trainer."""
+
+    def progress() -> Hashable:
+        finished = sum(counts.finished for counts in parts.buffer.counts.values())
+        return (*loop.progress, finished, cpu_ticks(trainer.pid))
+
+    def tell(reason: str) -> None:
+        parts.trackers.log_event("standstill", reason=reason)
+
+    await watch_progress(progress, own.helped, tell, parts.config.stall_s)
+
+
+def cpu_ticks(pid: int) -> int:
+    """Processor time that a process has taken; 0 where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0

@@ -1,0 +1,37 @@
+"""A stopped process of a real run: what it holds up is said, and the run goes on or ends with a sentence."""
+
+import json
+import signal
+from pathlib import Path
+
+from test_kill9_run import children, events, start, wait_for_steps
+
+from shoal.experience.audit import audit
+
+
+def test_a_stopped_engine_is_started_again_and_the_run_loses_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = start(tmp_path, tiny_model_dir, "--stall_s=5", "--train.steps=12", "--json")
+    wait_for_steps(tmp_path / "run", 3, run)
+    (engine,) = children(run, "shoal.engine.http_server")
+    engine.send_signal(signal.SIGSTOP)
+    out, err = run.communicate(timeout=400)
+    assert run.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 12
+    assert {"standstill", "engine_lost"} <= set(events(tmp_path / "run"))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (first, *_) = [record["reason"] for record in records if record.get("name") == "standstill"]
+    assert "engine does not answer and is started again" in first
+    assert "waits in" in first
+    assert audit(tmp_path / "run").ok
+
+
+def test_a_stopped_trainer_ends_the_run_with_a_sentence(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = start(tmp_path, tiny_model_dir, "--stall_s=2")
+    wait_for_steps(tmp_path / "run", 3, run)
+    (trainer,) = children(run, "shoal.trainer.worker")
+    trainer.send_signal(signal.SIGSTOP)
+    _, err = run.communicate(timeout=200)
+    assert run.returncode == 2
+    assert "nothing has moved for" in err
+    assert "go on with --resume" in err
+    assert events(tmp_path / "run").count("standstill") == 3
