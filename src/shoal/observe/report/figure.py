@@ -130,8 +130,8 @@ def draw_accuracy(axes: Axes, run: RunRecords) -> str:
     """Mean reward and full marks on held-out questions, the first and last value written out."""
     steps = column(run.evals, "step")
     for name, label, colour, line, offset in (
-        ("sampled_reward", "reward, sampled", ORANGE, "-", 7),
-        ("sampled", "full marks, sampled", BLUE, "-", -14),
+        ("sampled_reward", "reward", ORANGE, "-", 7),
+        ("sampled", "full marks", BLUE, "-", -14),
         ("greedy", "full marks, greedy", GREEN, "--", 7),
     ):
         points = [(x, y) for x, y in zip(steps, column(run.evals, name), strict=True) if math.isfinite(y)]
