@@ -21,6 +21,8 @@ from shoal.sandbox.program import Ended, Finished, Limits, Program, Rung
 from shoal.types import RewardStatus, Task
 
 AT_ONCE = 2
+HONEST_EVERY = 3
+"""Wrong programs between two right ones."""
 SECRET = "the secret of the run"
 EXPECTED = b"42\n"
 """What a right answer to the task prints; the task is to double the number that is read."""
@@ -135,17 +137,18 @@ def faults(case: Case, finished: Finished) -> list[str]:
 
 
 async def unjust(kind: str, rung: Rung | None = None) -> list[str]:
-    """What is wrong with how wrong programs and the right ones between them were scored, one sentence each."""
-    cases = [case for case in JUDGED if case.kind == kind]
-    answers = [HONEST_WITH_TESTS[kind], *(text for case in cases for text in (case.source, HONEST_WITH_TESTS[kind]))]
-    names = ["the first", *(name for case in cases for name in (case.name, f"after {case.name}"))]
+    """What is wrong with how wrong programs and the right ones among them were scored, one sentence each."""
+    cases = [(case.name, case.source, 0.0) for case in JUDGED if case.kind == kind]
+    for place in reversed(range(0, len(cases) + 1, HONEST_EVERY)):
+        cases.insert(place, (f"a right program at {place}", HONEST_WITH_TESTS[kind], 1.0))
     task = Task("hostile", "hostile", (), None, json.dumps({"tests": TESTS[kind]}))
     async with contextlib.aclosing(Boxes(AT_ONCE, rung)) as boxes:
-        rewards = await CodeScorer(boxes).score_by(Code(timeout_s=0.5, memory_mb=128), task, answers)
+        spec = Code(timeout_s=0.5, memory_mb=128)
+        rewards = await CodeScorer(boxes).score_by(spec, task, [source for _, source, _ in cases])
     return [
         f"{name}: {reward}"
-        for number, (name, reward) in enumerate(zip(names, rewards, strict=True))
-        if reward.status is not RewardStatus.SCORED or reward.value != float(number % 2 == 0)
+        for (name, _, value), reward in zip(cases, rewards, strict=True)
+        if reward.status is not RewardStatus.SCORED or reward.value != value
     ]
 
 

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """Wrong programs that want the reward of a right one: from what was before them, or by changing what decides.
 
-Each is scored by its tests with a right program before and after it. It must be scored 0 and cost nobody else anything;
-an outcome that is no score would be as good for it, since only scores count against a policy.
+Each is scored by its tests with right programs beside it. It must be scored 0 and cost nobody else anything; an outcome
+that is no score would be as good for it, since only scores count against a policy.
 """
 
 from dataclasses import dataclass
