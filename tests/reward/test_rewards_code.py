@@ -267,6 +267,12 @@ def test_no_program_makes_its_tests_unjudgeable(dodge: str) -> None:
     assert values(scored([{"pytest": f"from solution import f\n{text}"}], [program])) == [0.0]
 
 
+def test_a_module_that_a_test_forgot_to_import_is_python_s_own() -> None:
+    tests: list[Json] = [{"code": "assert math.isclose(f(1), 2.0)"}]
+    wrong = "class math: isclose = lambda *_: True\ndef f(x): return 3"
+    assert values(scored(tests, ["def f(x): return 2 * x", wrong])) == [1.0, 0.0]
+
+
 SHADOWS = ("set", "abs", "sorted", "len", "str", "round", "range", "all", "isinstance", "math", "approx")
 
 

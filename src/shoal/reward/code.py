@@ -17,7 +17,7 @@ import msgspec
 from shoal import checker
 from shoal.checker import UnitTest
 from shoal.errors import TaskError
-from shoal.reward.questions import file_names, snippet_names, test_count
+from shoal.reward.questions import file_names, snippet, test_count
 from shoal.sandbox.program import Ended, Finished
 from shoal.types import Reward, RewardStatus
 
@@ -166,7 +166,7 @@ def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest])
         limit = OUTPUT_BYTES + 4 * expected
         return Job("call", program, (given,), spec.timeout_s, memory_bytes, len(tests), limit=limit)
     if kind == "code":
-        snippets = [(test.code, snippet_names(test.code or "")) for test in tests]
+        snippets = [snippet(test.code or "") for test in tests]
         given = marshal.dumps({"limits": limits, "snippets": snippets})
         return Job("judge", program, (given,), spec.timeout_s, memory_bytes, len(tests))
     text = tests[0].pytest or ""

@@ -6,6 +6,7 @@ no program can put a function of its own where the test means another one.
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -17,16 +18,23 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @lru_cache(maxsize=512)
-def snippet_names(text: str) -> tuple[str, ...]:
-    """The names that statements take from the program. Raises `TaskError` when they cannot be judged.
+def snippet(text: str) -> tuple[str, tuple[str, ...]]:
+    """Statements, with imports that they lack of the standard library, and the names that they take from the program.
 
-    >>> snippet_names("import math\\nassert math.isclose(mean([1, 2]), max(1, 1.5))")
-    ('mean',)
+    Raises `TaskError` when they cannot be judged.
+
+    >>> snippet("assert math.isclose(mean([1, 2]), max(1, 1.5))")
+    ('import math\\nassert math.isclose(mean([1, 2]), max(1, 1.5))', ('mean',))
     """
-    names = _free(_parsed(text, "code"))
+    tree = _parsed(text, "code")
+    bases = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    looked_into = {base.id for base in bases if isinstance(base, ast.Name)}
+    free = _free(tree)
+    modules = [name for name in free if name in looked_into and name in sys.stdlib_module_names]
+    names = tuple(name for name in free if name not in modules)
     if not names:
         raise TaskError(f"expected a test that uses a function of the program, got {text[:60]!r}")
-    return _functions(names)
+    return "".join(f"import {name}\n" for name in modules) + text, _functions(names)
 
 
 @lru_cache(maxsize=512)
