@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.model import write_bench_model
 from benchmarks.rows import groups
-from shoal.model.loading import PackedRows, load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import PackedRows, packed_logprobs
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.packing import micro_batches
 from shoal.trainer.trainer import default_tokens_per_microbatch

@@ -17,7 +17,7 @@ from benchmarks.model import write_bench_model
 from benchmarks.rows import groups
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
-from shoal.model.loading import PackedRows
+from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.messages import Step, request_from
 from shoal.trainer.packing import micro_batches

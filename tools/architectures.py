@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.errors import ModelError
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BOUND_NATS = 1e-4

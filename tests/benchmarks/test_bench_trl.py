@@ -25,7 +25,8 @@ from benchmarks.trl import (
 from benchmarks.trl_side import TrlFigures, TrlRun
 from benchmarks.work import GROUP_SIZE, DigitService, coin, digits
 from shoal.errors import ConfigError
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.model.renderer_loading import load_renderer
 from shoal.types import Split
 

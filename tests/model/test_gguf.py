@@ -9,7 +9,8 @@ from gguf import GGUFWriter
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from shoal.errors import ModelError
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.types import Message, Role

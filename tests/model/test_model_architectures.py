@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from engine_models import plain, saved
 from shoal.errors import ModelError
-from shoal.model.loading import ATTENTION, load_model, packed_logprobs
+from shoal.model.loading import ATTENTION, load_model
+from shoal.model.packed import packed_logprobs
 
 ROWS = ((5, 6, 7, 8, 9, 3, 4, 11, 12), (5, 6, 7, 20, 21), (40, 41, 42, 43, 44, 45, 46), (9, 8))
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.model.prefix_tree import prefix_tree
 
 # Few token ids, so that rows share beginnings, begin one another and are equal. Not the pad token: its embedding is

@@ -11,7 +11,8 @@ from shoal.engine.detect_server import connected
 from shoal.engine.external_server import ForeignEngine
 from shoal.engine.weight_loading import weight_file
 from shoal.interfaces import Engine
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.types import Completion, Sampling
 from until import until
 

@@ -12,7 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.trainer.trainer import Trainer
 
 

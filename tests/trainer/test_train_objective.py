@@ -14,7 +14,7 @@ from torch import Tensor
 from reference import losses as definitions
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
-from shoal.model.loading import packed_logprobs
+from shoal.model.packed import packed_logprobs
 from shoal.trainer.loss_weights import Size, loss_mean, size_of
 from shoal.trainer.step_stats import Totals
 from shoal.trainer.trainer import Moment, Trainer

@@ -32,7 +32,7 @@ from shoal.trainer.messages import (
     Stop,
     answer_from,
 )
-from shoal.trainer.ranks import Ranks, join, leave
+from shoal.trainer.ranks import Ranks, join, leave, local
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -94,6 +94,9 @@ def part(rank: int, model_dir: Path, out: Path) -> None:
         if rank == 0:
             (folder / "stats").write_bytes(wire.encode(stats))
         resumed = sharded(model_dir, name, ranks)
+        if resumed._reference is not None:  # each rank keeps its part of the reference, as of what is trained
+            kept = sum(local(p).numel() for p in resumed._reference.parameters())
+            assert kept < 0.6 * sum(p.numel() for p in resumed._reference.parameters())
         distributed.barrier()  # the first rank may still be writing
         resumed.load(folder / "0")
         resumed.pushed()

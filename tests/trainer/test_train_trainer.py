@@ -17,7 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shoal.config import DecoupledLoss, DoubleSidedLoss, GRPOLoss, ModelConfig, TrainConfig
 from shoal.errors import TrainerError
-from shoal.model.loading import load_model, packed_logprobs
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.step_stats import Totals
 from shoal.trainer.trainer import Trainer

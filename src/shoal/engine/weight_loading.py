@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from shoal.errors import RequestRefused
+from shoal.model.checkpoint_names import packed
 
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -62,7 +64,8 @@ class WeightSlots:
     both change (an engine that replaces parameters instead serves a stale head).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._tensors: dict[str, Tensor] = model.state_dict()
         self._aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -85,6 +88,12 @@ class WeightSlots:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
             raise RequestRefused(f"weights {path} cannot be read: {error}") from error
+        if not tensors.keys() <= self._tensors.keys():
+            try:
+                tensors = packed(self._model, tensors)
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise RequestRefused(f"weights {file}: experts cannot be packed: {reason}") from error
         self._check(file, tensors)
         return StagedWeights(version, actual, tensors)
 

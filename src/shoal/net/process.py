@@ -67,7 +67,8 @@ def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
     The other GPUs are for the processes that it starts itself, each of which has one: `rank_environment`.
 
     Idle OpenMP threads sleep instead of spinning (spinning collapses when processes share cores), and glibc keeps the
-    memory it frees instead of giving it back to the kernel, which would have to clear it again for the next tensor.
+    memory it frees instead of giving it back to the kernel, which would have to clear it again for the next tensor. But
+    not what is as large as a chunk of logits: small tensors would settle in its place, and each chunk take a new one.
     """
     return {
         **os.environ,
@@ -75,7 +76,7 @@ def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "0",
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 26),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "MALLOC_ARENA_MAX": "2",
         "TOKENIZERS_PARALLELISM": "false",

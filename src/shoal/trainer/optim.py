@@ -1,7 +1,7 @@
 """AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.config import TrainConfig
 from shoal.errors import TrainerError
-from shoal.trainer.ranks import like, whole
+from shoal.trainer.ranks import is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -102,15 +102,32 @@ class Optimizer:
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
-        before = [p.detach().clone() for p in parameters]
         self._adam.step()
-        torch._foreach_sub_(before, [p.detach() for p in parameters])
-        update_norm = float(whole(nn.utils.get_total_norm(before)))
+        update_norm = self._update_norm()
         self._adam.zero_grad()
         self.updates += 1
         if self._since_reset is not None:
             self._since_reset += 1
         return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
+
+    @torch.no_grad()
+    def _update_norm(self) -> float:
+        """Norm of the change that the last step made, worked out from the moments: no copy of the weights is kept."""
+
+        def changes() -> Iterator[Tensor]:
+            for group in self._adam.param_groups:
+                shrunk, (beta, beta_sq) = 1 - group["lr"] * group["weight_decay"], group["betas"]
+                for parameter in group["params"]:
+                    if parameter.grad is None or not (state := self._adam.state.get(parameter)):
+                        continue
+                    step = float(state["step"])
+                    scale = (local(state["exp_avg_sq"]) / (1 - beta_sq**step)).sqrt_().add_(group["eps"])
+                    change = local(state["exp_avg"]) * (group["lr"] / (1 - beta**step)) / scale
+                    if shrunk != 1:
+                        change += (local(parameter) + change) * (1 / shrunk - 1)
+                    yield change
+
+        return norm(changes(), sharded=any(is_sharded(parameter) for parameter in self._named.values()))
 
     def pushed(self) -> None:
         """Forgets the moments if the config wants that at a push of weights."""

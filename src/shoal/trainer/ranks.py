@@ -8,7 +8,7 @@ must do the same things in the same order.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +110,25 @@ def leave() -> None:
 def whole(tensor: Tensor) -> Tensor:
     """A tensor, put together from the ranks' parts if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank has a part of it only."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm(parts: Iterable[Tensor], *, sharded: bool) -> float:
+    """Of all numbers in the parts of all ranks, each part taken by itself; float64 sums."""
+    squares = [part.square().sum(dtype=torch.float64) for part in parts]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    if sharded:
+        distributed.all_reduce(total)
+    return float(total.sqrt())
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

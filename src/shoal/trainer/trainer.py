@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
-from shoal.model.loading import DTYPES, TokenOutputs, load_model, packed_logprobs, packed_outputs, resolve_device
+from shoal.model import checkpoint_names
+from shoal.model.loading import DTYPES, load_model, resolve_device
+from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.trainer import critic, lora
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import log_linear_prox, token_loss
@@ -95,7 +97,7 @@ class Trainer:
         self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0 or train.advantage == "gae"
         self._skip_uninformative = skip_uninformative and not self._regularised
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
-        self._reference = load_model(path, device=self.device) if train.kl.coefficient > 0 else None
+        self._reference = self._new_reference(path) if train.kl.coefficient > 0 else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
 
     @property
@@ -169,6 +171,7 @@ class Trainer:
     def write_weights(self, path: Path) -> None:
         """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
 
+        Its tensors have the names that checkpoints of the architecture have, one for each expert.
         Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
         """
         # Gathered before anything is written: a rank that fails to write must leave no other one waiting.
@@ -181,7 +184,8 @@ class Trainer:
             file, settings_file = lora.adapter_paths(path)
             _write(file, adapters)
             settings_file.write_text(settings)
-        _write(path, {name: _as(tensor, self._dtype) for name, tensor in weights.items()})
+        named = checkpoint_names.published(self.model, weights)
+        _write(path, {name: _as(tensor, self._dtype) for name, tensor in named.items()})
 
     def pushed(self) -> None:
         """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
@@ -209,6 +213,12 @@ class Trainer:
         """What is trained and in no other file: the weights, or the adapters, and the value head."""
         weights = lora.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
         return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
+
+    def _new_reference(self, path: Path | str) -> PreTrainedModel:
+        """The model as it is at `path`, sharded like the one that is trained."""
+        model = load_model(path, device=self.device).requires_grad_(False)
+        self._ranks.shard(model, self.device)
+        return model
 
     def _new_value_head(self) -> nn.Linear:
         """Gives 0 for everything, so that the first advantages are the rewards."""

@@ -168,7 +168,8 @@ def main(arguments: Sequence[str]) -> None:
     """Makes the model of a recipe in a directory."""
     import torch
 
-    from shoal.model.loading import load_model, packed_logprobs
+    from shoal.model.loading import load_model
+    from shoal.model.packed import packed_logprobs
     from shoal.run.demo_model.architecture import Shape, character_tokenizer, pair_tokenizer, save, untrained
 
     die_with_parent()

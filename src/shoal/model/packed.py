@@ -1,0 +1,278 @@
+"""Packed rows through a model: attention of each row over itself, and logprobs of their tokens.
+
+Tokens are laid end to end in one row of the batch, `input_ids` is [1, T], and common beginnings are computed once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shoal.model.prefix_tree import PrefixTree, prefix_tree
+
+MOST_LOGITS = 1 << 26
+"""Of one chunk of the language-model head: 256 MiB in float32."""
+
+
+class PackedRows:
+    """The nodes of a prefix tree side by side; each sees its own path up to itself.
+
+    Attention runs on whole paths padded to the longest of their bucket, so that pads and shared beginnings cost
+    attention only: no linear layer sees a pad, or a shared token twice. Pads need no mask: they come after every real
+    token of their path.
+    """
+
+    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
+        assert tree.tokens
+        self._buckets: list[
+            tuple[int, Tensor | None]
+        ] = []  # (padded length, node index [R * L], None for all in order)
+        self._inverse_T: Tensor | None = None
+        lengths = [len(path.nodes) for path in tree.paths]
+        if sum(lengths) == len(tree.tokens) and min(lengths) == max(lengths):
+            self._buckets.append((lengths[0], None))
+            self.positions = len(tree.tokens)
+            return
+        inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
+        base = 0
+        for rows in _buckets_of_like_length(lengths):
+            padded = lengths[rows[0]]
+            index: list[int] = []
+            for row in rows:
+                path = tree.paths[row]
+                own = slice(path.nodes[path.shared], path.nodes[-1] + 1)
+                start = base + len(index)
+                inverse_T[own] = torch.arange(start + path.shared, start + lengths[row])
+                index += [*path.nodes, *(0,) * (padded - lengths[row])]
+            base += len(index)
+            self._buckets.append((padded, torch.tensor(index).to(device)))
+        self._inverse_T = inverse_T.to(device)
+        self.positions = base
+        """How many attention computes, with pads and each path's shared beginning."""
+
+    def attend(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Causal attention within each row."""
+        outs = []
+        for length, index in self._buckets:
+            q, k, v = (
+                (x if index is None else x.index_select(0, index)).reshape(-1, length, *x.shape[1:]).transpose(1, 2)
+                for x in (query_THD, key_TKD, value_TKD)
+            )
+            banded = window is not None and window < length
+            out_RHLD = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=_band(length, window, q.device) if window is not None and banded else None,
+                is_causal=not banded,
+                scale=scaling,
+                enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+            )
+            outs.append(out_RHLD.transpose(1, 2).flatten(0, 1))
+        if self._inverse_T is None:
+            return outs[0]
+        return torch.cat(outs).index_select(0, self._inverse_T)
+
+
+def _buckets_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Row indices, longest first, split wherever padding would exceed a quarter of the bucket's longest row."""
+    buckets: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if buckets and lengths[row] >= 0.75 * lengths[buckets[-1][0]]:
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return buckets
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L] true where a query may look: at most `window` tokens back, itself included."""
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def packed_logprobs(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    at: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprobs (nats, float32, differentiable) of tokens given those before them in their row.
+
+    `tokens_T` holds rows of the given lengths end to end. `at` [N] are the token positions that are wanted, none of
+    them the first of its row; without it every token is, and the first of each row gets 0. Common beginnings of rows
+    are computed once, and only what predicts a wanted token passes through the language-model head. The entropies
+    (nats, of the distributions the tokens were drawn from) are None unless asked for; they carry a gradient only with
+    `entropy_gradient`, for which more of the size of the logits is kept.
+    """
+    wanted_N = at
+    if at is None:
+        # The first token of each row is predicted by nothing.
+        firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
+        wanted_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long)
+        wanted_N = wanted_N.to(tokens_T.device)
+    assert wanted_N is not None
+    outputs = packed_outputs(
+        model,
+        tokens_T,
+        lengths,
+        at=wanted_N,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_gradient=entropy_gradient,
+    )
+    if at is not None:
+        return outputs.logp_N, outputs.entropy_N
+    zeros_T = torch.zeros(tokens_T.shape[0], device=tokens_T.device)
+    entropy_N = outputs.entropy_N
+    return (
+        zeros_T.index_put((wanted_N,), outputs.logp_N),
+        None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the model says of N tokens, float32."""
+
+    logp_N: Tensor
+    """Logprobs, nats."""
+    entropy_N: Tensor | None
+    """Nats, of the distributions the tokens were drawn from; None unless asked for."""
+    value_N: Tensor | None
+    """What the value head gives for the text before each token; None without one."""
+
+
+def packed_outputs(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    *,
+    at: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    value_head: nn.Module | None = None,
+) -> TokenOutputs:
+    """`packed_logprobs` of the tokens at the positions `at` [N], and their values if there is a `value_head`.
+
+    A value head maps hidden states [U, D], as the language-model head sees them, to [U, 1].
+    """
+    device = tokens_T.device
+    if not len(at):
+        nothing = torch.zeros(0, device=device)
+        return TokenOutputs(nothing, nothing if with_entropy else None, None if value_head is None else nothing)
+    tokens: list[int] = tokens_T.tolist()
+    ends = list(accumulate(lengths))
+    tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
+    node_T = torch.tensor(tree.node_of, device=device)
+    # Several tokens may be predicted from one node: the first tokens of all answers to a prompt are.
+    heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
+    with _hidden_states(model) as hidden:
+        model(
+            input_ids=torch.tensor(tree.tokens, device=device)[None],
+            position_ids=torch.tensor(tree.positions, device=device)[None],
+            use_cache=False,
+            logits_to_keep=heads_U,
+            layout=PackedRows(tree, device),
+        )
+    hidden_UD = hidden[0]
+    logp_N, entropy_N = _head_outputs(
+        model,
+        hidden_UD,
+        head_N,
+        tokens_T[at],
+        temperature=temperature,
+        entropy=("gradient" if entropy_gradient else "value") if with_entropy else None,
+    )
+    value_N = None if value_head is None else value_head(hidden_UD.float()).float()[head_N, 0]
+    return TokenOutputs(logp_N, entropy_N, value_N)
+
+
+def _head_outputs(
+    model: PreTrainedModel,
+    hidden_UD: Tensor,
+    head_N: Tensor,
+    token_N: Tensor,
+    *,
+    temperature: float,
+    entropy: Literal["value", "gradient"] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprob of each token and the entropy where it was drawn; `head_N` says which hidden state predicts it.
+
+    The language-model head is computed for a chunk of hidden states at a time, and again in the backward pass, so that
+    no more logits are ever kept than `MOST_LOGITS`, however many tokens there are.
+    """
+    head, config = model.get_output_embeddings(), model.config
+
+    def outputs(part_UD: Tensor, at_N: Tensor, wanted_N: Tensor) -> tuple[Tensor, Tensor]:
+        logits_UV = _scaled(head(part_UD), config).float()
+        if temperature != 1.0:
+            logits_UV = logits_UV / temperature
+        lse_U = logits_UV.logsumexp(-1)
+        logp_N = logits_UV[at_N, wanted_N] - lse_U[at_N]
+        if entropy is None:
+            return logp_N, logp_N.detach()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
+            return logp_N, _entropy(logits_UV, lse_U)[at_N]
+
+    chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
+    if len(hidden_UD) <= chunk:
+        logp_N, entropy_N = outputs(hidden_UD, head_N, token_N)
+        return logp_N, None if entropy is None else entropy_N
+    sorted_N, order_N = torch.sort(head_N, stable=True)
+    starts = list(range(0, len(hidden_UD), chunk))
+    cuts = torch.searchsorted(sorted_N, torch.tensor([*starts, len(hidden_UD)], device=head_N.device)).tolist()
+    parts = []
+    for start, first, end in zip(starts, cuts, cuts[1:], strict=False):
+        arguments = hidden_UD[start : start + chunk], sorted_N[first:end] - start, token_N[order_N[first:end]]
+        parts.append(checkpoint(outputs, *arguments, use_reentrant=False, preserve_rng_state=False))
+    back_N = torch.argsort(order_N)
+    logp_N, entropy_N = (torch.cat(list(columns))[back_N] for columns in zip(*parts, strict=True))
+    return logp_N, None if entropy is None else entropy_N
+
+
+def _scaled(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """The head's logits as the architecture publishes them; what it does to them otherwise, loading refuses."""
+    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@contextmanager
+def _hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collects what the language-model head sees [U, D] in the forwards inside, and lets it see the first one only."""
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(arguments[0][0])
+        return (arguments[0][:, :1],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _entropy(logits_NV: Tensor, lse_N: Tensor) -> Tensor:
+    """Entropy in nats of the softmax of each row of logits."""
+    return lse_N - (torch.exp(logits_NV - lse_N[:, None]) * logits_NV).sum(-1)

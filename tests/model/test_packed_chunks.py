@@ -1,0 +1,78 @@
+"""The language-model head in chunks of tokens equals the whole, and its memory does not grow with the tokens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_models import saved
+from shoal.model import packed
+from shoal.model.loading import load_model
+from shoal.net.process import torch_environment
+from shoal.trainer.regularisers import kl
+
+ROWS = ((5, 6, 7, 8, 9, 3), (5, 6, 7, 20, 21), (5, 6, 7, 20, 22, 23, 24, 25), (9, 8))
+KINDS: dict[str, dict[str, object]] = {
+    "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Gemma3Text": {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "Granite": {"num_key_value_heads": 2, "logits_scaling": 4.0},
+    "Cohere": {"num_key_value_heads": 2, "logit_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_chunks_give_the_loss_and_the_gradient_of_the_whole(
+    kind: str, entropy_gradient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss has an entropy bonus and the distance to a reference, as the trainer's may."""
+    model = load_model(saved(kind, tmp_path / "a", **KINDS[kind]))
+    reference = load_model(saved(kind, tmp_path / "b", seed=1, **KINDS[kind]))
+    tokens_T, lengths = torch.tensor([token for row in ROWS for token in row]), [len(row) for row in ROWS]
+
+    def found() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            ref_T, _ = packed.packed_logprobs(reference, tokens_T, lengths, temperature=0.7)
+        logp_T, entropy_T = packed.packed_logprobs(
+            model, tokens_T, lengths, temperature=0.7, with_entropy=True, entropy_gradient=entropy_gradient
+        )
+        assert entropy_T is not None
+        loss = (logp_T + 0.1 * kl(logp_T, ref_T, logp_T != 0, "k2") - 0.1 * entropy_T).mean()
+        model.zero_grad()
+        loss.backward()
+        return logp_T.detach(), entropy_T.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+    whole = found()
+    for tokens in (1, 3):
+        monkeypatch.setattr(packed, "MOST_LOGITS", tokens * 97)
+        for got, wanted in zip(found(), whole, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+STEP = """
+import resource, sys
+import torch
+torch.set_num_threads(1)
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from shoal.model import packed
+from shoal.model.loading import ATTENTION
+model = Qwen2ForCausalLM._from_config(
+    Qwen2Config(vocab_size=150_000, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2), attn_implementation=ATTENTION)
+for rows in map(int, sys.argv[1:]):
+    tokens_T = torch.randint(0, 150_000, (rows * 128,))
+    logp_T, _ = packed.packed_logprobs(model, tokens_T, [128] * rows, with_entropy=True)
+    logp_T.sum().backward()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
+    """3 times the tokens, in the environment of the trainer: their logits alone would take 1,500 MB more."""
+    command = [sys.executable, "-c", STEP, "8", "24"]
+    done = subprocess.run(command, env=torch_environment(1), capture_output=True, text=True, check=True)
+    small_mb, large_mb = map(int, done.stdout.split())
+    assert large_mb - small_mb < 150
