@@ -7,7 +7,15 @@ import pytest
 from test_layers import imported, modules
 
 # These are, or are loaded by, the engine's, the trainer's and the warm start's processes.
-COMPUTING = ("model.loading", "model.packed", "model.checkpoint_names", "model.dequantise", "engine", "trainer", "run.demo_model")
+COMPUTING = (
+    "model.loading",
+    "model.packed",
+    "model.checkpoint_names",
+    "model.dequantise",
+    "engine",
+    "trainer",
+    "run.demo_model",
+)
 TORCH_FREE = sorted(name for name, _ in modules() if not f"{name}.".startswith(tuple(f"{part}." for part in COMPUTING)))
 
 

@@ -59,12 +59,13 @@ def demo(
     context: typer.Context,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
     seed: Annotated[int, typer.Option(help="Of the questions and the sampling.")] = 0,
+    real: Annotated[bool, typer.Option("--real", help="A pretrained model, SmolLM2, learns sums.")] = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train the embedded small model on this machine and see it get better."""
-    from shoal.run.demo import demo_config, run_demo
+    from shoal.run.demo import demo_config, real_config, run_demo
 
-    config = demo_config(run_dir, seed, context.obj)
+    config = (real_config if real else demo_config)(run_dir, seed, context.obj)
     with stoppable(config.run_dir):
         figures, words = run_demo(config)
     print(words)

