@@ -32,8 +32,8 @@ LEARNED = (
     "spell the long words better. The held-out words were shown to neither."
 )
 LEARNED_REAL = (
-    "SmolLM2-135M-Instruct, a real pretrained model, learned two things: to answer with the sum in one short line, where "
-    "it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had guessed. The "
+    "SmolLM2-135M-Instruct, a real pretrained model, learned two things: to answer with the sum in one short line, "
+    "where it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had guessed. The "
     "sums it was asked here were never trained on."
 )
 
