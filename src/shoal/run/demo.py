@@ -33,8 +33,8 @@ LEARNED = (
 )
 LEARNED_REAL = (
     "SmolLM2-135M-Instruct, a real pretrained model, learned two things: to answer with the sum in one short line, "
-    "where it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had guessed. The "
-    "sums it was asked here were never trained on."
+    "where it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had "
+    "guessed. The sums it was asked here were never trained on."
 )
 
 
