@@ -4,12 +4,16 @@ A figure is a ratio of two times taken minutes apart on the same machine, so tha
 """
 
 import os
+import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 
+BEGAN_S = time.monotonic()
 Report = dict[str, object]
 MODULES = {
     "async": "asynchrony",
@@ -42,4 +46,31 @@ def run_bench(name: str, *, quick: bool) -> Report:
     if name not in MODULES:
         raise ConfigError(f"bench: expected one of {', '.join(sorted(MODULES))}, got {name!r}")
     measure: Callable[[bool], Report] = import_module(f"benchmarks.{MODULES[name]}").measure
-    return measure(quick)
+    say(f"bench {name}{' --quick' if quick else ''} begins")
+    return figures_of(name, measure, quick)
+
+
+def figures_of(name: str, measure: Callable[[bool], Report], quick: bool) -> Report:
+    """What a bench measures. Raises `ShoalError` with the reason whenever it has no figures."""
+    try:
+        return measure(quick)
+    except ShoalError:
+        raise
+    except Exception as error:  # whatever it is: a bench ends with its figures or with a sentence
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise ShoalError(f"bench {name}: ended without figures: {_described(first)}") from error
+
+
+def _described(error: BaseException) -> str:
+    """An exception, and the line that it comes from; ours as they are."""
+    if isinstance(error, ShoalError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def say(what: str) -> None:
+    """Tells on standard error how far a bench is, with the seconds since this process began."""
+    print(f"[{time.monotonic() - BEGAN_S:5.0f} s] {what}", file=sys.stderr, flush=True)

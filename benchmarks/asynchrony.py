@@ -25,8 +25,10 @@ from statistics import fmean
 
 import uvloop
 
+from benchmarks import say
 from benchmarks.model import write_bench_model
 from shoal.config import Config, parse
+from shoal.interfaces import Engine
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
@@ -165,6 +167,8 @@ def measure(quick: bool) -> Report:
 async def _compare(work: Work) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(Path(folder), work)
+        length = f"sigma {work.sigma:g}{', lengths of their own' if work.apart else ''}"
+        say(f"{length}: each half alone, then {1 + len(SETTINGS)} whole runs")
         one = await bench.alone(Threads(1, 1))
         both = await bench.alone(Threads(2, 2))
         best = Threads(
@@ -172,10 +176,12 @@ async def _compare(work: Work) -> Report:
             trainer=2 if both.training_s < one.training_s else 1,
         )
         synchronous = await bench.run(0, best, "recompute", work.rollouts_per_step)
+        say(f"{length}: synchronous in {synchronous.seconds:.0f} s")
         tried = {
             f"{mode}, {running} at once": await bench.run(work.eta, Threads(1, 1), mode, running)
             for mode, running in SETTINGS
         }
+    say(f"{length}: asynchronous in " + ", ".join(f"{side.seconds:.0f} s ({name})" for name, side in tried.items()))
     setting, asynchronous = min(tried.items(), key=lambda pair: pair[1].seconds)
     ideal_s = max(one.generation_s, one.training_s)
     return {
@@ -247,16 +253,12 @@ class _Bench:
             asyncio.TaskGroup() as tasks,
         ):
             began_s, before = time.monotonic(), await engine.info()
-            for index in range(work.groups):
+            answering = [
                 tasks.create_task(desk.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
-            rate = 0.0
-            while True:
-                await asyncio.sleep(0.1)
-                info = await engine.info()
-                if info.waiting == 0:
-                    break
-                rate = (info.tokens_drawn - before.tokens_drawn) / (time.monotonic() - began_s)
-        return tokens / rate
+                for index in range(work.groups)
+            ]
+            rate = await _rate_while_full(engine, answering, began_s, before.tokens_drawn)
+        return tokens / rate if rate else time.monotonic() - began_s
 
     async def _training_s(self, threads: Threads) -> float:
         """A quarter of the steps, on rows of the right lengths, times four."""
@@ -298,6 +300,24 @@ class _Bench:
     def _new_folder(self) -> Path:
         self._runs += 1
         return self._folder / f"run{self._runs}"
+
+
+async def _rate_while_full(
+    engine: Engine, answering: Sequence[asyncio.Task[object]], began_s: float, drawn_before: int
+) -> float:
+    """Tokens per second up to the last moment at which requests waited for a place; 0 when none ever did.
+
+    The first requests may not have reached the engine at the first look: that none waits then says nothing.
+    """
+    rate = 0.0
+    while not all(task.done() for task in answering):
+        await asyncio.sleep(0.1)
+        info = await engine.info()
+        if info.waiting:
+            rate = (info.tokens_drawn - drawn_before) / (time.monotonic() - began_s)
+        elif rate:
+            break
+    return rate
 
 
 def _over_time(steps: Sequence[Record], share: str) -> float:

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
+from benchmarks import say
 from benchmarks.crowd import crowd
 from benchmarks.limit import StaticLoop
 from benchmarks.model import SHAPE
@@ -100,10 +101,13 @@ def measure(quick: bool) -> Report:
                 save(untrained(shape, seed=0), directories[name])
             shares, rates = _shares(directories, effort)
             torch.set_num_threads(1)
+            say("answers of varied length, beside generate")
             generate = _over_generate(directories["5M"], effort)
+            say("pushes: recomputing, keeping and draining")
             interrupt = _interrupt_over_drain(directories, effort)
             stall = _push_stall(directories["50M"], effort.stall_rounds)
             lengths = _lengths(effort.crowd)
+            say(f"{effort.crowd} requests at once")
             waits = asyncio.run(crowd(directories["5M"], [_prompt(i) for i in range(effort.crowd)], lengths))
     finally:
         torch.set_num_threads(threads)
@@ -117,6 +121,7 @@ def _shares(directories: dict[str, Path], effort: Effort) -> tuple[dict[str, flo
         for batch, rounds in effort.rounds[name].items():
             drawn = effort.drawn_tokens[name]
             tokens = batch * drawn
+            say(f"{name}, batch {batch}: {rounds} rounds of each side")
             limit_s, engine_s = _limit_and_engine_s(directory, batch, rounds, drawn, effort.threads)
             shares[f"{name}/{batch}"] = limit_s / engine_s
             rates[f"{name}/{batch}"] = {"limit": tokens / limit_s, "engine": tokens / engine_s}

@@ -35,7 +35,7 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks import on_path
+from benchmarks import on_path, say
 from benchmarks.model import mean_length, write_ending_model
 from benchmarks.trl_side import TrlFigures, TrlRun
 from benchmarks.work import GROUP_SIZE, CoinScorer, DigitService
@@ -167,10 +167,12 @@ class _Comparison:
 
     def report(self) -> Report:
         """Rounds of both sides in turn, and the ratio of their best."""
+        say(f"{self.case.name}: which setting is best for TRL")
         settings = self.best_settings()
         trl: list[Round[TrlFigures]] = []
         shoal: list[Round[ShoalFigures]] = []
         for _, setting in zip(range(1 if self.effort.quick else self.case.rounds), cycle(settings), strict=False):
+            say(f"{self.case.name}: a round of TRL ({setting}), then one of Shoal")
             trl.append(self._trl_round(setting))
             shoal.append(observed("", self.shoal))
         return compared(self.case, shoal, trl) | {"trl_tried": self.tried}

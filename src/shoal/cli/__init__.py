@@ -208,11 +208,17 @@ def doctor(json_: JsonFlag = False) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which; a wrong one is answered with the list.")],
+    name: Annotated[
+        str, typer.Argument(help="async, cli, engine, gateway, ...; a wrong one is answered with the list.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
     json_: JsonFlag = False,
 ) -> None:
-    """Measure ratios side by side on this machine."""
+    """Measure ratios side by side on this machine.
+
+    async, engine and trl take 15 to 17 minutes each on two quiet cores; --quick shortens them. How far a bench is
+    stands on standard error.
+    """
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "__init__.py").is_file():
         fail(
