@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz services adapters tito architectures check lint docs site constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz growth services adapters tito architectures check lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -33,6 +33,10 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 fuzz: $(VENV)/dev-installed
 	$(BIN)/python tests/support/gateway_fuzz.py 10000
 	$(BIN)/python tests/support/checkers_fuzz.py 20000
+
+# What a run of 20,000 tiny steps keeps in memory and on the disk, and how long its steps take.
+growth: $(VENV)/dev-installed
+	$(BIN)/python -m benchmarks.growth 20000
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300
