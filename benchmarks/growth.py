@@ -6,6 +6,7 @@ Each step admits, commits, takes and consumes two groups of two answers of 64 to
 saves a tiny checkpoint, and steps are archived as `log.keep_steps` would have them. A line per twentieth of the run:
 
     step_ms    wall time of a step, mean over the twentieth
+    cpu_ms     time of the processor in it
     rss_mb     memory of the process
     log_mb     log.sqlite and its -wal
     files, fds files in the run directory, open descriptors of the process
@@ -40,6 +41,7 @@ class Sizes:
 
     step: int
     step_ms: float
+    cpu_ms: float
     rss_mb: float
     log_mb: float
     archive_mb: float
@@ -77,7 +79,7 @@ async def saved(buffer: Buffer, run_dir: Path, step: int) -> int:
     return checkpoint.checkpoints(run_dir)[0].step
 
 
-def measured(run_dir: Path, step: int, step_s: float) -> Sizes:
+def measured(run_dir: Path, step: int, step_s: float, cpu_s: float) -> Sizes:
     """What there is now."""
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     process = psutil.Process()
@@ -87,6 +89,7 @@ def measured(run_dir: Path, step: int, step_s: float) -> Sizes:
     return Sizes(
         step,
         step_s * 1e3,
+        cpu_s * 1e3,
         rss / 1e6,
         log_bytes / 1e6,
         archive_bytes / 1e6,
@@ -98,7 +101,7 @@ def measured(run_dir: Path, step: int, step_s: float) -> Sizes:
 async def grown(run_dir: Path, steps: int) -> list[Sizes]:
     """The sizes over a run."""
     buffer = Buffer.open(run_dir, META, max_running=8)
-    sizes, archived, began_s = [], -1, time.perf_counter()
+    sizes, archived, began_s, cpu_s = [], -1, time.perf_counter(), time.process_time()
     part = max(1, steps // PARTS)
     for step in range(steps):
         await stepped(buffer, step)
@@ -108,9 +111,10 @@ async def grown(run_dir: Path, steps: int) -> list[Sizes]:
                 await buffer.archive(through)
                 archived = through
         if step % part == part - 1:
-            sizes.append(measured(run_dir, step + 1, (time.perf_counter() - began_s) / part))
+            wall = (time.perf_counter() - began_s) / part
+            sizes.append(measured(run_dir, step + 1, wall, (time.process_time() - cpu_s) / part))
             print("  ".join(f"{name} {value:,.6g}" for name, value in asdict(sizes[-1]).items()), flush=True)
-            began_s = time.perf_counter()
+            began_s, cpu_s = time.perf_counter(), time.process_time()
     await buffer.close()
     return sizes
 
@@ -132,7 +136,7 @@ def main(steps: int) -> None:
         result = {
             "steps": steps,
             **asdict(sizes[-1]),
-            "flat": {name: ratio(sizes, name) for name in ("step_ms", "rss_mb", "log_mb", "fds")},
+            "flat": {name: ratio(sizes, name) for name in ("step_ms", "cpu_ms", "rss_mb", "log_mb", "fds")},
             "audit_ok": report.ok and report.steps == steps,
             "audit_s": round(time.perf_counter() - began_s, 1),
         }

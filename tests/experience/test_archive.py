@@ -91,9 +91,12 @@ def test_the_log_gives_its_room_back_to_the_disk(run_dir: Path) -> None:
         buffer = open_buffer(run_dir, META, resume=True)
         await run_group(buffer, "long", (STEPS,) * 200_000)
         await train(buffer, STEPS, STEPS, n=2)
+        await run_group(buffer, "short")
+        await train(buffer, STEPS + 1, STEPS + 1, n=1)
         await buffer.sync()
         before = (run_dir / FILE).stat().st_size
-        await buffer.archive(STEPS)
+        await buffer.archive(STEPS + 1)  # the newest step stays, whatever is asked for
+        assert [record.step for record in await buffer.steps_after(STEPS)] == [STEPS + 1]
         await buffer.sync()
         after = (run_dir / FILE).stat().st_size
         await buffer.close()

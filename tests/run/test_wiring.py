@@ -26,6 +26,8 @@ CONFIG = parse(
         "train": {"groups_per_step": 1, "steps": STEPS, "push_every": 2},
         "asynchrony": {"max_staleness": 0, "late": "mask_tokens"},
         "eval": {"every_steps": 0},
+        "checkpoint": {"every_steps": 1, "keep": 1},
+        "log": {"keep_steps": 1},
     }
 )
 NOTHING = StepStats(
@@ -124,6 +126,14 @@ def test_late_tokens_of_a_run_are_masked_and_the_others_are_not(tmp_path: Path) 
             assert trained == {version}, (step, row)
     report = audit(tmp_path)
     assert report.ok, report.sentences()
+
+
+def test_steps_that_are_too_old_to_be_replayed_leave_the_log(tmp_path: Path) -> None:
+    ran(tmp_path)
+    assert len(list((tmp_path / "archive").iterdir())) > 0
+    report = audit(tmp_path)
+    assert report.ok, report.sentences()
+    assert report.steps == STEPS
 
 
 def test_the_audit_finds_a_run_whose_loop_masked_nothing(tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ class Shard:
 
 
 def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard | None:
-    """Writes the file of the oldest steps in the log, at most up to `through`; None when there are none. Blocks."""
+    """Writes the file of the oldest steps in the log, at most up to `through`; None when there are none. Blocks.
+
+    The newest step stays in the log: a resume goes on after it.
+    """
     import pyarrow.parquet as pq
 
     with closing(sqlite3.connect(f"{(run_dir / 'log.sqlite').resolve().as_uri()}?mode=ro", uri=True)) as connection:
@@ -249,7 +252,7 @@ def _steps_of_a_shard(connection: sqlite3.Connection, through: int, shard_bytes:
     first, last, size = None, -1, 0
     for step, step_bytes in connection.execute(
         "SELECT step, SUM(LENGTH(body)) FROM steps LEFT JOIN consumed USING (step) LEFT JOIN rollouts USING "
-        "(finished_seq) WHERE step <= ? GROUP BY step ORDER BY step",
+        "(finished_seq) WHERE step <= ? AND step < (SELECT MAX(step) FROM steps) GROUP BY step ORDER BY step",
         (through,),
     ):
         size += step_bytes or 0

@@ -64,9 +64,7 @@ class Buffer:
         self._on_room: Callable[[], None] | None = None
         self._on_finished: Callable[[Group], None] | None = None
         self._opened = opened
-        self.recovered = self._recover(opened, meta)
-        with opened.whole() as connection:
-            counts = read_task_counts(connection)
+        self.recovered, counts = self._recover(opened, meta)
         own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
         self.counts: dict[str, TaskCounts] = own
         """Per task service, of the groups that this node drew."""
@@ -82,9 +80,9 @@ class Buffer:
         opened = log.open_log(run_dir, meta, resume=resume)
         try:
             return cls(opened, meta, max_running=max_running)
-        except BaseException:
+        except BaseException as error:
             opened.close()
-            raise
+            raise log.unusable(opened.path, error) if isinstance(error, sqlite3.Error) else error from error
 
     @classmethod
     def in_memory(cls, meta: RunMeta, *, max_running: int) -> "Buffer":
@@ -301,8 +299,8 @@ class Buffer:
         """Waits for what is being written and closes the log. Groups in flight stay in flight in it."""
         await self._writer.close()
 
-    def _recover(self, opened: LockedLog, meta: RunMeta) -> Recovered:
-        """Fills the buffer and the gate from the log."""
+    def _recover(self, opened: LockedLog, meta: RunMeta) -> tuple[Recovered, dict[str, TaskCounts]]:
+        """Fills the buffer and the gate from the log; where the run left off, and what became of each task's groups."""
         connection = opened.connection
         steps = log.read_steps(connection)
         last = steps[-1] if steps else None
@@ -314,8 +312,9 @@ class Buffer:
         version = last.version_after if last else 0
         with opened.whole() as whole:
             used, filled = log.count_used(whole), log.count_filled(whole, meta.groups_per_step)
+            counts = read_task_counts(whole)
         self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
-        return Recovered(last.step if last else None, version, len(self._waiting), interrupted)
+        return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts
 
     def _admit_waiting(self) -> None:
         if self._on_room is not None:

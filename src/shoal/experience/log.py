@@ -29,8 +29,6 @@ INTERRUPTED = "interrupted"
 """The reason of groups that were in flight when the process that ran them ended."""
 OPEN_TIMEOUT_S = 30.0
 """How long opening a log waits for another program's lock."""
-LOCK_TIMEOUT_S = 1.0
-"""How long one attempt to write waits for it; there is another one until the log is closed."""
 BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
@@ -150,21 +148,23 @@ def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         _create_or_check(connection, meta, path)
-        connection.execute(f"PRAGMA busy_timeout={int(LOCK_TIMEOUT_S * 1000)}")
     except (sqlite3.Error, RunDirError) as error:
         connection.close()
         lock.close()
-        if isinstance(error, RunDirError):
-            raise
-        if is_locked(error):
-            raise RunDirError(f"{path} is locked by another program; end that one, then --resume") from error
-        raise RunDirError(f"{path} is not a log: {error}") from error
+        raise error if isinstance(error, RunDirError) else unusable(path, error) from error
     return LockedLog(connection, lock, path)
 
 
 def is_locked(error: Exception) -> bool:
     """Whether another program's lock is all that is wrong."""
     return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def unusable(path: Path, error: sqlite3.Error) -> RunDirError:
+    """What to say of a log that cannot be opened."""
+    if is_locked(error):
+        return RunDirError(f"{path} is locked by another program; end that one, then --resume")
+    return RunDirError(f"{path} is not a log: {error}")
 
 
 def check_not_behind(connection: sqlite3.Connection, run_dir: Path) -> None:

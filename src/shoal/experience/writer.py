@@ -16,6 +16,8 @@ from shoal.experience.log import LockedLog, is_locked
 
 T = TypeVar("T")
 
+LOCK_TIMEOUT_S = 1.0
+"""How long one attempt to write waits for another program's lock; there is another one until the log is closed."""
 MAX_BATCH = 256
 """Writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
 
@@ -69,6 +71,7 @@ class LogWriter:
         self._on_failure = on_failure
         self.on_locked: Callable[[bool], None] = lambda locked: None
         self._closing = threading.Event()
+        log.connection.execute(f"PRAGMA busy_timeout={int(LOCK_TIMEOUT_S * 1000)}")
         self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[_Write[object] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
