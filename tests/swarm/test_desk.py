@@ -16,6 +16,7 @@ from shoal.config import TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Claim
 from shoal.net.listening import listening_socket
+from shoal.net.server import uvicorn_config
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Seal
@@ -209,7 +210,7 @@ async def site(
     desk = Desk(means, "reef", HERE, folder, Pace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
     with listening_socket("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(DeskServer(desk, rates).app, log_level="warning"))
+        server = uvicorn.Server(uvicorn_config(DeskServer(desk, rates).app))
         async with asyncio.TaskGroup() as parts:
             running = parts.create_task(desk.run())
             serving = parts.create_task(server.serve(sockets=[listening]))
@@ -396,5 +397,26 @@ def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp
                 async with Visitor(at.url) as fresh:
                     status, found = await fresh.post("question")
             assert (status, found["error"]) == (429, "slowly, please: wait a few seconds")
+
+    asyncio.run(main())
+
+
+def test_a_made_up_cookie_is_nobodys_and_a_forwarded_address_is_no_new_allowance(tmp_path: Path) -> None:
+    async def main() -> None:
+        rates = Rates(lambda: 0.0, visitor_per_s=0.1, burst=2)  # an address may ask ten times
+        async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
+            found = await ann.ask()
+            body = {"question": found["id"], "text": "a"}
+            for cookie in ("x" * 22, f"{'x' * 22}.{'0' * 32}"):
+                made_up = aiohttp.ClientSession(cookies={"visitor": cookie})
+                async with made_up as http, http.post(f"{at.url}/api/answer", json=body) as reply:
+                    assert reply.status == 403
+            statuses = []
+            for n in range(12):
+                forwarded = aiohttp.ClientSession(headers={"X-Forwarded-For": f"10.0.0.{n}"})
+                async with forwarded as http, http.post(f"{at.url}/api/question", json={"pass": None}) as reply:
+                    statuses.append(reply.status)
+            assert statuses.count(200) == 9
+            assert set(statuses) == {200, 429}
 
     asyncio.run(main())
