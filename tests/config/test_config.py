@@ -1,5 +1,6 @@
 """Settings: checked, named in every complaint, and the same after a round trip."""
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -213,6 +214,17 @@ def test_a_file_is_read_with_overrides_on_top(tmp_path: Path) -> None:
     path.write_text('[[tasks]]\nname = "chain_sum"\n[train]\nsteps = 7\nlr = 1e-3\n')
     config = load(path, ["--train.steps=9"])
     assert (config.train.steps, config.train.lr) == (9, 1e-3)
+
+
+def test_paths_in_a_file_are_relative_to_it_and_those_of_overrides_to_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there" / "model").mkdir(parents=True)
+    path = tmp_path / "there" / "run.toml"
+    path.write_text('[model]\npath = "model"\n[[tasks]]\nname = "a"\nservice = "jsonl"\npath = "a.jsonl"\n')
+    with contextlib.chdir(tmp_path / "here"):
+        config, other = load(path), load(path, ["tasks.0.path=b.jsonl", "model.path=org/name"])
+    assert (config.model.path, config.tasks[0].path) == (f"{path.parent}/model", f"{path.parent}/a.jsonl")
+    assert (other.model.path, other.tasks[0].path) == ("org/name", f"{tmp_path}/here/b.jsonl")
 
 
 @pytest.mark.parametrize(

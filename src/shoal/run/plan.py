@@ -60,6 +60,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
         hooks_of(task.name, task.reward)
     max_model_len = _max_model_len(model_dir, config)
     shapes_of(model_dir)
+    kv_bytes_per_token(settings_of(model_dir), 1)
     agents = {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
     with library_of(config) as service:
         if not config.reward.urls:
