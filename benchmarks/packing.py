@@ -21,8 +21,7 @@ from benchmarks.rows import groups
 from shoal.model.loading import load_model
 from shoal.model.packed import PackedRows, packed_logprobs
 from shoal.model.prefix_tree import prefix_tree
-from shoal.trainer.packing import micro_batches
-from shoal.trainer.trainer import default_tokens_per_microbatch
+from shoal.trainer.packing import micro_batches, tokens_per_microbatch
 from shoal.types import Sample
 
 Report = dict[str, object]
@@ -44,7 +43,7 @@ def compared(rows: Sequence[Sample], sizes: Sequence[int], rounds: int) -> Repor
         write_bench_model(Path(folder))
         packed_model = load_model(folder)
         padded_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    budget = default_tokens_per_microbatch("cpu")
+    budget = tokens_per_microbatch(on_gpu=False)
     packed = [[rows[i] for i in part] for part in micro_batches(rows, budget)]
     by_length = sorted(rows, key=lambda row: len(row.tokens))
     sides = {

@@ -20,7 +20,7 @@ from shoal.model.packed import packed_logprobs
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BOUND_NATS = 1e-4
-PATIENCE_S = 60
+PATIENCE_S = 20
 HEAD = """# Models
 
 <!-- Written by `make architectures`. -->

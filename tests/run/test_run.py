@@ -225,7 +225,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(config: Path) -> None:
     assert plan["rollouts_per_step"] == 8
     assert plan["staleness_bound"] == 2
     assert plan["parameters"] > 0
-    assert plan["trainer_memory_mb"] == round(plan["parameters"] * 20 / 1e6, 1)
+    kept_mb = plan["parameters"] * 16 / 1e6  # weights, gradient and moments
+    assert kept_mb + 1 < plan["trainer_memory_mb"] < kept_mb + 20, "and 1,024 tokens of activations and logits"
     assert sorted(config.parent.rglob("*")) == before
 
 

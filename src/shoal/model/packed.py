@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+from shoal.model import MOST_LOGITS
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
-
-MOST_LOGITS = 1 << 26
-"""Of one chunk of the language-model head: 256 MiB in float32."""
 
 
 class PackedRows:

@@ -15,6 +15,7 @@ from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, RunDirError
 from shoal.interfaces import TaskService
+from shoal.model import MOST_LOGITS
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import Agent, agent_of
@@ -27,11 +28,13 @@ from shoal.sandbox import backends
 from shoal.tasks.games.repair import Repair
 from shoal.tasks.library import Library, library_of
 from shoal.trainer.own_advantage import own_advantage
+from shoal.trainer.packing import tokens_per_microbatch
 from shoal.types import Split
 
 PROBED_TASKS = 64
 WEIGHT_BYTES = 4  # float32, whatever the engine's
-TRAINED_BYTES = 16  # gradient, two moments, and what the weight was before the update
+TRAINED_BYTES = 12  # gradient and two moments
+LOGIT_COPIES = 3  # of a chunk: itself, what the loss keeps of it, and its gradient
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -142,7 +145,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "rollouts_per_step": rows,
         "tokens_per_step_at_most": rows * row_tokens,
         "engine_memory_mb": round((parameters * BYTES[config.model.dtype] + kv_bytes) / 1e6, 1),
-        "trainer_memory_mb": round(_trainer_bytes(config, prepared.model_dir) / 1e6, 1),
+        "trainer_memory_mb": round(_trainer_bytes(config, prepared) / 1e6, 1),
         "staleness_bound": config.asynchrony.max_staleness,
         "staleness_expected": _expected_staleness(config),
         "devices": str(prepared.devices),
@@ -160,15 +163,29 @@ def _preset(config: Config) -> dict[str, object]:
     }
 
 
-def _trainer_bytes(config: Config, model_dir: Path) -> int:
-    """Of each rank, without activations."""
-    parameters, rank = parameter_count(model_dir), config.train.lora.rank
-    adapters = sum(
-        rank * sum(shape) for name, shape in shapes_of(model_dir).items() if _is_adapted(name, shape, config)
-    )
+def _trainer_bytes(config: Config, prepared: Prepared) -> int:
+    """Of each rank: weights, reference, gradient and moments, and what one micro-batch takes while it is computed."""
+    shapes, rank = shapes_of(prepared.model_dir), config.train.lora.rank
+    parameters = parameter_count(prepared.model_dir)
+    adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
     trained = adapters if rank else parameters
     copies = 2 if config.train.kl.coefficient else 1  # and the reference
-    return (copies * parameters * WEIGHT_BYTES + trained * TRAINED_BYTES) // config.train.ranks
+    kept = (copies * parameters * WEIGHT_BYTES + trained * TRAINED_BYTES) // config.train.ranks
+    return kept + _micro_batch_bytes(config, prepared)
+
+
+def _micro_batch_bytes(config: Config, prepared: Prepared) -> int:
+    """Activations that are kept for the backward pass, and one chunk of logits; an estimate."""
+    settings = settings_of(prepared.model_dir)
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    layers, width, inner, vocabulary = (number_in(settings, name) or 0 for name in names)
+    row_tokens = min(prepared.longest_prompt + config.rollout.max_tokens, prepared.max_model_len)
+    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(on_gpu=bool(prepared.devices.ranks))
+    tokens = max(budget, row_tokens)
+    of_layer = 8 * width + 4 * (inner or 4 * width)  # norms, projections, attention, feed-forward
+    of_token = layers * width + of_layer if config.model.gradient_checkpointing else layers * of_layer
+    logits = LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * WEIGHT_BYTES
+    return tokens * of_token * BYTES[config.model.dtype] + logits
 
 
 def _is_adapted(name: str, shape: list[int], config: Config) -> bool:

@@ -29,7 +29,7 @@ from shoal.trainer.loss_weights import Size, loss_mean, size_of, token_weight
 from shoal.trainer.messages import StepStats
 from shoal.trainer.micro_batch import MicroBatch, Minibatch, micro_batch
 from shoal.trainer.optim import Optimizer, Update
-from shoal.trainer.packing import even_slices, micro_batches
+from shoal.trainer.packing import even_slices, micro_batches, tokens_per_microbatch
 from shoal.trainer.ranks import ALONE, Ranks, like
 from shoal.trainer.regularisers import kl, to_go
 from shoal.trainer.step_stats import Totals
@@ -86,7 +86,9 @@ class Trainer:
             lora.add_adapters(self.model, train.lora)
         ranks.shard(self.model, self.device)
         self._ranks = ranks
-        self.tokens_per_microbatch = train.tokens_per_microbatch or default_tokens_per_microbatch(self.device)
+        self.tokens_per_microbatch = train.tokens_per_microbatch or tokens_per_microbatch(
+            on_gpu=self.device.startswith("cuda")
+        )
         self._dtype = DTYPES[model.dtype]
         self._config = train
         self._temperature = temperature
@@ -418,11 +420,6 @@ class Trainer:
 
     def _long(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
-
-
-def default_tokens_per_microbatch(device: str) -> int:
-    """Packing budget: on a GPU what fills it, on a CPU what stays near its caches."""
-    return 16384 if device.startswith("cuda") else 1024
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
