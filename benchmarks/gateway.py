@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
 
     async def posted(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer."""
-        head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self._came = b""
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._answer = answer

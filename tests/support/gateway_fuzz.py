@@ -114,9 +114,9 @@ TOKENS = ["", "x", "../../etc/passwd", "%00", "%2e%2e%2f", "a" * 3000, "%ff%fe"]
 RAW = [
     b"\x16\x03\x01\x02\x00",
     b"GET / HTTP/9.9\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n{",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
 ]
 
