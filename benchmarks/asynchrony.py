@@ -76,7 +76,7 @@ class Work:
     groups_per_step: int
     apart: bool = False
     """Whether each answer has a length of its own, instead of that of its question."""
-    eta: int = 4
+    max_staleness: int = 4
 
     def lengths(self, index: int) -> list[int]:
         """Tokens of each rollout of the group at `index`."""
@@ -178,7 +178,7 @@ async def _compare(work: Work) -> Report:
         synchronous = await bench.run(0, best, "recompute", work.rollouts_per_step)
         say(f"{length}: synchronous in {synchronous.seconds:.0f} s")
         tried = {
-            f"{mode}, {running} at once": await bench.run(work.eta, Threads(1, 1), mode, running)
+            f"{mode}, {running} at once": await bench.run(work.max_staleness, Threads(1, 1), mode, running)
             for mode, running in SETTINGS
         }
     say(f"{length}: asynchronous in " + ", ".join(f"{side.seconds:.0f} s ({name})" for name, side in tried.items()))
@@ -212,7 +212,7 @@ class _Bench:
         self._prepared = Prepared(model_dir, load_renderer(model_dir), LengthService(work), 512, len(PROMPT))
         self._runs = 0
 
-    async def run(self, eta: int, threads: Threads, on_update: str, max_running: int) -> Side:
+    async def run(self, max_staleness: int, threads: Threads, on_update: str, max_running: int) -> Side:
         """The whole work through orchestrator, log, engine and trainer."""
         steps: list[Record] = []
 
@@ -221,7 +221,7 @@ class _Bench:
                 steps.append(record)
 
         outcome = await train(
-            self._config(eta, on_update, max_running),
+            self._config(max_staleness, on_update, max_running),
             self._prepared,
             listeners=[keep],
             scorer=CoinScorer(),
@@ -244,7 +244,7 @@ class _Bench:
         """At the rate that the engine has while requests wait for a place."""
         work, service = self._work, self._prepared.service
         tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
-        config, folder = self._config(work.eta, "keep", work.rollouts_per_step), self._new_folder()
+        config, folder = self._config(work.max_staleness, "keep", work.rollouts_per_step), self._new_folder()
         async with (
             serving(config, self._prepared, folder, scorer=CoinScorer(), desk=FixedLengths, threads=threads) as (
                 engine,
@@ -262,7 +262,7 @@ class _Bench:
 
     async def _training_s(self, threads: Threads) -> float:
         """A quarter of the steps, on rows of the right lengths, times four."""
-        config = self._config(self._work.eta, "keep", self._work.rollouts_per_step)
+        config = self._config(self._work.max_staleness, "keep", self._work.rollouts_per_step)
         child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
         async with child:
             trainer = TrainerProcess(child)
@@ -283,14 +283,14 @@ class _Bench:
             for index in range(first, first + self._work.groups_per_step)
         ]
 
-    def _config(self, eta: int, on_update: str, max_running: int) -> Config:
+    def _config(self, max_staleness: int, on_update: str, max_running: int) -> Config:
         return parse(
             {
                 "run_dir": str(self._new_folder()),
                 "tasks": [{"name": "lengths", "service": "jsonl", "path": "none"}],
                 "rollout": {"group_size": GROUP_SIZE, "max_tokens": MOST_TOKENS},
                 "engine": {"max_running": max_running, "on_update": on_update},
-                "asynchrony": {"max_staleness": eta, "late": "train"},
+                "asynchrony": {"max_staleness": max_staleness, "late": "train"},
                 "train": {"steps": self._work.steps, "groups_per_step": self._work.groups_per_step, "lr": 1e-5},
                 "eval": {"every_steps": 0, "questions": 1},
                 "checkpoint": {"every_steps": 1_000_000},

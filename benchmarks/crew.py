@@ -23,7 +23,7 @@ from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.agents.services import RemoteSource, attend, remote_play
 from shoal.rollout.orchestrator import Orchestrator
-from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_server import TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
 from shoal.types import Sampling
 
@@ -42,7 +42,7 @@ class Load:
 
     weights: Mapping[str, float]
     groups_per_step: int
-    eta: int
+    max_staleness: int
     max_running: int
     """Groups at once."""
     group_size: int = 4
@@ -55,7 +55,7 @@ class Crew:
     """A run under way."""
 
     load: Load
-    hub: ServingHub
+    hub: TaskServerThread
     buffer: Buffer
     host: Host
     engine: EchoEngine
@@ -130,7 +130,7 @@ async def orchestrated(
 ) -> AsyncIterator[tuple[Crew, list[Process]]]:
     """A run whose tasks, (name, module:task) each, are served by processes; everything ends with the context."""
     token = "a token of the benchmark"
-    with ServingHub(load.weights, token=token) as hub, contextlib.ExitStack() as stack:
+    with TaskServerThread(load.weights, token=token) as hub, contextlib.ExitStack() as stack:
         processes = [Process(path, hub.url, name=name, token=token) for name, path in paths]
         for process in processes:
             stack.callback(process.kill)
@@ -139,7 +139,7 @@ async def orchestrated(
             await asyncio.to_thread(service.present, START_TIMEOUT_S)
         made, engine = tokenizer(), EchoEngine(*load.engine_s)
         renderer = ChatRenderer(made, (made.eos_token_id,))
-        meta = RunMeta(load.eta, "drop", load.groups_per_step, 1)
+        meta = RunMeta(load.max_staleness, "drop", load.groups_per_step, 1)
         buffer = Buffer.open(run_dir, meta, max_running=load.max_running)
         try:
             async with Host.open(engine, renderer, max_model_len=CONTEXT, sampling=Sampling(64, seed=0)) as host:

@@ -31,9 +31,9 @@ from benchmarks import say
 from benchmarks.crowd import crowd
 from benchmarks.limit import StaticLoop
 from benchmarks.model import SHAPE
-from shoal.engine.options import Limits, OnUpdate
+from shoal.engine.options import EngineLimits, OnUpdate
 from shoal.engine.request import Request
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.types import Sampling, seed_for
@@ -232,7 +232,7 @@ def _interrupt_over_drain(directories: dict[str, Path], effort: Effort) -> Repor
     return {"interrupt_over_drain": chosen["recompute_over_drain"], "pushes": pushes}
 
 
-def _finish_while_pushing(engine: LocalEngine, lengths: Sequence[int], directory: Path, every_tokens: float) -> int:
+def _finish_while_pushing(engine: StepEngine, lengths: Sequence[int], directory: Path, every_tokens: float) -> int:
     """Draws the answers; how many versions were served meanwhile. Files are checked before, as by another thread."""
     staged = engine.slots.staged(1, directory, None)
     version, next_push, served = 0, every_tokens, {0}
@@ -275,7 +275,7 @@ def _push_stall(directory: Path, rounds: int) -> Report:
     }
 
 
-def _pushed(engine: LocalEngine, version: int, path: Path) -> dict[str, float]:
+def _pushed(engine: StepEngine, version: int, path: Path) -> dict[str, float]:
     """Seconds of a push while `STALL_ROWS` answers are drawn, and the gaps between their tokens with and without it."""
     requests = [Request(_prompt(row), Sampling(4 * STALL_STEPS, temperature=0)) for row in range(STALL_ROWS)]
     for request in requests:
@@ -300,9 +300,9 @@ def _pushed(engine: LocalEngine, version: int, path: Path) -> dict[str, float]:
     }
 
 
-def _engine(directory: Path, *, max_running: int, on_update: OnUpdate = OnUpdate.RECOMPUTE) -> LocalEngine:
-    limits = Limits(max_model_len=SHAPE.context, max_running=max_running)
-    return LocalEngine(load_model(directory), limits, on_update=on_update)
+def _engine(directory: Path, *, max_running: int, on_update: OnUpdate = OnUpdate.RECOMPUTE) -> StepEngine:
+    limits = EngineLimits(max_model_len=SHAPE.context, max_running=max_running)
+    return StepEngine(load_model(directory), limits, on_update=on_update)
 
 
 def _plain(directory: Path) -> Qwen2ForCausalLM:
@@ -323,7 +323,7 @@ def _lengths(answers: int) -> list[int]:
     return [min(MOST_TOKENS, max(1, round(mean * exp(generator.gauss(0, 1))))) for _ in range(answers)]
 
 
-def _finish(engine: LocalEngine, requests: Sequence[Request]) -> None:
+def _finish(engine: StepEngine, requests: Sequence[Request]) -> None:
     for request in requests:
         engine.submit(request)
     while not engine.idle:

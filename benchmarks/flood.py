@@ -21,7 +21,7 @@ from shoal import wire
 from shoal.interfaces import Claim
 from shoal.net.process import die_with_parent
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Seal, signed
+from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Signer, signed
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 
@@ -41,9 +41,9 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     made = Offer(Claim("gcd", "gcd of 1 and 1?", "1"), (OfferedRollout("7" * 400),) * 8, GeneratorKind.RULE, "x", now_s)
     payload = offers.encode(made)
     sybils = [Identity.fresh() for _ in range(SYBILS)]
-    found = [(one.peer_id, Seal(one, swarm, session=1).frame(Kind.OFFER, payload, now_s)) for one in sybils]
+    found = [(one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, payload, now_s)) for one in sybils]
     flooder = Identity.fresh()
-    seal = Seal(flooder, swarm, session=1)
+    seal = Signer(flooder, swarm, session=1)
     found += [(flooder.peer_id, seal.frame(Kind.OFFER, payload, now_s)) for _ in range(PER_FLOODER)]
     found += [(author, bytes(64) + frame[64:]) for author, frame in found[:SYBILS]]  # forged
     bomb = zstandard.ZstdCompressor().compress(bytes(BOMB_BYTES))
@@ -55,7 +55,7 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     for claim in claims:
         one = Identity.fresh()
         hanging = Offer(claim, (OfferedRollout(HANG),) * 4, GeneratorKind.RULE, "x", now_s)
-        found.append((one.peer_id, Seal(one, swarm, session=1).frame(Kind.OFFER, offers.encode(hanging), now_s)))
+        found.append((one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, offers.encode(hanging), now_s)))
     rng.shuffle(found)
     return found
 

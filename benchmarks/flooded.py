@@ -41,7 +41,7 @@ from shoal.run.join_generator import generate
 from shoal.run.join_swarm import FOLDER
 from shoal.sandbox.usage import usage_of
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.generator import Pace
+from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node_files import STATUS_FILE
 from shoal.swarm.options import NatsOptions
@@ -86,7 +86,7 @@ async def _measured(folder: Path, counted_s: float, rounds: int) -> Report:
         config = _config(folder, "node", server.url)
         (folder / "node.toml").write_text(to_toml(config))
         honest = asyncio.create_task(
-            generate(_config(folder, "honest", server.url), RuleSolver("truth", 0), Pace(4, 0.25))
+            generate(_config(folder, "honest", server.url), RuleSolver("truth", 0), GeneratorPace(4, 0.25))
         )
         with (folder / "node.log").open("wb") as log:
             node = await _python(["-c", MAIN, "train", str(folder / "node.toml")], log.fileno())

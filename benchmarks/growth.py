@@ -31,7 +31,7 @@ from shoal.experience import Buffer, RunMeta, checkpoint
 from shoal.experience.audit import audit
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
-META = RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1)
+META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
 TOKENS, ROLLOUTS, CHECKPOINT_EVERY, KEEP_STEPS, PARTS = 64, 2, 25, 200, 20
 
 

@@ -57,7 +57,8 @@ async def _measured(size: Size, run_dir: Path) -> Report:
     load = Load(
         dict.fromkeys(NAMES, 1.0),
         groups_per_step=8,
-        eta=groups // 4 + 8,  # `max_running` is the limit: there is room for groups that wait for another task's
+        max_staleness=groups // 4
+        + 8,  # `max_running` is the limit: there is room for groups that wait for another task's
         max_running=groups,
         group_size=GROUP_SIZE,
         engine_s=(0.1, 0.3),

@@ -29,7 +29,7 @@ from shoal.reward.mathematics import mathematics
 from shoal.reward.scorer import WorkerScorer
 from shoal.reward.service import CodeScorer
 from shoal.sandbox import backends
-from shoal.sandbox.program import Program, Rung
+from shoal.sandbox.program import Backend, Program
 from shoal.sandbox.runner import run
 from shoal.types import Reward, RewardStatus, Task
 
@@ -44,18 +44,18 @@ ROUNDS = 3
 
 def measure(quick: bool) -> Report:
     """The figures of the module's text. Raises `SandboxUnavailable`."""
-    rung = backends.rung()
-    times_ms = _sandbox_ms(rung, 10 if quick else 60)
+    backend = backends.backend()
+    times_ms = _sandbox_ms(backend, 10 if quick else 60)
     cases = CASES[::12] if quick else CASES
     kinds = ("stdin",) if quick else tuple(TESTED)
-    unjustly = [line.partition(":")[0] for kind in kinds for line in asyncio.run(unjust(kind, rung))]
-    escaped = _escaped(rung, cases) + unjustly
+    unjustly = [line.partition(":")[0] for kind in kinds for line in asyncio.run(unjust(kind, backend))]
+    escaped = _escaped(backend, cases) + unjustly
     hostile = len(cases) + sum(case.kind in kinds for case in JUDGED)
     groups = 2 if quick else 16
     plain_per_s = max(_plain_per_s(100 * groups) for _ in range(ROUNDS))
     math_per_s = asyncio.run(_math_per_s(10 * groups))
     return {
-        "rung": rung.value,
+        "rung": backend.value,
         "sandbox_p50_ms": median(times_ms),
         "sandbox_p90_ms": quantiles(times_ms, n=10)[-1],
         "contained_share": 1 - len(escaped) / hostile,
@@ -68,17 +68,17 @@ def measure(quick: bool) -> Report:
     }
 
 
-def _sandbox_ms(rung: Rung, count: int) -> list[float]:
+def _sandbox_ms(backend: Backend, count: int) -> list[float]:
     times = []
     for _ in range(count):
         began_s = time.perf_counter()
-        finished = run(TRIVIAL, rung=rung)
+        finished = run(TRIVIAL, backend=backend)
         times.append(1e3 * (time.perf_counter() - began_s))
         assert finished.stdout == b"42\n", finished
     return times
 
 
-def _escaped(rung: Rung, cases: Sequence[Case]) -> list[str]:
+def _escaped(backend: Backend, cases: Sequence[Case]) -> list[str]:
     """The names of the cases that were not contained; `outside` when something there was harmed."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -89,7 +89,7 @@ def _escaped(rung: Rung, cases: Sequence[Case]) -> list[str]:
 
         def is_contained(case: Case) -> bool:
             program = Program(world.source(case), files=dict(case.files), stdin=b"21\n")
-            return not faults(case, run(program, limits_of(case), rung=rung))
+            return not faults(case, run(program, limits_of(case), backend=backend))
 
         contained = list(threads.map(is_contained, cases))
         harmed = ["outside"] if world.harm() or signals else []

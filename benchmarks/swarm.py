@@ -22,20 +22,20 @@ from shoal.config import SwarmConfig, TaskConfig
 from shoal.interfaces import Claim, NotOurs
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import INTAKE_PER_S, Intake, Means
+from shoal.swarm.node_files import INTAKE_PER_S, Intake, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.trust import Door, Letter, Limits
+from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
 
 Report = dict[str, object]
 ROLLOUTS = 8
 FRAME_BYTES = 8192
-UNLIMITED = Limits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9, author_burst_s=1e9)
+UNLIMITED = TrustLimits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9, author_burst_s=1e9)
 AUTHORS = 16
 NODES = 1000
 SIMULATED_S = 40.0
@@ -68,15 +68,15 @@ def _texts(rng: random.Random, size: int) -> tuple[OfferedRollout, ...]:
 def _admission(count: int) -> tuple[float, float]:
     """Frames per second, and their mean size."""
     rng, now_s = random.Random(0), 1.8e9
-    seals = [Seal(Identity.fresh(), "reef", session=1) for _ in range(AUTHORS)]
+    seals = [Signer(Identity.fresh(), "reef", session=1) for _ in range(AUTHORS)]
     frames = []
     for i in range(count):
         claim = Claim("bench", f"question {i}", "truth")
         made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
         frames.append(seals[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
-    door = Door("reef", "", UNLIMITED)
+    door = IngressFilter("reef", "", UNLIMITED)
     began_s = time.process_time()
-    admitted = sum(isinstance(door.admit(frame, now_s), Letter) for frame in frames)
+    admitted = sum(isinstance(door.admit(frame, now_s), VerifiedMessage) for frame in frames)
     took_s = time.process_time() - began_s
     assert admitted == count, door.refused
     return count / took_s, sum(map(len, frames)) / count
@@ -94,7 +94,7 @@ def _with_receipts(count: int) -> float:
 
 async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     rng, now_s = random.Random(0), 1.8e9
-    seal, door = Seal(Identity.fresh(), "reef", session=1), Door("reef", "", UNLIMITED)
+    seal, door = Signer(Identity.fresh(), "reef", session=1), IngressFilter("reef", "", UNLIMITED)
     frames = []
     for task in tasks:
         made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
@@ -102,7 +102,7 @@ async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     began_s = time.perf_counter()
     for frame in frames:
         letter = door.admit(frame, now_s)
-        assert isinstance(letter, Letter)
+        assert isinstance(letter, VerifiedMessage)
         assert isinstance(letter.content, Offer)
         assert isinstance(await own.task(letter.content.claim), Task)
     return len(frames) / (time.perf_counter() - began_s)
@@ -164,7 +164,7 @@ def _member(exchange: MemoryExchange, folder: Path, i: int) -> Node:
     coins = _Coins()
     loop = asyncio.get_running_loop()
     return Node(
-        Means(exchange, coins, _Letters(), coins, 4096, "simulated"),
+        NodeDeps(exchange, coins, _Letters(), coins, 4096, "simulated"),
         SwarmConfig(external_groups=2),
         Identity.fresh(),
         folder,

@@ -17,7 +17,7 @@ from benchmarks.hostile.judged import JUDGED, TESTS
 from shoal.checker import Code
 from shoal.reward.code_runner import Boxes
 from shoal.reward.service import CodeScorer
-from shoal.sandbox.program import Ended, Finished, Limits, Program, Rung
+from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
 from shoal.types import RewardStatus, Task
 
 AT_ONCE = 2
@@ -27,9 +27,11 @@ SECRET = "the secret of the run"
 EXPECTED = b"42\n"
 """What a right answer to the task prints; the task is to double the number that is read."""
 HONEST = Program("print(2 * int(input()))", stdin=b"21\n")
-QUICK = Limits(wall_s=0.5, cpu_s=1.0, memory_bytes=128 << 20, processes=16, output_bytes=1 << 20, file_bytes=8 << 20)
+QUICK = ProgramLimits(
+    wall_s=0.5, cpu_s=1.0, memory_bytes=128 << 20, processes=16, output_bytes=1 << 20, file_bytes=8 << 20
+)
 """For programs that would use all the time they get."""
-PATIENT = Limits(wall_s=20.0, cpu_s=5.0, memory_bytes=128 << 20, file_bytes=8 << 20)
+PATIENT = ProgramLimits(wall_s=20.0, cpu_s=5.0, memory_bytes=128 << 20, file_bytes=8 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def outside(folder: Path) -> Iterator[Outside]:
         yield Outside(folder, stream, datagrams, abstract, unix, decoy)
 
 
-def limits_of(case: Case) -> Limits:
+def limits_of(case: Case) -> ProgramLimits:
     """Short for those that would use all they get."""
     hog = case.verdict is Verdict.KILLED or "sleep(3600)" in case.source
     slow = case.ends and Ended.EXITED in case.ends and not case.ends & {Ended.KILLED_WALL}
@@ -136,13 +138,13 @@ def faults(case: Case, finished: Finished) -> list[str]:
     return found
 
 
-async def unjust(kind: str, rung: Rung | None = None) -> list[str]:
+async def unjust(kind: str, backend: Backend | None = None) -> list[str]:
     """What is wrong with how wrong programs and the right ones among them were scored, one sentence each."""
     cases = [(case.name, case.source, 0.0) for case in JUDGED if case.kind == kind]
     for place in reversed(range(0, len(cases) + 1, HONEST_EVERY)):
         cases.insert(place, (f"a right program at {place}", HONEST_WITH_TESTS[kind], 1.0))
     task = Task("hostile", "hostile", (), None, json.dumps({"tests": TESTS[kind]}))
-    async with contextlib.aclosing(Boxes(AT_ONCE, rung)) as boxes:
+    async with contextlib.aclosing(Boxes(AT_ONCE, backend)) as boxes:
         spec = Code(timeout_s=0.5, memory_mb=128)
         rewards = await CodeScorer(boxes).score_by(spec, task, [source for _, source, _ in cases])
     return [

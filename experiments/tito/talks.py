@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from experiments.tito.words import Style, asked, renderer, right, tokenizer, whole
 from shoal.engine.request import Request
-from shoal.engine.step_engine import LocalEngine
-from shoal.gateway.token_tree import Conversation, Ledger
+from shoal.engine.step_engine import StepEngine
+from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.model.chat_template import ChatRenderer
 from shoal.trainer.advantage import rows
 from shoal.types import Completion, Message, Reward, Role, Rollout, Sample, Sampling, seed_for
@@ -23,7 +23,7 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     drawn: list[Completion] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: TokenTree = field(default_factory=TokenTree)
 
     @property
     def reward(self) -> float:
@@ -32,7 +32,7 @@ class Talk:
         return sum(said == right(n) for said, n in zip(answers, self.numbers, strict=True)) / len(self.numbers)
 
 
-def hold(engine: LocalEngine, style: Style, talks: Sequence[Talk], *, gateway: bool) -> None:
+def hold(engine: StepEngine, style: Style, talks: Sequence[Talk], *, gateway: bool) -> None:
     """Has all conversations, turn by turn. Without the gateway each prompt is the text so far, tokenised anew."""
     made = renderer(style)
     for turn in range(len(talks[0].numbers)):

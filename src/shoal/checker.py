@@ -93,7 +93,7 @@ class Code(_Checker, frozen=True, tag="code"):
     """Relative; for floating-point numbers that a function returns."""
 
 
-class Judge(_Checker, frozen=True, tag="judge"):
+class LLMJudge(_Checker, frozen=True, tag="judge"):
     """A language model behind an OpenAI-compatible URL gives the answer a score by a rubric."""
 
     url: str
@@ -145,13 +145,13 @@ Spec: TypeAlias = (
     | Language
     | ReasoningGym
     | Code
-    | Judge
+    | LLMJudge
     | Function
     | Weighted
 )
 SPECS: tuple[type[_Checker], ...] = (
     *(Exact, Contains, Number, Math, Regex, JsonSchema, Format, Length, Language, ReasoningGym),
-    *(Code, Judge, Function, Weighted),
+    *(Code, LLMJudge, Function, Weighted),
 )
 NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in SPECS)
 TRUTH_NEEDED = (Exact, Contains, Number, Math)
@@ -232,7 +232,7 @@ def is_confined(spec: Spec) -> bool:
     """
     if isinstance(spec, Weighted):
         return all(is_confined(part.scorer) for part in spec.parts)
-    return not isinstance(spec, Function | Judge)
+    return not isinstance(spec, Function | LLMJudge)
 
 
 def needs_truth(spec: Spec) -> bool:
@@ -299,7 +299,7 @@ def _check(spec: Spec, where: str) -> None:
         case Function():
             if not re.fullmatch(r"[^:]+:\w+", spec.path):
                 raise TaskError(f"{where}.path: expected module:function, got {spec.path!r}")
-        case Judge():
+        case LLMJudge():
             if not spec.url.startswith(("http://", "https://")):
                 raise TaskError(f"{where}.url: expected http:// or https://, got {spec.url!r}")
             if spec.best < 1:

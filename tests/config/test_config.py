@@ -190,18 +190,20 @@ def test_overrides_take_toml_values_and_bare_words() -> None:
 
 
 @given(
-    eta=st.integers(0, 64),
+    max_staleness=st.integers(0, 64),
     lr=st.floats(1e-9, 1.0),
     prompt=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     params=st.dictionaries(st.text("abc_", min_size=1, max_size=5), st.integers(-9, 9) | st.booleans(), max_size=3),
     loss=st.sampled_from(LOSSES_OF_EACH_KIND),
     port=st.none() | st.integers(0, 65535),
 )
-def test_a_configuration_is_the_same_after_being_written_and_read(eta, lr, prompt, params, loss, port) -> None:
+def test_a_configuration_is_the_same_after_being_written_and_read(
+    max_staleness, lr, prompt, params, loss, port
+) -> None:
     config = parse(
         {
             "tasks": [{"name": "chain_sum", "system_prompt": prompt, "params": params, "rewrite": [["a+", prompt]]}],
-            "asynchrony": {"max_staleness": eta},
+            "asynchrony": {"max_staleness": max_staleness},
             "train": {"lr": lr, "loss": loss},
             "metrics": {"prometheus_port": port},
         }

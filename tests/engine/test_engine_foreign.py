@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from shoal.engine import canary
-from shoal.engine.external_server import Abilities, Counters, Drawn, ForeignEngine, Stop, finish_reason
+from shoal.engine.external_server import (
+    Abilities,
+    ForeignEngine,
+    SampledCompletion,
+    ServerCounters,
+    StopMode,
+    finish_reason,
+)
 from shoal.engine.pool import EnginePool
 from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
@@ -43,7 +50,7 @@ class Scripted:
 
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[Drawn]:
+    ) -> list[SampledCompletion]:
         """A token before, and the others after the test has let it go on."""
         tokens = [(self.version_, self.logprob)]
         self.asked.append("draw")
@@ -59,7 +66,7 @@ class Scripted:
         else:
             tokens += [(self.version_, self.logprob)] * (sampling.max_tokens - 1)
         spans = tuple((str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
-        return [Drawn((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * n
+        return [SampledCompletion((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * n
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.asked.append("score")
@@ -67,11 +74,11 @@ class Scripted:
         await self.scoring.wait()
         return computed
 
-    async def stop(self, how: Stop) -> None:
-        if how is Stop.ABORT:
+    async def stop(self, how: StopMode) -> None:
+        if how is StopMode.ABORT:
             self.aborted.set()
 
-    async def load(self, directory: Path, version: int, how: Stop) -> None:
+    async def load(self, directory: Path, version: int, how: StopMode) -> None:
         self.asked.append("load")
         await self.loading.wait()
         self.version_, self.logprob = version, WRONG if self.lies else RIGHT
@@ -91,7 +98,7 @@ class Scripted:
     async def alive(self) -> None:
         pass
 
-    async def counters(self) -> Counters | None:
+    async def counters(self) -> ServerCounters | None:
         return None
 
     async def aclose(self) -> None:
@@ -171,7 +178,7 @@ def test_what_new_weights_cut_off_goes_out_before_the_canary(weights: Path) -> N
     async def run() -> None:
         server = Scripted(keeps=False)
         engine = await started(server)
-        assert engine.how is Stop.ABORT
+        assert engine.how is StopMode.ABORT
         server.drawing.clear()
         cut_off = asyncio.create_task(engine.generate([1], Sampling(4)))
         await until(lambda: "draw" in server.asked)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from shoal.engine.options import Limits
+from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
 from shoal.engine.routes import EngineServer
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.model.loading import load_model
 
 
-class HangingEngine(LocalEngine):
+class HangingEngine(StepEngine):
     """Begins no step before it is let go."""
 
     let_go: threading.Event
@@ -34,7 +34,7 @@ def status_comes(client: TestClient, status: int) -> str:
 
 
 def test_an_engine_whose_step_never_ends_is_not_well_and_an_idle_one_is(tiny_model_dir: Path) -> None:
-    engine = HangingEngine(load_model(str(tiny_model_dir)), Limits(64))
+    engine = HangingEngine(load_model(str(tiny_model_dir)), EngineLimits(64))
     engine.let_go = threading.Event()
     server = EngineServer(engine, ready=lambda: None, crashed=lambda error: None, hung_s=0.1)
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}

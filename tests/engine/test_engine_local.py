@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.options import Limits, OnUpdate, PauseMode
+from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prometheus import exposition
-from shoal.engine.protocol import Choice
+from shoal.engine.protocol import GeneratedChoice
 from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.response_bodies import whole_choice
 from shoal.engine.sampling import SamplingRows, Uniforms, drawn
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import checksum_of
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.loading import load_model
@@ -48,9 +48,9 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("Qwen2", tmp_path_factory.mktemp("other"), seed=1, **KINDS["Qwen2"])
 
 
-def engine(path: Path, *, on_update: OnUpdate = OnUpdate.RECOMPUTE, seed: int = 0, **limits: int) -> LocalEngine:
+def engine(path: Path, *, on_update: OnUpdate = OnUpdate.RECOMPUTE, seed: int = 0, **limits: int) -> StepEngine:
     limits = {"max_model_len": MAX_MODEL_LEN, "max_running": 4, "chunk_tokens": 24, **limits}
-    return LocalEngine(load_model(path), Limits(**limits), on_update=on_update, seed=seed)
+    return StepEngine(load_model(path), EngineLimits(**limits), on_update=on_update, seed=seed)
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + length).choices(range(2, VOCABULARY), k=length)
 
 
-def finish(engine: LocalEngine) -> list[Request]:
+def finish(engine: StepEngine) -> list[Request]:
     """Steps until nothing is left to do."""
     done = []
     while not engine.idle:
@@ -83,7 +83,7 @@ def finish(engine: LocalEngine) -> list[Request]:
 def spans_of(request: Request) -> list[tuple[int, int, int, int | None]]:
     """The spans of an answer to a request for one completion, as a client decodes them."""
     (choice,) = msgspec.json.decode(
-        msgspec.json.encode([whole_choice(request.drafts[0], flat=True)]), type=list[Choice]
+        msgspec.json.encode([whole_choice(request.drafts[0], flat=True)]), type=list[GeneratedChoice]
     )
     return [msgspec.structs.astuple(span) for span in choice.weight_versions]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine_models import saved
 from shoal.engine.kv_cache import KVCache
-from shoal.engine.options import Limits
+from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Plan, Scheduler, SequenceState
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.scheduler import Scheduler, SequenceState, StepPlan
+from shoal.engine.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 
@@ -50,7 +50,7 @@ def assert_stored(cache: KVCache, sequence: SequenceState, end: int) -> None:
         torch.testing.assert_close(v[slot, :, :end], -expected - layer)
 
 
-def computed(cache: KVCache, plan: Plan[SequenceState]) -> list[SequenceState]:
+def computed(cache: KVCache, plan: StepPlan[SequenceState]) -> list[SequenceState]:
     """Does with KV what an engine does, checking what is stored; the sequences that get a token."""
     for sequence in plan.preempted:
         cache.release(sequence)
@@ -126,8 +126,8 @@ def test_storage_never_exceeds_its_budget_by_more_than_one_layer(
         assert memory.most_bytes <= budget * TOKEN_BYTES * (1 + 1 / LAYERS)
 
 
-def answered(path: Path, limits: Limits) -> tuple[LocalEngine, list[list[int]]]:
-    engine = LocalEngine(load_model(path), limits)
+def answered(path: Path, limits: EngineLimits) -> tuple[StepEngine, list[list[int]]]:
+    engine = StepEngine(load_model(path), limits)
     requests = [Request([5 + i] * (1 + 5 * i), Sampling(20 + 9 * i, seed=i)) for i in range(16)]
     for request in requests:
         engine.submit(request)
@@ -139,11 +139,11 @@ def answered(path: Path, limits: Limits) -> tuple[LocalEngine, list[list[int]]]:
 def test_an_exhausted_budget_preempts_instead_of_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, budget, layers = saved("Qwen2", tmp_path, num_key_value_heads=2), 2 * LONGEST, 2
     token_bytes = layers * 2 * 2 * 8 * 4  # K and V, heads, width, float32
-    roomy, expected = answered(path, Limits(LONGEST, max_running=16))
+    roomy, expected = answered(path, EngineLimits(LONGEST, max_running=16))
     assert roomy.preemptions == 0
     memory = Memory()
     monkeypatch.setattr("shoal.engine.kv_cache.zeros_on_demand", memory.zeros)
-    limits = Limits(LONGEST, max_running=16, kv_tokens=budget, prefix_cache_bytes=0)
+    limits = EngineLimits(LONGEST, max_running=16, kv_tokens=budget, prefix_cache_bytes=0)
     scarce, found = answered(path, limits)
     assert found == expected
     assert scarce.preemptions > 0

@@ -5,27 +5,28 @@ from math import ceil
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.engine.pool_routing import BOUND, Seat, State, chosen, preference, waves
+from shoal.engine.pool_routing import BOUND, ReplicaHandle, ReplicaState, chosen, preference, waves
 
 NAMES = [f"http://10.0.0.{i}:8000" for i in range(12)]
 KEYS = st.binary(min_size=1, max_size=32)
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> list[Seat]:
+def pools(draw: st.DrawFn) -> list[ReplicaHandle]:
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True))
     return [
-        Seat(name, draw(st.sampled_from(State)), draw(st.integers(0, 3)), draw(st.integers(0, 200))) for name in names
+        ReplicaHandle(name, draw(st.sampled_from(ReplicaState)), draw(st.integers(0, 3)), draw(st.integers(0, 200)))
+        for name in names
     ]
 
 
 @given(KEYS, pools(), st.integers(1, 16), st.integers(0, 3), st.sets(st.sampled_from(NAMES), max_size=3))
 def test_a_request_goes_to_an_engine_that_may_have_it_and_is_not_overloaded(
-    key: bytes, seats: list[Seat], count: int, at_least: int, avoid: set[str]
+    key: bytes, seats: list[ReplicaHandle], count: int, at_least: int, avoid: set[str]
 ) -> None:
     name = chosen(key, seats, count=count, at_least=at_least, avoid=avoid)
-    may = [s for s in seats if s.state is not State.AWAY and s.version >= at_least and s.name not in avoid]
-    ready = [s for s in may if s.state is State.READY]
+    may = [s for s in seats if s.state is not ReplicaState.AWAY and s.version >= at_least and s.name not in avoid]
+    ready = [s for s in may if s.state is ReplicaState.READY]
     if name is None:
         assert may == []
         return
@@ -35,8 +36,8 @@ def test_a_request_goes_to_an_engine_that_may_have_it_and_is_not_overloaded(
 
 
 @given(KEYS, pools())
-def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(key: bytes, seats: list[Seat]) -> None:
-    ready = [s for s in seats if s.state is State.READY]
+def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(key: bytes, seats: list[ReplicaHandle]) -> None:
+    ready = [s for s in seats if s.state is ReplicaState.READY]
     assume(ready)
     first = preference(key, [s.name for s in ready])[0]
     load = {s.name: s.load for s in ready}
@@ -61,12 +62,12 @@ def test_sessions_spread_over_the_engines() -> None:
 
 @given(pools(), st.lists(st.tuples(KEYS, st.integers(1, 8)), max_size=60))
 def test_no_engine_gets_much_more_than_its_share_whatever_the_sessions_want(
-    seats: list[Seat], requests: list[tuple[bytes, int]]
+    seats: list[ReplicaHandle], requests: list[tuple[bytes, int]]
 ) -> None:
-    load = {s.name: 0 for s in seats if s.state is State.READY}
+    load = {s.name: 0 for s in seats if s.state is ReplicaState.READY}
     assume(load)
     for key, count in requests:
-        name = chosen(key, [Seat(s, State.READY, 0, load[s]) for s in load], count=count)
+        name = chosen(key, [ReplicaHandle(s, ReplicaState.READY, 0, load[s]) for s in load], count=count)
         assert name is not None
         load[name] += count
         assert load[name] <= ceil(BOUND * sum(load.values()) / len(load)) + count

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.options import Limits, OnUpdate, PauseMode
+from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.request import Draft, Request
 from shoal.engine.sampling import SamplingRows, Uniforms, drawn
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling
@@ -57,7 +57,7 @@ def redrawn(draft: Draft, versions: tuple[int, ...], served: dict[int, PreTraine
             assert [draft.log_kept[i] for i in drawn_by] == pytest.approx(log_kept_N.tolist(), abs=1e-4)
 
 
-def stepped(engine: LocalEngine) -> list[Request]:
+def stepped(engine: StepEngine) -> list[Request]:
     """The requests that a step ended; checks that an engine is idle just when a step does nothing."""
 
     def done() -> tuple[object, ...]:
@@ -138,14 +138,14 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
     on_update: OnUpdate,
     weights: list[Weights],
 ) -> None:
-    limits = Limits(
+    limits = EngineLimits(
         LONGEST,
         max_running=max_running,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
         prefix_cache_bytes=prefix_cache_bytes,
     )
-    engine = LocalEngine(load_model(weights[0].path), limits, on_update=on_update)
+    engine = StepEngine(load_model(weights[0].path), limits, on_update=on_update)
     served = {0: weights[0].model}
     asked: list[Request] = []
     ended: list[Request] = []

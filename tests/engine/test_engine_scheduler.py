@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.scheduler import Plan, Scheduler, SequenceState
+from shoal.engine.scheduler import Scheduler, SequenceState, StepPlan
 
 MAX_MODEL_LEN = 24
 
@@ -40,7 +40,7 @@ arrivals = st.lists(
 )
 
 
-def computed(plan: Plan[Simulated], max_running: int, chunk_tokens: int) -> list[Simulated]:
+def computed(plan: StepPlan[Simulated], max_running: int, chunk_tokens: int) -> list[Simulated]:
     """Does what the plan says, checking each part against the KV stored; the sequences that get a token."""
     for sequence in plan.preempted:
         sequence.stored = 0

@@ -11,7 +11,7 @@ from engine_server import changed_weights, serving
 from foreign_engine import asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from sglang_contract import contract
 from shoal.engine import canary
-from shoal.engine.external_server import ForeignEngine, Stop
+from shoal.engine.external_server import ForeignEngine, StopMode
 from shoal.engine.pool import EnginePool
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.types import FinishReason, Sampling
@@ -43,7 +43,7 @@ def test_tokens_scores_and_weights_under_way_by_retracting(
     engine_url: str, tiny_model_dir: Path, files: list[Path]
 ) -> None:
     async def body(engine: ForeignEngine) -> None:
-        assert engine.how is Stop.KEEP_AND_RECOMPUTE
+        assert engine.how is StopMode.KEEP_AND_RECOMPUTE
         tasks = [asyncio.create_task(engine.generate([*PROMPT, i], Sampling(240), n=4)) for i in range(8)]
         for version in (1, 2):
             await more_drawn(engine, 64, tasks)
@@ -79,7 +79,7 @@ def test_in_place_requests_keep_their_kv_and_share_none_with_later_ones(
     tiny_model_dir: Path, files: list[Path]
 ) -> None:
     async def body(engine: ForeignEngine) -> None:
-        assert engine.how is Stop.KEEP
+        assert engine.how is StopMode.KEEP
         task = asyncio.create_task(engine.generate(PROMPT, Sampling(240), n=32))
         await more_drawn(engine, 64, [task])
         await engine.update_weights(1, files[1])
@@ -96,7 +96,7 @@ def test_an_older_server_is_aborted_and_the_pool_goes_on_with_the_partial_answer
     engine_url: str, tiny_model_dir: Path, files: list[Path]
 ) -> None:
     async def body(engine: ForeignEngine) -> None:
-        assert engine.how is Stop.ABORT
+        assert engine.how is StopMode.ABORT
         pool = EnginePool()
         await pool.join("sglang", engine)
         tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(240), n=4)) for i in range(8)]

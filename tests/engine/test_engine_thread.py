@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.engine.options import Limits, OnUpdate, PauseMode
+from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.request import Request
 from shoal.engine.routes import EngineServer
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.thread import EngineThread
 from shoal.model.loading import load_model
 from shoal.types import Sampling
@@ -25,7 +25,7 @@ PROMPT = [5, 6, 7, 8]
 class Stepped:
     """An engine in its thread, and what comes out of it."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self.engine = engine
         self.steps = 0
         self.finished: list[Request] = []
@@ -40,7 +40,7 @@ class Stepped:
 @pytest.fixture
 def stepped(tiny_model_dir: Path) -> Iterator[Stepped]:
     torch.set_num_threads(1)
-    found = Stepped(LocalEngine(load_model(tiny_model_dir), Limits(128, max_running=4)))
+    found = Stepped(StepEngine(load_model(tiny_model_dir), EngineLimits(128, max_running=4)))
     found.thread.start()
     yield found
     found.thread.stop()
@@ -87,7 +87,7 @@ async def asked(server: EngineServer, path: str, query: str = "", body: object =
 
 def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: Path) -> None:
     crashes: list[BaseException] = []
-    engine = LocalEngine(load_model(tiny_model_dir), Limits(128))
+    engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128))
     server = EngineServer(engine, ready=lambda: None, crashed=crashes.append)
 
     async def ask() -> None:
@@ -110,7 +110,9 @@ def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: 
 
 
 def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model_dir: Path) -> None:
-    stepped = Stepped(LocalEngine(load_model(tiny_model_dir), Limits(128, max_running=4), on_update=OnUpdate.DRAIN))
+    stepped = Stepped(
+        StepEngine(load_model(tiny_model_dir), EngineLimits(128, max_running=4), on_update=OnUpdate.DRAIN)
+    )
     engine, call = stepped.engine, stepped.thread.call
     weights = engine.slots.staged(1, tiny_model_dir, None)
     request = Request(PROMPT, Sampling(60))
@@ -132,7 +134,7 @@ def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model
 
 
 def test_weights_that_wait_are_served_when_what_they_wait_for_is_aborted_in_a_pause(tiny_model_dir: Path) -> None:
-    engine = LocalEngine(load_model(tiny_model_dir), Limits(128), on_update=OnUpdate.DRAIN)
+    engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128), on_update=OnUpdate.DRAIN)
     engine.submit(Request(PROMPT, Sampling(60)))
     engine.step()
     engine.pause(PauseMode.KEEP)
@@ -145,7 +147,7 @@ def test_weights_that_wait_are_served_when_what_they_wait_for_is_aborted_in_a_pa
 
 
 def test_what_nobody_expected_is_answered_as_json_that_says_what_went_wrong(tiny_model_dir: Path) -> None:
-    engine = LocalEngine(load_model(tiny_model_dir), Limits(128))
+    engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128))
     server = EngineServer(engine, ready=lambda: None, crashed=lambda _: None)
     status, answer = asyncio.run(asked(server, "/resume"))  # its thread was never started
     message = "the engine could not answer: AttributeError: 'EngineServer' object has no attribute '_thread'"

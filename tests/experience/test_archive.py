@@ -14,7 +14,7 @@ from shoal.experience.export import export_jsonl
 from shoal.experience.log import FILE, external_groups, snapshot
 from shoal.types import EXTERNAL
 
-META = RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1)
+META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
 STEPS = 12
 
 

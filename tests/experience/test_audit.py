@@ -20,7 +20,7 @@ def run_dir(tmp_path):
     """A run of 3 steps: g0..g5 consumed, g6 waiting, g7 failed, g8 dropped, g9 in flight."""
 
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(eta=2, late="drop", groups_per_step=2, push_every=1))
+        buffer = open_buffer(tmp_path, RunMeta(max_staleness=2, late="drop", groups_per_step=2, push_every=1))
         for step in range(3):
             for i in (2 * step, 2 * step + 1):
                 await run_group(buffer, f"g{i}")
@@ -80,10 +80,12 @@ def test_a_clean_run_is_clean_and_its_numbers_add_up(run_dir):
     assert "BROKEN" not in "".join(report.sentences())
 
 
-@pytest.mark.parametrize("eta", [0, 1, 4])
-def test_a_run_that_goes_on_can_be_audited(tmp_path, eta):
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_run_that_goes_on_can_be_audited(tmp_path, max_staleness):
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(eta=eta, late="drop", groups_per_step=2, push_every=1))
+        buffer = open_buffer(
+            tmp_path, RunMeta(max_staleness=max_staleness, late="drop", groups_per_step=2, push_every=1)
+        )
         started = 0
         for step in range(8):
             while buffer.gate.capacity > 0:
@@ -96,7 +98,7 @@ def test_a_run_that_goes_on_can_be_audited(tmp_path, eta):
         await buffer.close()
         return report.staleness_max
 
-    assert asyncio.run(main()) == eta
+    assert asyncio.run(main()) == max_staleness
 
 
 def test_a_group_that_was_used_and_dropped_is_reported(run_dir):
@@ -187,7 +189,9 @@ def test_bytes_that_are_no_rollout_are_reported(run_dir):
 
 def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(eta=0, late="drop", groups_per_step=60, push_every=1), max_running=60)
+        buffer = open_buffer(
+            tmp_path, RunMeta(max_staleness=0, late="drop", groups_per_step=60, push_every=1), max_running=60
+        )
         for i in range(60):
             await run_group(buffer, f"g{i}")
         await buffer.close()
@@ -202,7 +206,7 @@ def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):
 
 def test_with_train_late_groups_are_measured_and_no_offence(tmp_path):
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(eta=0, late="train", groups_per_step=1, push_every=1))
+        buffer = open_buffer(tmp_path, RunMeta(max_staleness=0, late="train", groups_per_step=1, push_every=1))
         await run_group(buffer, "late")
         late = buffer._waiting.pop()
         for step in range(5):
@@ -223,7 +227,7 @@ def test_groups_taken_in_two_rounds_for_one_step_are_in_order(tmp_path):
     """A later round may find an older group that was not there in the first."""
 
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1))
+        buffer = open_buffer(tmp_path, RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1))
         await buffer.admit("slow", "chain_sum")
         buffer.publish(1)
         await run_group(buffer, "quick")

@@ -11,11 +11,11 @@ import pytest
 from buffer_values import META, group, masked_rows, run_group, train
 from shoal.experience import Buffer, RunMeta, checkpoint, log
 from shoal.experience.audit import Check, audit
-from shoal.experience.balance import Balance, Choice
+from shoal.experience.balance import Balance, BatchChoice
 from shoal.experience.log import ConsumedGroup, StepRecord, open_log
 from shoal.types import EXTERNAL, Completion, FinishReason, Group, Reward, RewardStatus, RolloutStatus, Turn
 
-MASKED = RunMeta(eta=1, late="mask_tokens", groups_per_step=1, push_every=1)
+MASKED = RunMeta(max_staleness=1, late="mask_tokens", groups_per_step=1, push_every=1)
 
 
 def unchecked(token_ids, logprobs, versions):
@@ -88,7 +88,7 @@ async def a_group_used_and_then_dropped(run_dir):
 
 class NewestFirst(Balance):
     def next(self, waiting, n, used, now_s):
-        return Choice(tuple(reversed(waiting[-n:])))
+        return BatchChoice(tuple(reversed(waiting[-n:])))
 
 
 async def the_newest_group_first(run_dir):
@@ -159,7 +159,7 @@ class Believing(Buffer):
         uses = []
         for group_id in group_ids:
             one = self._taken.pop(group_id)
-            trained_from = max(one.waited.oldest_version, version - self.gate.eta)
+            trained_from = max(one.waited.oldest_version, version - self.gate.max_staleness)
             uses.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from))
         self._last_step = step
         await self._writer.commit(lambda c: log.insert_step(c, StepRecord(step, version, version_after), uses))
@@ -171,7 +171,7 @@ async def late_tokens_that_the_buffer_says_are_masked(run_dir):
 
 async def more_groups_than_the_bound_allows(run_dir):
     buffer = Buffer.open(run_dir, META, max_running=64)
-    buffer.gate.eta = 9
+    buffer.gate.max_staleness = 9
     for number in range(2 * META.groups_per_step + 1):
         await run_group(buffer, f"g{number}")
     await buffer.close()
@@ -361,7 +361,7 @@ def test_late_tokens_that_were_masked_are_no_violation(tmp_path):
 
 
 def test_staleness_is_told_in_steps_too_when_a_version_is_several(tmp_path):
-    meta = RunMeta(eta=0, late="drop", groups_per_step=1, push_every=4)
+    meta = RunMeta(max_staleness=0, late="drop", groups_per_step=1, push_every=4)
     asyncio.run(steps(tmp_path, *((step, 0, step // 3) for step in range(4)), meta=meta))
     report = audit(tmp_path)
     assert report.ok, report.sentences()

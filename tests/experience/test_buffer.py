@@ -343,7 +343,7 @@ def test_an_existing_run_is_refused_without_resume_and_left_as_it_was(tmp_path):
 
 def test_a_run_cannot_go_on_under_another_bound(tmp_path):
     asyncio.run(open_buffer(tmp_path).close())
-    with pytest.raises(RunDirError, match=r"async\.eta = 1; it cannot go on with 3"):
+    with pytest.raises(RunDirError, match=r"asynchrony\.max_staleness = 1; it cannot go on with 3"):
         open_buffer(tmp_path, RunMeta(3, "drop", 2, 1), resume=True)
 
 

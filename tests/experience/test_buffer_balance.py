@@ -1,12 +1,12 @@
 """Which groups a step trains when tasks are due different numbers of them."""
 
 from buffer_values import group
-from shoal.experience.balance import PATIENCE_S, Balance, Waiting
+from shoal.experience.balance import PATIENCE_S, Balance, WaitingGroup
 
 
-def waiting(*services: str) -> list[Waiting]:
+def waiting(*services: str) -> list[WaitingGroup]:
     """Groups of these tasks, from the oldest to the newest."""
-    return [Waiting(i, i, group(f"g{i}", (i, i), service=service)) for i, service in enumerate(services)]
+    return [WaitingGroup(i, i, group(f"g{i}", (i, i), service=service)) for i, service in enumerate(services)]
 
 
 def halves(used, groups) -> dict[str, float]:

@@ -10,9 +10,9 @@ from shoal.experience import AdmissionGate
 class Run:
     """A run reduced to what the gate sees: groups run, wait, are consumed; versions are published."""
 
-    def __init__(self, eta, groups_per_step, push_every, max_running, fills=(0,)):
+    def __init__(self, max_staleness, groups_per_step, push_every, max_running, fills=(0,)):
         self.gate = AdmissionGate(
-            eta=eta, groups_per_step=groups_per_step, push_every=push_every, max_running=max_running
+            max_staleness=max_staleness, groups_per_step=groups_per_step, push_every=push_every, max_running=max_running
         )
         self.per_step, self.push_every = groups_per_step, push_every
         self.running, self.waiting, self.consumed = [], [], []  # admitted versions
@@ -67,7 +67,7 @@ class Run:
 
 
 @given(
-    eta=st.integers(0, 4),
+    max_staleness=st.integers(0, 4),
     per_step=st.integers(1, 4),
     push_every=st.integers(1, 3),
     max_running=st.integers(1, 12),
@@ -75,23 +75,25 @@ class Run:
     fills=st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_order_of_events_breaks_the_bound_or_stops_the_run(eta, per_step, push_every, max_running, choices, fills):
-    run = Run(eta, per_step, push_every, max_running, fills)
+def test_no_order_of_events_breaks_the_bound_or_stops_the_run(
+    max_staleness, per_step, push_every, max_running, choices, fills
+):
+    run = Run(max_staleness, per_step, push_every, max_running, fills)
     for choice in choices:
         run.play(choice)
         gate = run.gate
         assert 0 <= gate.capacity <= max_running
-        assert gate.accepted + gate.running <= (gate.version + eta + 1) * gate.groups_per_version
+        assert gate.accepted + gate.running <= (gate.version + max_staleness + 1) * gate.groups_per_version
         if not run.running and len(run.waiting) < run.wanted:
             assert gate.capacity > 0
-    if eta == 0:
+    if max_staleness == 0:
         assert all(admitted == version for admitted, version in run.consumed)
 
 
 @given(choices=st.lists(st.integers(0, 10_000), min_size=60, max_size=200), push_every=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_with_eta_0_nothing_waits_or_runs_when_a_version_is_published(choices, push_every):
-    run = Run(eta=0, groups_per_step=2, push_every=push_every, max_running=8)
+    run = Run(max_staleness=0, groups_per_step=2, push_every=push_every, max_running=8)
     version = 0
     for choice in choices:
         run.play(choice)
@@ -102,7 +104,7 @@ def test_with_eta_0_nothing_waits_or_runs_when_a_version_is_published(choices, p
 
 
 def test_a_slow_group_can_outlive_eta_so_admission_alone_is_no_bound():
-    run = Run(eta=1, groups_per_step=1, push_every=1, max_running=8)
+    run = Run(max_staleness=1, groups_per_step=1, push_every=1, max_running=8)
     run.start(0)
     for _ in range(3):
         run.start(0)
@@ -114,7 +116,7 @@ def test_a_slow_group_can_outlive_eta_so_admission_alone_is_no_bound():
 
 
 def test_failed_and_dropped_groups_give_their_budget_back():
-    gate = AdmissionGate(eta=0, groups_per_step=2, push_every=1, max_running=8)
+    gate = AdmissionGate(max_staleness=0, groups_per_step=2, push_every=1, max_running=8)
     gate.admit(), gate.admit()
     assert gate.capacity == 0
     gate.fail()
@@ -126,18 +128,18 @@ def test_failed_and_dropped_groups_give_their_budget_back():
 
 
 def test_a_push_every_third_step_gives_budget_for_three_steps():
-    gate = AdmissionGate(eta=1, groups_per_step=4, push_every=3, max_running=100)
+    gate = AdmissionGate(max_staleness=1, groups_per_step=4, push_every=3, max_running=100)
     assert gate.capacity == 2 * 12
 
 
 def test_a_recovered_gate_counts_what_is_consumed_and_waiting():
-    gate = AdmissionGate(eta=1, groups_per_step=4, push_every=1, max_running=100)
+    gate = AdmissionGate(max_staleness=1, groups_per_step=4, push_every=1, max_running=100)
     gate.recover(version=5, accepted=22)
     assert gate.capacity == (5 + 1 + 1) * 4 - 22
 
 
 def test_starting_without_capacity_is_a_bug():
-    gate = AdmissionGate(eta=0, groups_per_step=1, push_every=1, max_running=1)
+    gate = AdmissionGate(max_staleness=0, groups_per_step=1, push_every=1, max_running=1)
     gate.admit()
     with pytest.raises(AssertionError, match="without capacity"):
         gate.admit()
@@ -145,4 +147,4 @@ def test_starting_without_capacity_is_a_bug():
 
 def test_a_gate_for_no_groups_is_refused():
     with pytest.raises(ValueError, match="groups_per_step"):
-        AdmissionGate(eta=0, groups_per_step=0, push_every=1, max_running=1)
+        AdmissionGate(max_staleness=0, groups_per_step=0, push_every=1, max_running=1)

@@ -22,14 +22,14 @@ class BufferMachine(RuleBasedStateMachine):
     """The run beside the buffer: what runs, what was trained, which Version the trainer and the engines have."""
 
     @initialize(
-        eta=st.integers(0, 2),
+        max_staleness=st.integers(0, 2),
         late=st.sampled_from(["drop", "drop", "mask_tokens", "train"]),
         per_step=st.integers(1, 3),
         push_every=st.integers(1, 2),
     )
-    def begin(self, eta, late, per_step, push_every):
+    def begin(self, max_staleness, late, per_step, push_every):
         self.run_dir = Path(tempfile.mkdtemp())
-        self.meta = RunMeta(eta, late, per_step, push_every)
+        self.meta = RunMeta(max_staleness, late, per_step, push_every)
         self.loop = asyncio.new_event_loop()
         self.started = 0
         self.running: dict[str, int] = {}
@@ -98,8 +98,8 @@ class BufferMachine(RuleBasedStateMachine):
         ids = [one.id for one in groups]
         for one in groups:
             if self.meta.late == "drop":
-                assert self.version - one.oldest_version <= self.meta.eta
-            if self.meta.eta == 0 and self.meta.late == "drop":
+                assert self.version - one.oldest_version <= self.meta.max_staleness
+            if self.meta.max_staleness == 0 and self.meta.late == "drop":
                 assert one.admitted_version == one.oldest_version == self.version
         after = (self.step + 1) // self.meta.push_every
         self.do(self.buffer.consumed(self.step, self.version, ids, version_after=after))
@@ -129,7 +129,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert len(set(self.used)) == len(self.used)
         assert set(self.used) <= self.added
         gate = self.buffer.gate
-        assert gate.accepted + gate.running <= (gate.version + self.meta.eta + 1) * gate.groups_per_version
+        assert gate.accepted + gate.running <= (gate.version + self.meta.max_staleness + 1) * gate.groups_per_version
         assert gate.running == len(self.running)
         if not self.running and self.served == self.version and gate.accepted == len(self.used) + self.buffer.waiting:
             assert self.buffer.waiting >= self.meta.groups_per_step or gate.capacity > 0

@@ -14,7 +14,7 @@ import pyarrow.parquet  # noqa: F401  # half a second, which is longer than this
 from shoal.experience import Buffer, RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, RolloutStatus, Task, Turn
 
-META = RunMeta(eta=2, late="drop", groups_per_step=3, push_every=2)
+META = RunMeta(max_staleness=2, late="drop", groups_per_step=3, push_every=2)
 
 
 def say(*words):

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from gateway_engine import CONTEXT, Served, served
-from shoal.gateway import Limits
-from shoal.gateway.token_tree import HistoryPolicy, Ledger
+from shoal.gateway import SessionLimits
+from shoal.gateway.token_tree import HistoryPolicy, TokenTree
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout, Sampling
 
@@ -33,12 +33,12 @@ def run(scenario: Callable[[Served], Awaitable[None]], *script: str | None, **op
     asyncio.run(main())
 
 
-def agent(one: Served, **options: Any) -> tuple[openai.AsyncOpenAI, Ledger]:
+def agent(one: Served, **options: Any) -> tuple[openai.AsyncOpenAI, TokenTree]:
     session = one.gateway.sessions.open(**options)
     return openai.AsyncOpenAI(base_url=f"{one.url}/s/{session.token}/v1", api_key="-"), session.ledger
 
 
-def check_exact(one: Served, ledger: Ledger) -> None:
+def check_exact(one: Served, ledger: TokenTree) -> None:
     """Every drawn token is trained once, after the very tokens that the engine had received."""
     trained = rows(Rollout("r", ledger.messages(), ledger.turns(), Reward(1.0)), 1.0)
     kept = [turn.completion for turn in ledger.turns()]
@@ -128,7 +128,7 @@ def test_a_retry_after_the_client_gave_up_finds_the_call_under_way() -> None:
 
 def test_a_retry_is_answered_when_the_session_s_limit_is_reached() -> None:
     async def scenario(one: Served) -> None:
-        session = one.gateway.sessions.open(limits=Limits(generations=1))
+        session = one.gateway.sessions.open(limits=SessionLimits(generations=1))
         url, retry = f"{one.url}/s/{session.token}/v1/chat/completions", {"x-stainless-retry-count": "1"}
         async with aiohttp.ClientSession() as http:
             for headers, status in (({}, 200), (retry, 200), ({}, 410)):

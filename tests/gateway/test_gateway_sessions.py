@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from gateway_engine import Served, served
-from shoal.gateway import Bounds
+from shoal.gateway import SessionBounds
 from shoal.gateway.registry import CLOSED_KEPT
 from shoal.gateway.server import MAX_BODY_BYTES
 from shoal.trainer.advantage import rows
@@ -66,7 +66,7 @@ def test_an_idle_session_is_evicted_and_answers_410_from_then_on() -> None:
         assert (await posted(http, f"{used['anthropic_base_url']}/end"))[0] == 410
         assert len(one.gateway.sessions) == 0
 
-    run(scenario, clock=clock, bounds=Bounds(idle_s=120))
+    run(scenario, clock=clock, bounds=SessionBounds(idle_s=120))
 
 
 def test_of_closed_sessions_so_many_are_remembered_and_nothing_is_written() -> None:
@@ -135,7 +135,7 @@ def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_st
         busy = asyncio.create_task(posted(http, urls[1], ASK))
         await until(lambda: len(one.engine.received) == 4)
         held = [session.tokens_held for session in sessions]
-        one.gateway.sessions.bounds = Bounds(tokens=sum(held) - 1)
+        one.gateway.sessions.bounds = SessionBounds(tokens=sum(held) - 1)
         await one.gateway.sessions.evict()
         assert [bool(session.ended) for session in sessions] == [True, False, True, False]
         assert (await busy)[0] == 200
@@ -151,7 +151,7 @@ def test_a_full_gateway_opens_no_session() -> None:
         statuses = [(await posted(http, f"{one.url}/v1/sessions"))[0] for _ in range(3)]
         assert statuses == [200, 200, 503]
 
-    run(scenario, bounds=Bounds(sessions=2))
+    run(scenario, bounds=SessionBounds(sessions=2))
 
 
 def test_with_an_admin_key_strangers_open_nothing_and_sessions_need_no_more_than_their_own() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import HistoryDiverged
-from shoal.gateway.token_tree import Cause, Conversation, Generation, HistoryPolicy, Ledger, minted_id
+from shoal.gateway.token_tree import Cause, Conversation, Generation, HistoryPolicy, TokenTree, minted_id
 from shoal.types import Completion, FinishReason, Message, Role, ToolCall
 
 END = 9
@@ -15,7 +15,7 @@ def drawn(*tokens: int, finish: FinishReason = FinishReason.STOP) -> Completion:
     return Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), finish)
 
 
-def answered(ledger: Ledger, messages: tuple[Message, ...], completion: Completion, answer: Message) -> Generation:
+def answered(ledger: TokenTree, messages: tuple[Message, ...], completion: Completion, answer: Message) -> Generation:
     attachment = ledger.attach(Conversation(messages))
     rendered = () if attachment.continues else (END, 1, 2) if attachment.cause is None else (1, 2)
     return ledger.commit(ledger.open(attachment, rendered, repr(messages)), completion, answer)
@@ -26,14 +26,14 @@ def said(text: str, *calls: ToolCall) -> Message:
 
 
 def test_the_close_that_the_engine_drew_is_not_written_again() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     answered(ledger, (ASK,), drawn(5, END), said("x"))
     second = answered(ledger, (ASK, said(" x "), MORE), drawn(6, END), said("y"))
     assert ledger.prompt_ids(second) == (1, 2, 5, END, 1, 2)
 
 
 def test_the_close_of_an_answer_cut_short_is_written_and_not_trained() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     answered(ledger, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
     second = answered(ledger, (ASK, said("x"), MORE), drawn(6, END), said("y"))
     assert ledger.prompt_ids(second) == (1, 2, 5, END, 1, 2)
@@ -41,7 +41,7 @@ def test_the_close_of_an_answer_cut_short_is_written_and_not_trained() -> None:
 
 
 def test_a_continuation_goes_on_where_the_answer_was_cut() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     answered(ledger, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
     second = answered(ledger, (ASK, said("x")), drawn(6, END), said("y"))
     assert ledger.prompt_ids(second) == (1, 2, 5)
@@ -52,14 +52,14 @@ def test_a_continuation_goes_on_where_the_answer_was_cut() -> None:
 
 
 def test_other_tools_or_an_edited_question_begin_a_new_root() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     answered(ledger, (ASK,), drawn(5, END), said("x"))
     assert ledger.attach(Conversation((ASK, said("x"), MORE), tools="[1]")).cause is Cause.DIVERGED
     assert ledger.attach(Conversation((MORE, said("x"), MORE))).cause is Cause.DIVERGED
 
 
 def test_the_policy_template_renders_anew_when_the_user_speaks_and_bridges_tools() -> None:
-    ledger = Ledger(HistoryPolicy.TEMPLATE)
+    ledger = TokenTree(HistoryPolicy.TEMPLATE)
     call = ToolCall("a", "f", "{}")
     answered(ledger, (ASK,), drawn(5, END), said("x", call))
     result = Message(Role.TOOL, "1", tool_call_id="a")
@@ -68,7 +68,7 @@ def test_the_policy_template_renders_anew_when_the_user_speaks_and_bridges_tools
 
 
 def test_the_policy_strict_refuses_what_does_not_extend_the_newest_answer() -> None:
-    ledger = Ledger(HistoryPolicy.STRICT)
+    ledger = TokenTree(HistoryPolicy.STRICT)
     answered(ledger, (ASK,), drawn(5, END), said("x"))
     answered(ledger, (ASK, said("x"), MORE), drawn(6, END), said("y"))
     with pytest.raises(HistoryDiverged, match="earlier answer"):
@@ -78,7 +78,7 @@ def test_the_policy_strict_refuses_what_does_not_extend_the_newest_answer() -> N
 
 
 def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     first = answered(ledger, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": 1, "y": 2}')))
     second = answered(ledger, (ASK,), drawn(6, END), said("", ToolCall("b", "f", '{"x": 1, "y": 2}')))
     for one, generation in (("a", first), ("b", second), ("other", second)):
@@ -87,7 +87,7 @@ def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:
 
 
 def test_what_no_client_got_is_left_out_when_an_equal_request_was_answered() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     lost = answered(ledger, (ASK,), drawn(5, END), said("x"))
     assert ledger.exported() == [lost]
     again = answered(ledger, (ASK,), drawn(6, END), said("y"))
@@ -96,7 +96,7 @@ def test_what_no_client_got_is_left_out_when_an_equal_request_was_answered() -> 
 
 
 def test_a_retry_finds_the_call_under_way_and_then_its_answer() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     call = ledger.open(ledger.attach(Conversation((ASK,))), (1, 2), "digest")
     assert ledger.retried("digest") is call
     generation = ledger.commit(call, drawn(5, END), said("x"))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.options import Limits
+from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 def answers(directory: Path, *, dtype: str, device: str, reload: bool = False) -> tuple[list[list[int]], list[float]]:
     """Tokens and logprobs of greedy, seeded and truncated requests that run together."""
-    engine = LocalEngine(load_model(directory, dtype=dtype, device=device), Limits(200, chunk_tokens=16))
+    engine = StepEngine(load_model(directory, dtype=dtype, device=device), EngineLimits(200, chunk_tokens=16))
     samplings = [Sampling(40, temperature=0), Sampling(30, seed=1), Sampling(30, seed=2, top_p=0.9, top_k=20)]
     requests = [Request([5 + i] * (9 + 8 * i), sampling, n=2) for i, sampling in enumerate(samplings)]
     for request in requests:
@@ -51,7 +51,7 @@ def test_bfloat16_scores_are_near_those_of_float32(tiny_model_dir: Path) -> None
     tokens = [5 + i % 90 for i in range(100)]
     scores = []
     for dtype in ("float32", "bfloat16"):
-        engine = LocalEngine(load_model(tiny_model_dir, dtype=dtype, device="cuda"), Limits(200, chunk_tokens=16))
+        engine = StepEngine(load_model(tiny_model_dir, dtype=dtype, device="cuda"), EngineLimits(200, chunk_tokens=16))
         request = Request(tokens, Sampling(1), score_alternatives=0)
         engine.submit(request)
         while not engine.idle:

@@ -70,7 +70,7 @@ def test_the_last_words_of_a_process_are_its_own_and_not_those_of_one_before_it(
 def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
     async def run() -> None:
         async with Script("import signal; signal.pause()", tmp_path) as child:
-            with pytest.raises(ChildDied, match=r"has not answered Save for 0\.05 s; go on with --resume"):
+            with pytest.raises(ChildDied, match=r"has not answered SaveCheckpoint for 0\.05 s; go on with --resume"):
                 await TrainerProcess(child, timeout_s=0.05).save(tmp_path)
             assert (await child.died()).returncode == -signal.SIGKILL
 

@@ -36,10 +36,10 @@ class Page(HTMLParser):
         self.addresses += [value for name, value in attrs if name in {"src", "href"}]
 
 
-def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", eta: int = 2) -> None:
+def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", max_staleness: int = 2) -> None:
     """A run directory as a run of `steps` steps leaves it, the reward rising from 0 to 1."""
     run_dir.mkdir(exist_ok=True)
-    config = parse({"run_dir": "runs/x", "tasks": [{"name": task}], "asynchrony": {"max_staleness": eta}})
+    config = parse({"run_dir": "runs/x", "tasks": [{"name": task}], "asynchrony": {"max_staleness": max_staleness}})
     (run_dir / "resolved.toml").write_text(to_toml(config))
     tracker = JsonlTracker(run_dir / "metrics.jsonl", clock=iter(range(10**6)).__next__)
     tracker.write("eval", {"step": 0, "sampled": 0.25, "greedy": 0.5})

@@ -12,7 +12,7 @@ from shoal.model.answer import harmony, parted, stated, written
 from shoal.model.chat_template import ChatRenderer
 from shoal.reward.service import RewardService
 from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 
 ASK = Message(Role.USER, "What is the sum? Think in <think> if you like.")
@@ -80,7 +80,7 @@ def renderer(name: str) -> ChatRenderer:
 @pytest.fixture(scope="module")
 def drawn() -> Iterator[Task]:
     """A sum of reasoning-gym's."""
-    with Drawer() as drawer:
+    with ProceduralClient() as drawer:
         yield ReasoningGymService(TaskConfig(name="chain_sum"), 0, drawer).draw(Split.TRAIN, 0)
 
 

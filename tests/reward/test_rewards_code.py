@@ -13,7 +13,7 @@ from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
 from shoal.reward.code_runner import Boxes
 from shoal.reward.service import CodeScorer
 from shoal.sandbox.backends import why_not
-from shoal.sandbox.program import Ended, Finished, Rung
+from shoal.sandbox.program import Backend, Ended, Finished
 from shoal.types import Json, Reward, RewardStatus, Task
 
 T = TypeVar("T")
@@ -87,19 +87,21 @@ def add(a, b): return None
 }
 
 
-def scored(tests: list[Json], answers: list[str], spec: Code | None = None, rung: Rung | None = None) -> list[Reward]:
+def scored(
+    tests: list[Json], answers: list[str], spec: Code | None = None, backend: Backend | None = None
+) -> list[Reward]:
     """By a scorer of one sandbox at a time."""
 
     async def work(scorer: CodeScorer) -> list[Reward]:
         task = Task("t", "t", (), None, json.dumps({"tests": tests}))
         return await scorer.score_by(spec or Code(timeout_s=2.0), task, answers)
 
-    return with_scorer(work, rung)
+    return with_scorer(work, backend)
 
 
-def with_scorer(work: Callable[[CodeScorer], Coroutine[None, None, T]], rung: Rung | None = None) -> T:
+def with_scorer(work: Callable[[CodeScorer], Coroutine[None, None, T]], backend: Backend | None = None) -> T:
     async def main() -> T:
-        boxes = Boxes(1, rung)
+        boxes = Boxes(1, backend)
         try:
             return await work(CodeScorer(boxes))
         finally:
@@ -113,24 +115,24 @@ def values(rewards: list[Reward]) -> list[float]:
     return [reward.value for reward in rewards]
 
 
-@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
-def rung(request: pytest.FixtureRequest) -> Rung:
+@pytest.fixture(params=list(Backend), ids=lambda backend: str(backend.value))
+def backend(request: pytest.FixtureRequest) -> Backend:
     """Every rung that this machine has."""
-    chosen: Rung = request.param
+    chosen: Backend = request.param
     if why_not(chosen):
         pytest.skip(f"{chosen.value}: {why_not(chosen)}")
     return chosen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_program_passes_by_cheating_and_honest_ones_beside_it_pass(kind: str, rung: Rung) -> None:
+def test_no_program_passes_by_cheating_and_honest_ones_beside_it_pass(kind: str, backend: Backend) -> None:
     answers = [program for cheat in CHEATS.values() for program in (cheat, ADD)]
-    rewards = scored(KINDS[kind], answers, Code(timeout_s=1.0), rung)
+    rewards = scored(KINDS[kind], answers, Code(timeout_s=1.0), backend)
     assert dict(zip(CHEATS, values(rewards)[::2], strict=True)) == dict.fromkeys(CHEATS, 0.0)
     assert values(rewards)[1::2] == [1.0] * len(CHEATS)
 
 
-def test_what_a_program_prints_is_compared_line_by_line(rung: Rung) -> None:
+def test_what_a_program_prints_is_compared_line_by_line(backend: Backend) -> None:
     answers = [
         READS,
         f"```python\n{READS}\n```",
@@ -139,7 +141,7 @@ def test_what_a_program_prints_is_compared_line_by_line(rung: Rung) -> None:
         "raise SystemExit('bad')",
         "while 1: print(1)",
     ]
-    rewards = scored(LINES, answers, rung=rung)
+    rewards = scored(LINES, answers, backend=backend)
     assert values(rewards) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert rewards[2].evidence.startswith("test 2 of 2: expected '9'")
     assert rewards[4].evidence == "test 1 of 2: bad"
@@ -289,7 +291,7 @@ def test_no_name_of_a_program_replaces_what_a_test_means_by_it() -> None:
     assert values(scored(tests, programs) + scored(file, programs)) == [0.0] * 4
 
 
-def test_nothing_of_one_program_is_left_for_the_next(rung: Rung) -> None:
+def test_nothing_of_one_program_is_left_for_the_next(backend: Backend) -> None:
     leaves = """
 import os, threading, time
 os.makedirs("deep/er"); open("deep/er/json.py", "w").write("x"); open("left", "w").write("x")
@@ -307,7 +309,7 @@ def add(a, b):
     looks = (
         "import os\nname = 'left' in os.listdir('.') or os.path.exists('deep')\ndef add(a, b): return a + b + name\n"
     )
-    rewards = scored(CALLS, [leaves, looks, leaves, looks], rung=rung)
+    rewards = scored(CALLS, [leaves, looks, leaves, looks], backend=backend)
     assert values(rewards) == [1.0] * 4, rewards
 
 
@@ -376,7 +378,7 @@ def test_a_value_equals_what_the_test_expects(value: object, expected: object, i
 )
 def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_else(line: bytes) -> None:
     tests = code.tests_in('{"tests": [{"call": "f", "returns": {"a": 1}}, {"call": "f", "returns": 0.5}]}')
-    run = Finished(Ended.EXITED, 0, None, (line + b"\n") * 2, b"", 0.1, 0.1, Rung.NAMESPACES)
+    run = Finished(Ended.EXITED, 0, None, (line + b"\n") * 2, b"", 0.1, 0.1, Backend.NAMESPACES)
     found = verdicts(Job("call", "", (b"",), 1.0, 1, tests=2), tests, Runs((run,)), 1e-9)
     assert len(found) == 2
     assert reward(found, partial=True).value == 0.0

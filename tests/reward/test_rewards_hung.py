@@ -9,7 +9,7 @@ from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
 from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Reward, RewardStatus, Split, Task
 
 HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers
@@ -19,7 +19,7 @@ NUMBER = Task("quiz/1", "quiz", (), "42", '{"scorer": "number"}')
 @pytest.fixture(scope="module")
 def drawn() -> Iterator[Callable[[str], Task]]:
     """The first training task of a dataset."""
-    with Drawer() as drawer:
+    with ProceduralClient() as drawer:
         yield lambda name: ReasoningGymService(TaskConfig(name=name), 0, drawer).draw(Split.TRAIN, 0)
 
 

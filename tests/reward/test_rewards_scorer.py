@@ -19,9 +19,9 @@ from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
 from shoal.sandbox.backends import why_not
-from shoal.sandbox.program import Rung
+from shoal.sandbox.program import Backend
 from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Reward, RewardStatus, Split, Task
 from until import until
 
@@ -34,7 +34,7 @@ NUMBER = Task("quiz/1", "quiz", (), "42", '{"scorer": "number"}')
 @pytest.fixture(scope="module")
 def drawn() -> Iterator[Callable[[str], Task]]:
     """The first training task of a dataset."""
-    with Drawer() as drawer:
+    with ProceduralClient() as drawer:
 
         def task(name: str) -> Task:
             return ReasoningGymService(TaskConfig(name=name), 0, drawer).draw(Split.TRAIN, 0)
@@ -291,7 +291,9 @@ def test_a_worker_has_no_environment_no_files_and_no_right_to_write(boxed: bool)
     run(work, boxed=boxed)
 
 
-@pytest.mark.skipif(all(why_not(rung) for rung in (Rung.BUBBLEWRAP, Rung.NAMESPACES)), reason="needs namespaces")
+@pytest.mark.skipif(
+    all(why_not(backend) for backend in (Backend.BUBBLEWRAP, Backend.NAMESPACES)), reason="needs namespaces"
+)
 def test_a_worker_sees_neither_the_disk_nor_the_network_nor_other_processes() -> None:
     async def work(scorer: WorkerScorer) -> None:
         folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")

@@ -22,7 +22,7 @@ from shoal.interfaces import Scorer
 from shoal.reward.service import RewardService
 from shoal.rollout.agents import AgentRunner, Host, clients
 from shoal.rollout.agents.clients import agent_of, command_play, function_play
-from shoal.rollout.agents.host import Seat
+from shoal.rollout.agents.host import AgentSession
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.remote_protocol import SessionAt
 from shoal.tasks.remote_worker import HttpModel
@@ -224,7 +224,7 @@ async def asking_elsewhere(*, too_much: bool) -> AsyncIterator[Play]:
     """As a service in a process of its own: one good request, then one that cannot be answered."""
     async with aiohttp.ClientSession() as http:
 
-        async def play(task: Task, seat: Seat) -> Outcome:
+        async def play(task: Task, seat: AgentSession) -> Outcome:
             model = HttpModel(SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key), http)
             said = await model.answer(task.messages)
             more = [Message(Role.USER, "go on " * 400)] if too_much else []
@@ -248,7 +248,7 @@ def test_of_what_the_gateway_refuses_a_service_only_a_full_context_is_the_policy
 def test_nobody_but_the_run_opens_sessions_at_its_gateway() -> None:
     @contextlib.asynccontextmanager
     async def intruding() -> AsyncIterator[Play]:
-        async def play(task: Task, seat: Seat) -> Outcome:
+        async def play(task: Task, seat: AgentSession) -> Outcome:
             root = seat.base_url.partition("/s/")[0]
             headers = {"authorization": f"Bearer {seat.api_key}"}
             async with aiohttp.ClientSession() as http, http.post(f"{root}/v1/sessions", headers=headers) as answer:

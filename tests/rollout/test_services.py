@@ -19,7 +19,7 @@ from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.agents.services import AWAY_S, BAD_IN_A_ROW, NO_PROCESS, Health, RemoteSource, remote_play
 from shoal.rollout.orchestrator import LocalSource
-from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_server import TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
@@ -45,7 +45,7 @@ def test_the_orchestrator_benchmark_loses_nothing() -> None:
 
 async def played(name: str, path: str, wanted, **options) -> list[Rollout]:
     """The rollouts of the tasks of a served task that are wanted, over HTTP and on sessions."""
-    with ServingHub([name], lease_s=2.0) as hub:
+    with TaskServerThread([name], lease_s=2.0) as hub:
         process = Process(path, hub.url, name=name, folder=HERE)
         try:
             service = RemoteService(name, hub)
@@ -100,7 +100,7 @@ def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives
         await asyncio.sleep(1e6)
         return ()
 
-    async def main(hub: ServingHub) -> tuple[Rollout, ...]:
+    async def main(hub: TaskServerThread) -> tuple[Rollout, ...]:
         clock = asyncio.get_running_loop().time
         source = RemoteSource(RemoteService("x", hub), endless, 2, lambda _, there: told.append((clock(), there)))
         running = asyncio.create_task(source.rollouts(Task("x/0", "x", ())))
@@ -113,7 +113,7 @@ def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives
         source.served_by(1)
         return rollouts
 
-    with ServingHub(["x"]) as hub:
+    with TaskServerThread(["x"]) as hub:
         rollouts = run_virtual(main(hub))
     gone_s = 10 + 2 * AWAY_S - 1
     assert told == [(gone_s, False), (gone_s, True)]
@@ -171,7 +171,7 @@ def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_
     os.environ["MORTAL_FLAG"] = str(tmp_path / "died")
 
     async def main() -> Rollout:
-        with ServingHub(["mortal"], lease_s=1.0, beat_s=0.3) as hub:
+        with TaskServerThread(["mortal"], lease_s=1.0, beat_s=0.3) as hub:
             processes = [Process("service_tasks:Mortal", hub.url, name="mortal", folder=HERE)]
             try:
                 service = RemoteService("mortal", hub)

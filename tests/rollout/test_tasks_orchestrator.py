@@ -15,7 +15,7 @@ from buffer_values import group as made_group
 from shoal.clock import run_virtual
 from shoal.experience import Buffer, RunMeta
 from shoal.experience.balance import PATIENCE_S
-from shoal.rollout.mixture_weights import Bounds, Change
+from shoal.rollout.mixture_weights import Change, WeightBounds
 from shoal.rollout.orchestrator import CANCELLED, Adjustment, Orchestrator
 from shoal.types import Task
 
@@ -86,7 +86,7 @@ def simulate(
     weights,
     *,
     steps,
-    eta=4,
+    max_staleness=4,
     per_step=6,
     step_s=1.0,
     max_running=200,
@@ -97,7 +97,7 @@ def simulate(
     """Trains `steps` steps of groups from the workshops; each away workshop is announced to the orchestrator."""
 
     async def main() -> Run:
-        buffer = Buffer.in_memory(RunMeta(eta, late, per_step, 1), max_running=max_running)
+        buffer = Buffer.in_memory(RunMeta(max_staleness, late, per_step, 1), max_running=max_running)
         changes: list[Change] = []
         adjustment = Adjustment(bounds, changes.append) if bounds or tokens else None
         shares = {shop.name: weight for shop, weight in zip(shops, weights, strict=True)}
@@ -160,7 +160,7 @@ def test_a_fast_a_slow_and_a_flaky_task_are_trained_in_equal_parts_at_every_step
 
 def test_a_task_that_falls_silent_unnoticed_is_waited_for_once_and_holds_up_nobody_after_it_is_given_up() -> None:
     shops = [Workshop("good", 1.0), Workshop("dead", 1.0, dies_s=20.0, away=(90.0, 1e9))]
-    run = simulate(shops, (1, 1), steps=60, eta=2)
+    run = simulate(shops, (1, 1), steps=60, max_staleness=2)
     assert run.trained.total() == 360
     assert run.ends_s[-1] < 60 + (90 - 20) + 5, "nothing was waited for but the dead task, until it was given up"
     waits = [after - before for before, after in pairwise(run.ends_s)]
@@ -177,17 +177,19 @@ def test_a_task_that_falls_silent_unnoticed_is_waited_for_once_and_holds_up_nobo
     st.integers(0, 6),
     st.integers(0, 2**32),
 )
-def test_whatever_the_speeds_and_failures_shares_are_met_and_nothing_is_lost_or_doubled(kinds, eta, seed) -> None:
+def test_whatever_the_speeds_and_failures_shares_are_met_and_nothing_is_lost_or_doubled(
+    kinds, max_staleness, seed
+) -> None:
     shops = [
         Workshop(f"s{i}", seconds, failing, draw_s=draw_s, dice=random.Random(seed + i))
         for i, (seconds, failing, _, draw_s) in enumerate(kinds)
     ]
     weights = {shop.name: kind[2] for shop, kind in zip(shops, kinds, strict=True)}
     steps, per_step = 60, 6
-    run = simulate(shops, weights.values(), steps=steps, eta=eta, per_step=per_step)
+    run = simulate(shops, weights.values(), steps=steps, max_staleness=max_staleness, per_step=per_step)
     assert len(set(run.ids)) == len(run.ids) == steps * per_step
     assert run.started == run.accounted
-    ahead = (eta + 1) * per_step + len(shops)
+    ahead = (max_staleness + 1) * per_step + len(shops)
     for name, weight in weights.items():
         share = weight / sum(weights.values())
         assert abs(run.trained[name] - share * steps * per_step) <= ahead, (name, run.trained)
@@ -197,7 +199,7 @@ def test_whatever_the_speeds_and_failures_shares_are_met_and_nothing_is_lost_or_
 
 def test_while_a_task_is_away_the_others_go_on_and_afterwards_it_gets_back_what_it_missed_within_bounds() -> None:
     shops = [Workshop("steady", 1.0), Workshop("leaver", 1.0, away=(20.0, 60.0))]
-    run = simulate(shops, (1, 1), steps=200, per_step=6, eta=2)
+    run = simulate(shops, (1, 1), steps=200, per_step=6, max_staleness=2)
     away = sum(run.per_step[22:60], Counter())
     assert away["leaver"] <= 3 * 6, "groups that were waiting may still be trained, no others"
     after = sum(run.per_step[60:67], Counter())
@@ -218,7 +220,7 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
         Workshop("hopeless", 1.0, informative=0.0),
         Workshop("learnable", 1.0, informative=0.8),
     ]
-    run = simulate(shops, (1, 1, 1), steps=150, bounds=Bounds(0.1, 4.0))
+    run = simulate(shops, (1, 1, 1), steps=150, bounds=WeightBounds(0.1, 4.0))
     late = sum(run.per_step[100:], Counter())
     assert late["learnable"] > 0.8 * late.total()
     assert 0 < late["mastered"] < 0.1 * late.total()
@@ -228,7 +230,7 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
 
 def test_a_task_that_cannot_deliver_its_share_at_full_concurrency_is_asked_for_less() -> None:
     shops = [Workshop("quick", 1.0), Workshop("crawling", 20.0, max_running=2)]
-    run = simulate(shops, (1, 1), steps=200, bounds=Bounds(0.05, 4.0))
+    run = simulate(shops, (1, 1), steps=200, bounds=WeightBounds(0.05, 4.0))
     assert run.shares["crawling"] < 0.3
     assert any("waited for it" in change.reason for change in run.changes)
 
@@ -252,9 +254,9 @@ class Cancelling(Workshop):
         return await super().rollouts(task)
 
 
-@pytest.mark.parametrize("eta", [0, 2])
-def test_a_group_whose_scoring_is_cancelled_fails_and_gives_its_place_back(eta: int) -> None:
-    run = simulate([Cancelling("flaky", 1.0)], (1,), steps=20, eta=eta, per_step=6)
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_group_whose_scoring_is_cancelled_fails_and_gives_its_place_back(max_staleness: int) -> None:
+    run = simulate([Cancelling("flaky", 1.0)], (1,), steps=20, max_staleness=max_staleness, per_step=6)
     assert run.trained.total() == 120
     assert run.started == run.accounted
     assert run.failed["flaky"] == Counter({CANCELLED: 3})

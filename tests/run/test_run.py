@@ -68,16 +68,21 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("eta", [0, 1, 4])
-def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: Path, eta: int) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: Path, max_staleness: int) -> None:
     done = shoal(
-        "train", str(config), "--run_dir=run", f"--asynchrony.max_staleness={eta}", "--json", cwd=config.parent
+        "train",
+        str(config),
+        "--run_dir=run",
+        f"--asynchrony.max_staleness={max_staleness}",
+        "--json",
+        cwd=config.parent,
     )
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert outcome.keys() == OUTCOME
     assert outcome["steps"] == 6
-    assert outcome["staleness_max"] <= eta
+    assert outcome["staleness_max"] <= max_staleness
     report = audit(config.parent / "run")
     assert report.ok, report.sentences()
     assert report.consumed == 12

@@ -13,7 +13,7 @@ from shoal.swarm.exchange import MemoryHub
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Means
+from shoal.swarm.node_files import NodeDeps
 from shoal.trainer.packing import even_slices
 from shoal.types import (
     EXTERNAL,
@@ -71,7 +71,7 @@ def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
         node = Node(
-            Means(MemoryHub().join(), cast(Any, None), cast(Any, None), cast(Any, None), 64, "tiny"),
+            NodeDeps(MemoryHub().join(), cast(Any, None), cast(Any, None), cast(Any, None), 64, "tiny"),
             config.swarm,
             Identity.fresh(),
             tmp_path / "swarm",

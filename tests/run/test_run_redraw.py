@@ -30,11 +30,11 @@ async def generate(buffer: Buffer, every: int) -> None:
         await buffer.add(graded(f"g{n:03}", admitted, (0.0, 1.0) if useful else (1.0, 1.0)))
 
 
-def steps(run_dir: Path, every: int, eta: int, n: int = 2, of: int = 3) -> list[list[str]]:
+def steps(run_dir: Path, every: int, max_staleness: int, n: int = 2, of: int = 3) -> list[list[str]]:
     """The groups that each of some steps trains on."""
 
     async def main() -> list[list[str]]:
-        buffer = open_buffer(run_dir, RunMeta(eta, "drop", n, 1))
+        buffer = open_buffer(run_dir, RunMeta(max_staleness, "drop", n, 1))
         generator = asyncio.create_task(generate(buffer, every))
         result = []
         for step in range(of):
@@ -49,16 +49,22 @@ def steps(run_dir: Path, every: int, eta: int, n: int = 2, of: int = 3) -> list[
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("eta", [0, 2])
-def test_a_step_trains_on_informative_groups_only_and_every_promise_of_the_log_holds(tmp_path: Path, eta: int) -> None:
-    assert steps(tmp_path, every=3, eta=eta) == [["g002", "g005"], ["g008", "g011"], ["g014", "g017"]]
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_step_trains_on_informative_groups_only_and_every_promise_of_the_log_holds(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    assert steps(tmp_path, every=3, max_staleness=max_staleness) == [
+        ["g002", "g005"],
+        ["g008", "g011"],
+        ["g014", "g017"],
+    ]
     counts = task_counts(tmp_path)["chain_sum"]
     assert (counts.consumed, counts.dropped[UNINFORMATIVE]) == (6, 12)
     assert audit(tmp_path).ok
 
 
 def test_where_nothing_is_informative_a_step_gives_up_a_bounded_number_of_groups(tmp_path: Path) -> None:
-    trained = steps(tmp_path, every=0, eta=1)
+    trained = steps(tmp_path, every=0, max_staleness=1)
     assert [len(groups) for groups in trained] == [2, 2, 2]
     assert task_counts(tmp_path)["chain_sum"].dropped[UNINFORMATIVE] == 3 * 2 * REDRAWS_PER_GROUP
     assert audit(tmp_path).ok

@@ -17,7 +17,7 @@ from shoal.experience import Buffer
 from shoal.observe.metrics import Record
 from shoal.run.loop import TrainLoop
 from shoal.run.plan import changed_settings, prepare, write_resolved
-from shoal.run.totals import Totals
+from shoal.run.totals import RunTotals
 from shoal.run.training import run_meta, run_training, train
 from shoal.weights.store import WeightStore
 
@@ -91,7 +91,7 @@ def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:
         {"kind": "event", "name": "resumed"},
         {"kind": "step", "step": 3, "reward": 0.9, "staleness_max": 7},
     ]
-    totals = Totals.earlier(records, 2)
+    totals = RunTotals.earlier(records, 2)
     assert (totals.rewards, totals.staleness_max) == ([0.2, 0.3], 3)
     assert totals.evals[0]["sampled"] == 0.1
 

@@ -19,7 +19,7 @@ from shoal.experience.audit import audit
 from shoal.interfaces import Claim
 from shoal.run.training import run_training
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
@@ -98,7 +98,7 @@ def with_peer(
 
     async def main() -> None:
         me = identity or Identity.fresh()
-        seal = Seal(me, "reef", session=int(time.time() * 1000))
+        seal = Signer(me, "reef", session=int(time.time() * 1000))
         async with (
             NatsServer(ServerOptions(folder)) as server,
             NatsExchange(NatsOptions((server.url,), "reef")) as exchange,

@@ -13,36 +13,36 @@ import pytest
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.backends import probe, why_not
 from shoal.sandbox.command import installed_packages, outermost, package_folders
-from shoal.sandbox.program import Ended, Limits, Program, Rung
+from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
 from shoal.sandbox.runner import run, run_async
 
 FOREVER = "while True: pass"
 
 
-@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
-def rung(request: pytest.FixtureRequest) -> Rung:
+@pytest.fixture(params=list(Backend), ids=lambda backend: str(backend.value))
+def backend(request: pytest.FixtureRequest) -> Backend:
     """Every rung that this machine has."""
-    chosen: Rung = request.param
+    chosen: Backend = request.param
     if why_not(chosen):
         pytest.skip(f"{chosen.value}: {why_not(chosen)}")
     return chosen
 
 
-def test_a_program_reads_its_input_and_files_and_is_reported_as_it_ended(rung: Rung) -> None:
+def test_a_program_reads_its_input_and_files_and_is_reported_as_it_ended(backend: Backend) -> None:
     source = "import sys, part.other\nprint(input() + part.other.NAME)\nsys.stderr.write('bad')\nsys.exit(3)"
-    finished = run(Program(source, files={"part/other.py": b"NAME = '!'"}, stdin=b"hello"), rung=rung)
+    finished = run(Program(source, files={"part/other.py": b"NAME = '!'"}, stdin=b"hello"), backend=backend)
     assert (finished.ended, finished.exit_code, finished.signal) == (Ended.EXITED, 3, None)
-    assert (finished.stdout, finished.stderr, finished.rung) == (b"hello!\n", b"bad", rung)
+    assert (finished.stdout, finished.stderr, finished.backend) == (b"hello!\n", b"bad", backend)
     assert not finished.ok
     assert 0 < finished.cpu_s < 5
 
 
-def test_a_program_that_kills_itself_was_signalled(rung: Rung) -> None:
-    finished = run(Program("import os; os.kill(os.getpid(), 9)"), rung=rung)
+def test_a_program_that_kills_itself_was_signalled(backend: Backend) -> None:
+    finished = run(Program("import os; os.kill(os.getpid(), 9)"), backend=backend)
     assert (finished.ended, finished.exit_code, finished.signal) == (Ended.SIGNALLED, None, signal.SIGKILL)
 
 
-def test_asyncio_threads_and_temporary_files_work(rung: Rung) -> None:
+def test_asyncio_threads_and_temporary_files_work(backend: Backend) -> None:
     source = """
 import asyncio, tempfile, threading
 threads = [threading.Thread(target=print, args=(n,)) for n in range(4)]
@@ -50,35 +50,35 @@ for thread in threads: thread.start(); thread.join()
 with tempfile.TemporaryDirectory() as folder: open(folder + "/file", "w").write("x")
 print(asyncio.run(asyncio.sleep(0, "slept")))
 """
-    finished = run(Program(source), rung=rung)
+    finished = run(Program(source), backend=backend)
     assert (finished.stdout, finished.stderr) == (b"0\n1\n2\n3\nslept\n", b"")
 
 
-def test_installed_packages_are_there_when_asked_for(rung: Rung) -> None:
+def test_installed_packages_are_there_when_asked_for(backend: Backend) -> None:
     source = "import pytest, sys; print(pytest.__name__, 'site' in sys.modules)"
-    with_them = run(Program(source, packages=installed_packages()), rung=rung)
+    with_them = run(Program(source, packages=installed_packages()), backend=backend)
     assert with_them.stdout == b"pytest False\n", with_them.stderr
-    assert b"ModuleNotFoundError" in run(Program(source), rung=rung).stderr
+    assert b"ModuleNotFoundError" in run(Program(source), backend=backend).stderr
 
 
-def test_a_command_that_is_not_there_ends_as_in_a_shell(rung: Rung) -> None:
-    finished = run(Program(argv=("/bin/sh", "-c", "true")), rung=rung)
+def test_a_command_that_is_not_there_ends_as_in_a_shell(backend: Backend) -> None:
+    finished = run(Program(argv=("/bin/sh", "-c", "true")), backend=backend)
     assert finished.exit_code == 127
     assert finished.stderr.startswith(b"/bin/sh: ")
 
 
-def test_setting_up_does_not_count_against_the_programs_time(rung: Rung) -> None:
+def test_setting_up_does_not_count_against_the_programs_time(backend: Backend) -> None:
     began = time.monotonic()
-    finished = run(Program(FOREVER), Limits(wall_s=0.3), rung=rung)
+    finished = run(Program(FOREVER), ProgramLimits(wall_s=0.3), backend=backend)
     assert finished.ended is Ended.KILLED_WALL
     assert 0.3 <= finished.wall_s <= time.monotonic() - began
 
 
-def test_a_cancelled_program_is_gone(rung: Rung) -> None:
+def test_a_cancelled_program_is_gone(backend: Backend) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
     async def main() -> None:
-        running = asyncio.create_task(run_async(Program(FOREVER), rung=rung))
+        running = asyncio.create_task(run_async(Program(FOREVER), backend=backend))
         await asyncio.sleep(0.3)
         running.cancel()
         await asyncio.wait([running], timeout=5)
@@ -88,11 +88,11 @@ def test_a_cancelled_program_is_gone(rung: Rung) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
 
 
-def test_a_sandbox_that_is_killed_from_outside_failed_and_its_program_ended_in_no_way(rung: Rung) -> None:
-    if rung is Rung.LANDLOCK:
+def test_a_sandbox_that_is_killed_from_outside_failed_and_its_program_ended_in_no_way(backend: Backend) -> None:
+    if backend is Backend.LANDLOCK:
         pytest.skip("its only process is the program")
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run, Program("import time; time.sleep(60)"), Limits(wall_s=30), rung)
+        running = thread.submit(run, Program("import time; time.sleep(60)"), ProgramLimits(wall_s=30), backend)
         while len(processes := psutil.Process().children(recursive=True)) < 3:
             assert not running.done()
         launcher, first, _ = processes
@@ -110,11 +110,11 @@ def test_packages_of_pth_files_and_python_path_are_found_and_the_current_folder_
     assert package_folders(path, [packages], named) == tuple(map(Path, (named, packages, by_pth)))
 
 
-def test_nothing_is_left_open_or_lying_about(rung: Rung, tmp_path: Path) -> None:
+def test_nothing_is_left_open_or_lying_about(backend: Backend, tmp_path: Path) -> None:
     for source in ("pass", FOREVER, "import os; os.mkdir('a', 0); os.symlink('/etc', 'b')"):
-        run(Program(source), Limits(wall_s=0.2), rung=rung)
+        run(Program(source), ProgramLimits(wall_s=0.2), backend=backend)
         open_now = len(os.listdir("/proc/self/fd"))
-        run(Program(source), Limits(wall_s=0.2), rung=rung)
+        run(Program(source), ProgramLimits(wall_s=0.2), backend=backend)
         assert len(os.listdir("/proc/self/fd")) == open_now
     assert psutil.Process().children(recursive=True) == []
 
@@ -126,18 +126,18 @@ def test_a_program_outside_of_its_work_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="both or neither"):
         Program()
     with pytest.raises(ValueError, match=r"Limits\.wall_s"):
-        Limits(wall_s=0)
+        ProgramLimits(wall_s=0)
     with pytest.raises(ValueError, match=r"expected at most 5 bytes \(Limits\.file_bytes\), got 7"):
-        run(Program("x = 1; "), Limits(file_bytes=5))
+        run(Program("x = 1; "), ProgramLimits(file_bytes=5))
 
 
-def test_a_sandbox_that_cannot_be_set_up_says_why(rung: Rung) -> None:
-    with pytest.raises(SandboxUnavailable, match=f"the {rung.value} sandbox could not be set up: .*nowhere"):
-        run(Program("pass", readable=(Path("/nowhere"),)), rung=rung)
+def test_a_sandbox_that_cannot_be_set_up_says_why(backend: Backend) -> None:
+    with pytest.raises(SandboxUnavailable, match=f"the {backend.value} sandbox could not be set up: .*nowhere"):
+        run(Program("pass", readable=(Path("/nowhere"),)), backend=backend)
 
 
 def test_the_probe_names_every_rung() -> None:
-    assert list(probe()) == list(Rung)
+    assert list(probe()) == list(Backend)
 
 
 def test_only_the_outermost_of_nested_paths_is_kept() -> None:

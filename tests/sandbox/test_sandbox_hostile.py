@@ -23,21 +23,21 @@ from benchmarks.hostile.arena import (
 from benchmarks.hostile.corpus import CASES, Case
 from benchmarks.hostile.judged import JUDGED, TESTS
 from shoal.sandbox.backends import why_not
-from shoal.sandbox.program import Program, Rung
+from shoal.sandbox.program import Backend, Program
 from shoal.sandbox.runner import run
 
 HONEST_BESIDE = 20
 AT_ONCE = 4
 
 
-def tried(case: Case, rung: Rung, world: Outside) -> list[str]:
+def tried(case: Case, backend: Backend, world: Outside) -> list[str]:
     """What went wrong with one case."""
     program = Program(world.source(case), files=dict(case.files), stdin=b"21\n")
-    return faults(case, run(program, limits_of(case), rung=rung))
+    return faults(case, run(program, limits_of(case), backend=backend))
 
 
-def honest(rung: Rung) -> list[str]:
-    finished = run(HONEST, PATIENT, rung=rung)
+def honest(backend: Backend) -> list[str]:
+    finished = run(HONEST, PATIENT, backend=backend)
     return [] if finished.ok and finished.stdout == EXPECTED else [f"an honest program was harmed: {finished}"]
 
 
@@ -49,24 +49,28 @@ def test_there_are_enough_cases_and_each_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("kind", TESTS)
-@pytest.mark.parametrize("rung", list(Rung), ids=lambda rung: str(rung.value))
-def test_no_wrong_program_gets_or_spoils_a_reward_and_right_ones_beside_it_get_theirs(rung: Rung, kind: str) -> None:
-    if why_not(rung):
-        pytest.skip(f"{rung.value}: {why_not(rung)}")
-    assert asyncio.run(unjust(kind, rung)) == []
+@pytest.mark.parametrize("backend", list(Backend), ids=lambda backend: str(backend.value))
+def test_no_wrong_program_gets_or_spoils_a_reward_and_right_ones_beside_it_get_theirs(
+    backend: Backend, kind: str
+) -> None:
+    if why_not(backend):
+        pytest.skip(f"{backend.value}: {why_not(backend)}")
+    assert asyncio.run(unjust(kind, backend)) == []
 
 
-@pytest.mark.parametrize("rung", list(Rung), ids=lambda rung: str(rung.value))
-def test_every_hostile_program_is_contained_and_honest_ones_beside_it_are_unharmed(rung: Rung, tmp_path: Path) -> None:
-    if why_not(rung):
-        pytest.skip(f"{rung.value}: {why_not(rung)}")
+@pytest.mark.parametrize("backend", list(Backend), ids=lambda backend: str(backend.value))
+def test_every_hostile_program_is_contained_and_honest_ones_beside_it_are_unharmed(
+    backend: Backend, tmp_path: Path
+) -> None:
+    if why_not(backend):
+        pytest.skip(f"{backend.value}: {why_not(backend)}")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with outside(tmp_path) as world, ignoring_usr1() as signals, ThreadPoolExecutor(AT_ONCE) as threads:
         work: dict[str, Future[list[str]]] = {}
         for number, case in enumerate(CASES):
-            work[case.name] = threads.submit(tried, case, rung, world)
+            work[case.name] = threads.submit(tried, case, backend, world)
             if number % (len(CASES) // HONEST_BESIDE) == 0:
-                work[f"honest {number}"] = threads.submit(honest, rung)
+                work[f"honest {number}"] = threads.submit(honest, backend)
         found = {name: future.result() for name, future in work.items()}
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
         assert world.harm() == []

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from shoal.sandbox.backends import why_not
-from shoal.sandbox.program import Ended, Limits, Program, Rung
+from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
 from shoal.sandbox.runner import run
 
-AMPLE = Limits(wall_s=30.0, cpu_s=20.0, memory_bytes=512 << 20, processes=16, output_bytes=4 << 20, file_bytes=16 << 20)
+AMPLE = ProgramLimits(
+    wall_s=30.0, cpu_s=20.0, memory_bytes=512 << 20, processes=16, output_bytes=4 << 20, file_bytes=16 << 20
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Excess:
     """A program that uses more than `tight` allows and less than `AMPLE`."""
 
     source: str
-    tight: Limits
+    tight: ProgramLimits
     ends: tuple[Ended, ...]
 
 
@@ -51,22 +53,22 @@ EXCESSES = {
 }
 
 
-@pytest.fixture(params=list(Rung), ids=lambda rung: str(rung.value))
-def rung(request: pytest.FixtureRequest) -> Rung:
+@pytest.fixture(params=list(Backend), ids=lambda backend: str(backend.value))
+def backend(request: pytest.FixtureRequest) -> Backend:
     """Every rung that this machine has."""
-    chosen: Rung = request.param
+    chosen: Backend = request.param
     if why_not(chosen):
         pytest.skip(f"{chosen.value}: {why_not(chosen)}")
     return chosen
 
 
 @pytest.mark.parametrize("name", EXCESSES)
-def test_a_limit_stops_what_a_larger_one_lets_through(name: str, rung: Rung) -> None:
+def test_a_limit_stops_what_a_larger_one_lets_through(name: str, backend: Backend) -> None:
     excess = EXCESSES[name]
-    stopped = run(Program(excess.source), excess.tight, rung=rung)
+    stopped = run(Program(excess.source), excess.tight, backend=backend)
     assert not stopped.ok
     assert stopped.ended in excess.ends, stopped
-    through = run(Program(excess.source), AMPLE, rung=rung)
+    through = run(Program(excess.source), AMPLE, backend=backend)
     assert through.ok, through
 
 
@@ -78,7 +80,7 @@ def neighbour() -> Iterator[int]:
         process.kill()
 
 
-def test_a_program_has_no_network_no_environment_and_no_other_processes(rung: Rung, neighbour: int) -> None:
+def test_a_program_has_no_network_no_environment_and_no_other_processes(backend: Backend, neighbour: int) -> None:
     reaching = {
         "network": "import socket; socket.socket(socket.AF_INET).bind(('127.0.0.1', 0))",
         "names": "import socket; print(socket.getaddrinfo('localhost', 80)); socket.socket(socket.AF_INET)",
@@ -89,7 +91,7 @@ def test_a_program_has_no_network_no_environment_and_no_other_processes(rung: Ru
     }
     got = {}
     for name, source in reaching.items():
-        if run(Program(source), AMPLE, rung=rung).ok:
+        if run(Program(source), AMPLE, backend=backend).ok:
             got[name] = source
     assert got == {}
     outside = {**os.environ, "PATH": "x", "HOME": "x", "SHOAL_LIMITS_TEST": "x"}

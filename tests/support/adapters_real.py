@@ -19,7 +19,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.agents.services import remote_play
-from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_server import TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService
 from shoal.types import RolloutStatus, Sampling, Split
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 async def verifiers(python: str) -> None:
     """Served by a process with verifiers and without torch; two turns of each rollout are on the ledger."""
-    with ServingHub(["guess"]) as hub:
+    with TaskServerThread(["guess"]) as hub:
         command = [python, "-m", "shoal.cli", "task", "serve", "vf_tasks:guess", "--orchestrator", hub.url]
         path = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
         with subprocess.Popen(  # noqa: ASYNC220

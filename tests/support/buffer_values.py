@@ -16,7 +16,7 @@ from shoal.types import (
     Turn,
 )
 
-META = RunMeta(eta=1, late="drop", groups_per_step=2, push_every=1)
+META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
 RECEIPT = Receipt("chain_sum", "0.1.25", "{}", seed=7, index=3)
 
 

@@ -65,7 +65,7 @@ def _mathematics(text: str) -> object:
 
 
 def _answers(text: str) -> object:
-    specs = (checker.Exact(), checker.Regex("a"), checker.Judge("http://x", "m", "r"))
+    specs = (checker.Exact(), checker.Regex("a"), checker.LLMJudge("http://x", "m", "r"))
     return [*(judged(spec, "7", text) for spec in specs), harmony(text), final_line(text), boxed(text)]
 
 

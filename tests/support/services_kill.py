@@ -19,7 +19,7 @@ NAMES = ("fast", "slow", "flaky")
 
 async def run(groups: int, run_dir: Path, *, kills: int = 3) -> dict[str, object]:
     """Trains `groups` groups; each of the first `kills` services is killed once on the way."""
-    load = Load(dict.fromkeys(NAMES, 1.0), groups_per_step=6, eta=4, max_running=128)
+    load = Load(dict.fromkeys(NAMES, 1.0), groups_per_step=6, max_staleness=4, max_running=128)
     paths = [(name, f"benchmarks.service_tasks:{name.capitalize()}") for name in NAMES]
     recovered_s: dict[str, float] = {}
     began_s = time.monotonic()

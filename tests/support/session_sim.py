@@ -5,7 +5,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from shoal.gateway.token_tree import Attachment, Call, Cause, Conversation, Generation, HistoryPolicy, Ledger, minted_id
+from shoal.gateway.token_tree import (
+    Attachment,
+    Cause,
+    Conversation,
+    Generation,
+    HistoryPolicy,
+    OpenGeneration,
+    TokenTree,
+    minted_id,
+)
 from shoal.trainer.advantage import rows
 from shoal.types import Completion, FinishReason, Message, Reward, Role, Rollout, ToolCall
 
@@ -83,7 +92,7 @@ class Asked:
 
     talk: Talk
     conversation: Conversation
-    call: Call
+    call: OpenGeneration
     draw: int
     held: int | None
     lost: bool
@@ -98,7 +107,7 @@ class Simulation:
     """One random session. `run` raises `Wrong` when the ledger is."""
 
     seed: int
-    ledger: Ledger
+    ledger: TokenTree
     log: list[Draw] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     delivered: set[int] = field(default_factory=set)
@@ -157,7 +166,7 @@ class Simulation:
         self.check_prompt(held, conversation, attachment, call)
         self.asked.append(Asked(talk, conversation, call, self.drawn(call), held, lost))
 
-    def drawn(self, call: Call) -> int:
+    def drawn(self, call: OpenGeneration) -> int:
         """The engine: draws pieces, sometimes a thought and calls; newer weights may come while it does."""
         choice = self.random.choice
         text = [choice(["a", "b", "c", "ab", "bc", "abc", " "]) for _ in range(self.random.randint(0, 3))]
@@ -200,7 +209,7 @@ class Simulation:
         if what == "replay":
             before = len(self.log)
             found = self.ledger.retried(asked.call.digest)
-            if not isinstance(found, Generation | Call) or len(self.log) != before:
+            if not isinstance(found, Generation | OpenGeneration) or len(self.log) != before:
                 raise Wrong("a retry is answered without drawing anew")
             if isinstance(found, Generation):
                 self.ledger.deliver(found.id)
@@ -260,7 +269,9 @@ class Simulation:
 
     # What must be true.
 
-    def check_prompt(self, held: int | None, conversation: Conversation, attachment: Attachment, call: Call) -> None:
+    def check_prompt(
+        self, held: int | None, conversation: Conversation, attachment: Attachment, call: OpenGeneration
+    ) -> None:
         """The engine is shown the conversation that the client sent, on the very tokens of the answer it holds."""
         sent = decode(full_ids(conversation))
         shown = decode(call.prompt_ids)

@@ -123,7 +123,7 @@ class Contract:
         given = [self.choice(choice, prompt, len(body["input_ids"])) for choice in answer.choices]
         return JSONResponse(given[0] if len(given) == 1 else given)
 
-    def choice(self, choice: protocol.Choice, prompt: list, prompt_tokens: int) -> dict:  # type: ignore[type-arg]
+    def choice(self, choice: protocol.GeneratedChoice, prompt: list, prompt_tokens: int) -> dict:  # type: ignore[type-arg]
         assert choice.token_logprobs is not None
         spans = [
             {"version": self.labels.get(span.version, self.label), "start": span.start, "end": span.end}

@@ -19,9 +19,9 @@ from shoal.net.listening import listening_socket
 from shoal.net.server import uvicorn_config
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
-from shoal.swarm.human.human_node import Desk, Means
+from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
 from shoal.swarm.human.questions import (
     MOST_ANSWERS,
     MOST_CHARACTERS,
@@ -29,36 +29,36 @@ from shoal.swarm.human.questions import (
     TRIES,
     Given,
     NotTaken,
-    Pace,
-    Question,
-    Questions,
-    State,
+    OpenQuestion,
+    OpenQuestions,
+    QuestionPace,
+    QuestionState,
 )
-from shoal.swarm.human.server import DeskServer, Rates
+from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.trust import Door, Letter, Reason
+from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 from until import until
 
-PACE = Pace(answers=3, wait_s=10, open_s=100)
+PACE = QuestionPace(answers=3, wait_s=10, open_s=100)
 HERE, PEER = Identity.fresh(), Identity.fresh()
 CLAIM = Claim("letters", "say a", "a")
 TASK = Task("letters/1", "letters", (Message(Role.USER, "say a"),), "a")
 
 
-def question(id_: str = "q", opened_s: float = 0.0) -> Question:
-    return Question(id_, TASK, CLAIM, opened_s)
+def question(id_: str = "q", opened_s: float = 0.0) -> OpenQuestion:
+    return OpenQuestion(id_, TASK, CLAIM, opened_s)
 
 
 def said(value: float, visitor: str = "ann", at_s: float = 0.0, text: str = "?") -> Given:
     return Given(visitor, text, Reward(value), at_s)
 
 
-def asked(*values: float, at_s: float = 0.0) -> tuple[Questions, Question]:
+def asked(*values: float, at_s: float = 0.0) -> tuple[OpenQuestions, OpenQuestion]:
     """One open question that got answers of these values."""
-    found, one = Questions(PACE), question()
+    found, one = OpenQuestions(PACE), question()
     found.add(one)
     for index, value in enumerate(values):
         found.take(one, said(value, f"visitor {index}", at_s))
@@ -68,7 +68,7 @@ def asked(*values: float, at_s: float = 0.0) -> tuple[Questions, Question]:
 def test_answers_that_differ_become_an_offer_when_they_are_enough_or_no_more_come() -> None:
     enough, one = asked(1, 0, 1)
     assert enough.due(0.0) == [one]
-    assert enough.state("q") is State.SHARED
+    assert enough.state("q") is QuestionState.SHARED
     few, one = asked(1, 0, at_s=5.0)
     assert few.due(14.9) == []
     assert few.due(15.0) == [one]
@@ -78,9 +78,9 @@ def test_answers_that_differ_become_an_offer_when_they_are_enough_or_no_more_com
 def test_answers_of_equal_worth_are_never_an_offer_and_expire() -> None:
     alike, _ = asked(1, 1, 1, 1)
     assert alike.due(99.0) == []
-    assert alike.state("q") is State.OPEN
+    assert alike.state("q") is QuestionState.OPEN
     assert alike.due(100.1) == []
-    assert alike.state("q") is State.DROPPED
+    assert alike.state("q") is QuestionState.DROPPED
     assert alike.dropped == 1
     assert alike.state("never asked") is None
 
@@ -89,7 +89,7 @@ def test_an_answer_on_its_way_is_waited_for() -> None:
     found, one = asked(1, 0, 1)
     one.scoring.add("ann")
     assert found.due(1000.0) == []
-    assert found.state("q") is State.OPEN
+    assert found.state("q") is QuestionState.OPEN
 
 
 def test_what_could_not_be_scored_is_in_no_offer() -> None:
@@ -100,7 +100,7 @@ def test_what_could_not_be_scored_is_in_no_offer() -> None:
 
 
 def test_a_visitor_goes_on_with_its_question_then_with_what_others_answered_then_with_nothing() -> None:
-    found = Questions(PACE)
+    found = OpenQuestions(PACE)
     for name in "abc":
         found.add(question(name))
     a, b, c = found
@@ -138,20 +138,20 @@ def test_a_visitor_has_one_answer_at_a_time() -> None:
 
 
 def test_open_questions_are_bounded_and_those_with_answers_go_last() -> None:
-    found = Questions(PACE)
+    found = OpenQuestions(PACE)
     for n in range(MOST_OPEN):
         found.add(question(str(n)))
     found.take(next(iter(found)), said(1))
     found.add(question("new"))
     assert len(found) == MOST_OPEN
-    assert (found.state("0"), found.state("1")) == (State.OPEN, State.DROPPED)
+    assert (found.state("0"), found.state("1")) == (QuestionState.OPEN, QuestionState.DROPPED)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 40)), max_size=30))
 def test_whatever_happens_a_question_is_shared_once_and_with_something_to_learn(
     events: list[tuple[str, float, float]],
 ) -> None:
-    found, now_s, shared = Questions(PACE), 0.0, list[str]()
+    found, now_s, shared = OpenQuestions(PACE), 0.0, list[str]()
     for name in "abc":
         found.add(question(name))
     for name, value, passed_s in events:
@@ -175,9 +175,9 @@ class ExactScorer:
 class Site:
     """A running desk, its URL, and the swarm's other side."""
 
-    def __init__(self, url: str, desk: Desk, member: MemoryExchange, other: MemoryExchange) -> None:
+    def __init__(self, url: str, desk: HumanNode, member: MemoryExchange, other: MemoryExchange) -> None:
         self.url, self.desk, self.member, self._other = url, desk, member, other
-        self._door = Door("reef", PEER.peer_id)
+        self._door = IngressFilter("reef", PEER.peer_id)
 
     async def offer(self) -> tuple[str, Offer]:
         """Author and content of the next genuine offer."""
@@ -185,7 +185,7 @@ class Site:
             while True:
                 for frame in await self._other.receive(1):
                     letter = self._door.admit(frame, 1e9)
-                    if isinstance(letter, Letter) and isinstance(letter.content, Offer):
+                    if isinstance(letter, VerifiedMessage) and isinstance(letter.content, Offer):
                         return letter.peer_id, letter.content
 
 
@@ -203,14 +203,14 @@ async def site(
     config = TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options})
     service, hub = JsonlService(config, 0), MemoryHub()
     own, member, other = OwnTasks([service]), joined(hub), hub.join()
-    seal = Seal(PEER, "reef", session=1)
+    seal = Signer(PEER, "reef", session=1)
     for content in before:
         hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, offers.encode(content), 1e9))
-    means = Means(member, own, ExactScorer(), lambda index: service.draw(Split.TRAIN, index))
-    desk = Desk(means, "reef", HERE, folder, Pace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
+    means = HumanNodeDeps(member, own, ExactScorer(), lambda index: service.draw(Split.TRAIN, index))
+    desk = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
     with listening_socket("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn_config(DeskServer(desk, rates).app))
+        server = uvicorn.Server(uvicorn_config(HumanServer(desk, rates).app))
         async with asyncio.TaskGroup() as parts:
             running = parts.create_task(desk.run())
             serving = parts.create_task(server.serve(sockets=[listening]))

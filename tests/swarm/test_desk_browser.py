@@ -16,7 +16,7 @@ from browser import Page, browser_path, chromium
 from shoal.experience.log import FILE
 from shoal.interfaces import Claim
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
@@ -138,7 +138,7 @@ def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_
 async def offered(server: str, question: str) -> None:
     """A peer offers answers with everything in them that a page could stumble over."""
     identity = Identity.fresh()
-    seal = Seal(identity, "reef", session=int(time.time() * 1000))
+    seal = Signer(identity, "reef", session=int(time.time() * 1000))
     rollouts = (OfferedRollout(EVIL), OfferedRollout(QUESTIONS[question]))
     content = Offer(Claim("letters", question, QUESTIONS[question]), rollouts, GeneratorKind.RULE, EVIL, time.time())
     async with NatsExchange(NatsOptions((server,), "reef")) as exchange:

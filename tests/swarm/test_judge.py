@@ -26,25 +26,25 @@ from shoal.swarm.chat import ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audited, fitting, statements, take
 from shoal.swarm.judge.commitment import opens
-from shoal.swarm.judge.condition import Arm
-from shoal.swarm.judge.judging import Judge, Refused, Rules
+from shoal.swarm.judge.condition import Condition
+from shoal.swarm.judge.judging import ChallengeRefused, Judge, Rules
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,
-    Ask,
     Challenge,
-    Mark,
+    ChallengeRequest,
+    ChallengeVerdict,
+    GradedAnswer,
     Revealed,
-    Sitting,
+    Round,
     Specialty,
-    Verdict,
     opened,
     signed,
 )
 from shoal.swarm.judge.page import leaderboard_html
 from shoal.swarm.judge.server import JudgeServer
-from shoal.swarm.judge.store import FILE, Book, KeptSitting
-from shoal.tasks.procedural_client import Drawer
+from shoal.swarm.judge.store import FILE, JudgeStore, KeptSitting
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Reward, RewardStatus, Task
 
 SUMS = Specialty("chain_sum", "0.1.25", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
@@ -76,8 +76,8 @@ class ExactScorer:
 
 
 @pytest.fixture(scope="module")
-def drawer() -> Iterator[Drawer]:
-    with Drawer() as one:
+def drawer() -> Iterator[ProceduralClient]:
+    with ProceduralClient() as one:
         yield one
 
 
@@ -87,14 +87,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def judge(tmp_path: Path, drawer: Drawer, clock: Clock) -> Iterator[Judge]:
-    book = Book(tmp_path)
+def judge(tmp_path: Path, drawer: ProceduralClient, clock: Clock) -> Iterator[Judge]:
+    book = JudgeStore(tmp_path)
     yield Judge(book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock, steady=clock)
     book.close()
 
 
 def ask(judge: Judge, identity: Identity = ME, model: str = "m") -> bytes:
-    return signed(identity, Ask(judge.peer_id, model, Arm.SOLO, 7, judge.now_s()))
+    return signed(identity, ChallengeRequest(judge.peer_id, model, Condition.SOLO, 7, judge.now_s()))
 
 
 def tick(judge: Judge) -> None:
@@ -111,9 +111,9 @@ def answers(challenge: Challenge, texts: Sequence[str], identity: Identity = ME)
     return signed(identity, Answers(HERE.peer_id, challenge.id, tuple(texts)))
 
 
-async def judged(judge: Judge, texts: Sequence[str], identity: Identity = ME) -> Verdict:
+async def judged(judge: Judge, texts: Sequence[str], identity: Identity = ME) -> ChallengeVerdict:
     data = await judge.verdict(answers(await challenged(judge, identity), texts, identity))
-    return opened(data, Verdict, author=HERE.peer_id)[1]
+    return opened(data, ChallengeVerdict, author=HERE.peer_id)[1]
 
 
 def right(challenge: Challenge) -> list[str]:
@@ -131,7 +131,7 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
         challenge = await challenged(judge)
         assert [one.specialty for one in challenge.questions] == ["chain_sum", "chain_sum", "gcd", "gcd"]
         data = await judge.verdict(answers(challenge, right(challenge)))
-        _, verdict = opened(data, Verdict, author=HERE.peer_id)
+        _, verdict = opened(data, ChallengeVerdict, author=HERE.peer_id)
         assert (verdict.score, [mark.passed for mark in verdict.marks]) == (0.5, [True, True, False, False])
 
     asyncio.run(main())
@@ -140,25 +140,25 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
     assert standing.specialties == (("chain_sum", 1.0), ("gcd", 0.0))
 
 
-def kept(book: Book, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
+def kept(book: JudgeStore, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
     """Answered challenges of ten questions each."""
     for i, score in enumerate(scores):
-        asked = Ask(HERE.peer_id, model, Arm.SOLO, 1, start_s + i)
+        asked = ChallengeRequest(HERE.peer_id, model, Condition.SOLO, 1, start_s + i)
         id_ = f"{peer_id}/{model}/{i}"
         book.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
-        marks = [Mark("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
+        marks = [GradedAnswer("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
         book.mark(id_, b"", marks, score)
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    one = Book(tmp_path)
+def book(tmp_path: Path) -> Iterator[JudgeStore]:
+    one = JudgeStore(tmp_path)
     one.put_sitting(KeptSitting(0, 0.0, 1.0, 2.0, b"", b""))
     yield one
     one.close()
 
 
-def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(book: Book) -> None:
+def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(book: JudgeStore) -> None:
     for i in range(60):
         kept(book, "many", f"name{i}", [0.9 if i == 7 else 0.5], float(i))
     kept(book, "honest", "coin", [0.5] * 10)
@@ -166,7 +166,7 @@ def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(boo
     assert {one.node for one in book.judged(1e9)} == {"many", "honest"}
 
 
-def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(book: Book) -> None:
+def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(book: JudgeStore) -> None:
     for i in range(60):
         kept(book, f"key{i:02}", "coin", [0.9 if i == 7 else 0.5])
     kept(book, "better", "m", [0.7] * 10)
@@ -189,9 +189,9 @@ def test_a_leaderboard_is_made_once_for_all_who_ask_at_once(judge: Judge) -> Non
 @pytest.mark.parametrize("sent_s", [math.nan, math.inf, -1.0])
 def test_a_time_that_is_none_is_refused_before_anything_is_drawn(judge: Judge, sent_s: float) -> None:
     body = wire.encode({"judge": HERE.peer_id, "model": "m", "arm": "solo", "round": 1, "sent_s": sent_s})
-    signature = ME.sign(b"shoal judge\x00Ask\x00" + body)
+    signature = ME.sign(b"shoal judge\x00ChallengeRequest\x00" + body)
     frame = wire.encode({"author": ME.public_key, "signature": signature, "body": body})
-    with pytest.raises(Refused, match="sent_s: expected a Unix time"):
+    with pytest.raises(ChallengeRefused, match="sent_s: expected a Unix time"):
         asyncio.run(judge.challenge(frame))
 
 
@@ -210,7 +210,7 @@ def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: C
 
 
 def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
-    judge: Judge, drawer: Drawer, clock: Clock
+    judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
     async def main() -> None:
         first, second = await challenged(judge), await challenged(judge)
@@ -218,7 +218,7 @@ def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
         texts = [tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other)]
         assert len(set(texts)) == 3
         again = Judge(judge.book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
-        _, verdict = opened(await again.verdict(answers(first, right(first))), Verdict)
+        _, verdict = opened(await again.verdict(answers(first, right(first))), ChallengeVerdict)
         assert verdict.score == 0.5
 
     asyncio.run(main())
@@ -232,7 +232,7 @@ def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judg
         (standing,) = judge.book.standings(clock.now_s)
         assert (standing.score, standing.unanswered) == (0.0, 1)
         assert [one.score for one in judge.book.judged(clock.now_s)] == [0.0]
-        with pytest.raises(Refused, match="deadline"):
+        with pytest.raises(ChallengeRefused, match="deadline"):
             await judge.verdict(answers(challenge, right(challenge)))
 
     asyncio.run(main())
@@ -275,7 +275,7 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
         found = await asyncio.gather(*both, return_exceptions=True)
         assert isinstance(found[0], bytes)
-        assert isinstance(found[1], Refused)
+        assert isinstance(found[1], ChallengeRefused)
         raise found[1]
 
     async def hoarding() -> bytes:
@@ -300,8 +300,12 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         "signature": lambda: judge.challenge(signed(ME, Answers("", "", ()))),
         "expected wire format": lambda: judge.challenge(b"\x00"),
         "expected at most": lambda: judge.challenge(bytes(MOST_BYTES + 1)),
-        "for the judge": lambda: judge.challenge(signed(ME, Ask("f" * 32, "m", Arm.SOLO, 7, judge.now_s()))),
-        "set your clock": lambda: judge.challenge(signed(ME, Ask(HERE.peer_id, "m", Arm.SOLO, 7, judge.now_s() - 900))),
+        "for the judge": lambda: judge.challenge(
+            signed(ME, ChallengeRequest("f" * 32, "m", Condition.SOLO, 7, judge.now_s()))
+        ),
+        "set your clock": lambda: judge.challenge(
+            signed(ME, ChallengeRequest(HERE.peer_id, "m", Condition.SOLO, 7, judge.now_s() - 900))
+        ),
     }
     return sent[how]
 
@@ -328,7 +332,7 @@ def test_a_judge_refuses(judge: Judge, why: str) -> None:
     async def main() -> None:
         await sent_to(judge, why)()
 
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(ChallengeRefused, match=why):
         asyncio.run(main())
 
 
@@ -345,7 +349,7 @@ def test_transcripts_stay_closed_until_the_sitting_is_over(judge: Judge) -> None
 
     challenge = asyncio.run(main())
     for look in (lambda: judge.transcripts(0), lambda: judge.transcript(challenge.id)):
-        with pytest.raises(Refused, match="not over"):
+        with pytest.raises(ChallengeRefused, match="not over"):
             look()
 
 
@@ -387,7 +391,7 @@ def model_url() -> Iterator[str]:
         server.shutdown()
 
 
-ELSEWHERE = signed(ME, Ask(OTHER.peer_id, "m", Arm.SWARM, 3, 1.0)).hex()
+ELSEWHERE = signed(ME, ChallengeRequest(OTHER.peer_id, "m", Condition.SWARM, 3, 1.0)).hex()
 CHEATS = [
     ("answers = (SELECT answers FROM challenges WHERE attempt = 0)", "in another challenge"),
     (f"ask = x'{ELSEWHERE}'", "to another judge"),
@@ -405,7 +409,7 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             dead = ModelAt("http://127.0.0.1:9/v1", "m")
             with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1: "):
-                await take(url, dead, ME, arm=Arm.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
+                await take(url, dead, ME, arm=Condition.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
             server.should_exit = True
             await serving
 
@@ -420,7 +424,7 @@ def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
     assert {len(text) for text in fitting(long)} == {(MOST_BYTES - 8192) // 27 // 3}
 
 
-def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: Drawer) -> None:
+def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: ProceduralClient) -> None:
     judge.rehearse()
     wordy = replace(SUMS, system_prompt="x" * 16_000)
     with pytest.raises(ConfigError, match="expected fewer of every specialty"):
@@ -428,7 +432,7 @@ def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, dr
 
 
 def test_an_audit_finds_a_judge_that_cheats(
-    judge: Judge, drawer: Drawer, clock: Clock, model_url: str, tmp_path: Path
+    judge: Judge, drawer: ProceduralClient, clock: Clock, model_url: str, tmp_path: Path
 ) -> None:
     async def audit(url: str) -> tuple[int, list[str]]:
         return await audited(url, drawer, ExactScorer(), judge=HERE.peer_id)
@@ -439,11 +443,11 @@ def test_an_audit_finds_a_judge_that_cheats(
             server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum", "gcd"]).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             _, verdict, silent = await take(
-                url, ModelAt(model_url, "m"), ME, arm=Arm.SWARM, round_=3, judge=HERE.peer_id, clock=clock
+                url, ModelAt(model_url, "m"), ME, arm=Condition.SWARM, round_=3, judge=HERE.peer_id, clock=clock
             )
             assert (verdict.score, silent) == (0.5, 0)
             with pytest.raises(WireError, match="expected one of"):
-                await take(url, ModelAt(model_url, "m"), ME, arm=Arm.SOLO, round_=1, judge=OTHER.peer_id)
+                await take(url, ModelAt(model_url, "m"), ME, arm=Condition.SOLO, round_=1, judge=OTHER.peer_id)
             assert await audit(url) == (0, [])
             unanswered = await challenged(judge)
             clock.now_s += 3600 + 601
@@ -480,7 +484,7 @@ def test_the_nine_specialties_are_judged_from_the_command_line(tmp_path: Path, m
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout is not None
         url, peer = served.stdout.readline().strip(), served.stdout.readline().split()[-1]
-        for arm in Arm:
+        for arm in Condition:
             key = str(tmp_path / arm / "identity.pem")
             found = run_shoal(
                 "take", url, "--engine", model_url, "--model", "adder", "--identity", key, "--arm", arm, "--judge", peer
@@ -500,14 +504,14 @@ def test_the_nine_specialties_are_judged_from_the_command_line(tmp_path: Path, m
 
 def test_a_judge_that_is_not_there_is_a_sentence() -> None:
     async def main() -> None:
-        await take("http://127.0.0.1:9", ModelAt("http://127.0.0.1:9/v1", "m"), ME, arm=Arm.SOLO, round_=0)
+        await take("http://127.0.0.1:9", ModelAt("http://127.0.0.1:9/v1", "m"), ME, arm=Condition.SOLO, round_=0)
 
     with pytest.raises(JudgeError, match="127"):
         asyncio.run(main())
 
 
 def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
-    judge: Judge, drawer: Drawer, clock: Clock
+    judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
     async def main() -> None:
         await challenged(judge)
@@ -520,6 +524,6 @@ def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
 
 
 def test_a_message_of_one_kind_does_not_pass_for_another() -> None:
-    sitting = Sitting(0, 0.0, 1.0, 2.0, bytes(32), 1, ())
+    sitting = Round(0, 0.0, 1.0, 2.0, bytes(32), 1, ())
     with pytest.raises(WireError, match="signature"):
         opened(signed(ME, sitting), Revealed)

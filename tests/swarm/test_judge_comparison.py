@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from shoal.swarm.judge.comparison import binned, compared, mann_whitney
-from shoal.swarm.judge.condition import Arm, Judged
+from shoal.swarm.judge.condition import Condition, Judged
 
 SAMPLES = st.lists(st.integers(0, 1000).map(float), min_size=2, max_size=5)
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=5)
@@ -47,18 +47,22 @@ def test_the_test_does_not_care_which_arm_is_called_first(first: list[float], se
 
 
 def test_a_node_is_one_number_per_bin_and_is_as_old_as_since_it_was_first_judged() -> None:
-    results = [Judged("late", Arm.SOLO, 70, 0.0), Judged("late", Arm.SOLO, 74, 1.0), Judged("late", Arm.SOLO, 95, 1.0)]
-    assert binned(results, 10) == {Arm.SWARM: {}, Arm.SOLO: {"late": {0: 0.5, 2: 1.0}}}
+    results = [
+        Judged("late", Condition.SOLO, 70, 0.0),
+        Judged("late", Condition.SOLO, 74, 1.0),
+        Judged("late", Condition.SOLO, 95, 1.0),
+    ]
+    assert binned(results, 10) == {Condition.SWARM: {}, Condition.SOLO: {"late": {0: 0.5, 2: 1.0}}}
 
 
-def curve(node: str, arm: Arm, scores: list[float]) -> list[Judged]:
+def curve(node: str, arm: Condition, scores: list[float]) -> list[Judged]:
     return [Judged(node, arm, 10 * index, score) for index, score in enumerate(scores)]
 
 
 def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> None:
-    flat = [Judged(f"solo{i}", Arm.SOLO, 10 * at, 0.5) for i in range(4) for at in range(5)]
-    strong = [one for i in range(2) for one in curve(f"strong{i}", Arm.SWARM, [0.8] * 5)]
-    weak = [one for i in range(2) for one in curve(f"weak{i}", Arm.SWARM, [0.2] * 2)]
+    flat = [Judged(f"solo{i}", Condition.SOLO, 10 * at, 0.5) for i in range(4) for at in range(5)]
+    strong = [one for i in range(2) for one in curve(f"strong{i}", Condition.SWARM, [0.8] * 5)]
+    weak = [one for i in range(2) for one in curve(f"weak{i}", Condition.SWARM, [0.2] * 2)]
     found = compared([*flat, *strong, *weak], bin_rounds=10)
     assert [point.swarm.mean for point in found.raw] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
     assert [point.swarm.mean for point in found.cohort] == pytest.approx([0.8] * 5)
@@ -68,8 +72,8 @@ def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> Non
 
 
 def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score() -> None:
-    results = [*curve("a", Arm.SWARM, [0.1, 0.2, 0.3]), *curve("b", Arm.SOLO, [0.4])]
-    results += [Judged("b", Arm.SOLO, 20, 0.6)]
+    results = [*curve("a", Condition.SWARM, [0.1, 0.2, 0.3]), *curve("b", Condition.SOLO, [0.4])]
+    results += [Judged("b", Condition.SOLO, 20, 0.6)]
     found = compared(results, bin_rounds=10)
     assert [point.solo.mean for point in found.cohort] == [0.4, 0.4, 0.6]
     assert [point.solo.nodes for point in found.raw] == [1, 0, 1]
@@ -79,8 +83,8 @@ def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score()
 
 
 def test_bins_are_adjusted_together() -> None:
-    results = [one for i in range(5) for one in curve(f"w{i}", Arm.SWARM, [0.5 + i / 100, 0.9 + i / 100])]
-    results += [one for i in range(5) for one in curve(f"s{i}", Arm.SOLO, [0.505 + i / 100, 0.1 + i / 100])]
+    results = [one for i in range(5) for one in curve(f"w{i}", Condition.SWARM, [0.5 + i / 100, 0.9 + i / 100])]
+    results += [one for i in range(5) for one in curve(f"s{i}", Condition.SOLO, [0.505 + i / 100, 0.1 + i / 100])]
     first, second = compared(results, bin_rounds=10).cohort
     assert second.test is not None
     assert second.test.p == pytest.approx(2 / math.comb(10, 5))
@@ -90,7 +94,7 @@ def test_bins_are_adjusted_together() -> None:
 
 
 def test_one_arm_alone_is_drawn_and_not_tested() -> None:
-    found = compared(curve("a", Arm.SWARM, [0.1, 0.2]), bin_rounds=10)
+    found = compared(curve("a", Condition.SWARM, [0.1, 0.2]), bin_rounds=10)
     assert found.horizon is None
     assert found.cohort == ()
     assert [point.swarm.mean for point in found.raw] == [0.1, 0.2]

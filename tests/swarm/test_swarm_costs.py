@@ -16,11 +16,11 @@ from shoal.reward.scorer import WorkerScorer
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.contents import Contents
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemoryHub
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, Means
+from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library
@@ -44,7 +44,7 @@ class Stranger:
     def __init__(self, exchange: MemoryExchange) -> None:
         self.identity = Identity.fresh()
         self._exchange = exchange
-        self._seal = Seal(self.identity, "reef", session=1)
+        self._seal = Signer(self.identity, "reef", session=1)
 
     @property
     def peer_id(self) -> str:
@@ -85,7 +85,7 @@ def beside(
         own, hub = OwnTasks(library.services), MemoryHub()
         tasks = [library.services[0].draw(Split.TRAIN, i) for i in range(12)]
         async with WorkerScorer(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
-            means = Means(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
+            means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
             node = Node(means, SwarmConfig(external_groups=4), Identity.fresh(), folder)
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))

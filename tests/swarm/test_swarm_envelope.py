@@ -14,7 +14,7 @@ from shoal.errors import ConfigError, WireError
 from shoal.interfaces import Claim
 from shoal.swarm import envelope as env
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind, Seal, is_genuine, opened, payload_of, signed
+from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of, signed
 from shoal.swarm.identity import Identity, peer_id_of
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, offer_of
 from shoal.types import (
@@ -68,7 +68,7 @@ def test_an_identity_that_others_can_read_or_that_is_no_key_is_refused(tmp_path:
 
 @given(st.binary(max_size=5000), st.floats(0, 2**33))
 def test_a_payload_comes_out_as_it_went_in_and_sequences_count_up(payload: bytes, now_s: float) -> None:
-    seal = Seal(ME, "reef", session=3)
+    seal = Signer(ME, "reef", session=3)
     for sequence in range(2):
         frame = seal.frame(Kind.OFFER, payload, now_s)
         envelope = opened(frame)
@@ -80,7 +80,7 @@ def test_a_payload_comes_out_as_it_went_in_and_sequences_count_up(payload: bytes
 
 @given(st.data())
 def test_a_frame_with_any_byte_changed_is_not_genuine(data: st.DataObject) -> None:
-    frame = bytearray(Seal(ME, "reef", session=3).frame(Kind.OFFER, b"payload", 1.0))
+    frame = bytearray(Signer(ME, "reef", session=3).frame(Kind.OFFER, b"payload", 1.0))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
     try:
@@ -138,7 +138,7 @@ def test_frames_over_the_limit_are_refused_before_they_are_parsed() -> None:
     with pytest.raises(WireError, match=f"at most {env.MAX_FRAME_BYTES} bytes"):
         opened(frame)
     with pytest.raises(WireError, match="payload: expected at most"):
-        Seal(ME, "reef", session=0).frame(Kind.OFFER, bytes(env.MAX_PAYLOAD_BYTES + 1), 0.0)
+        Signer(ME, "reef", session=0).frame(Kind.OFFER, bytes(env.MAX_PAYLOAD_BYTES + 1), 0.0)
 
 
 def bomb(stated: bool) -> bytes:

@@ -24,15 +24,15 @@ from shoal.run.join_generator import answered_by
 from shoal.swarm import offer as offers
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Seal
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryHub
-from shoal.swarm.generator import RETRY_S, Answerer, Generator, Pace
+from shoal.swarm.generator import RETRY_S, Answerer, Generator, GeneratorPace
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Means, ban_in
+from shoal.swarm.node_files import NodeDeps, ban_in
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.rules import RuleSolver
-from shoal.swarm.trust import Door, Letter
+from shoal.swarm.trust import IngressFilter, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import External, Group, Split, Task
@@ -87,10 +87,10 @@ async def taken_from(
         Identity.fresh(),
         folder / "generator",
         swarm="reef",
-        pace=Pace(4, 0.01, 6),
+        pace=GeneratorPace(4, 0.01, 6),
     )
     async with WorkerScorer(RewardConfig()) as scorer:
-        means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
+        means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         node = Node(means, settings, Identity.fresh(), folder / "node")
         running = asyncio.ensure_future(node.run())
         await generator.run()
@@ -129,11 +129,18 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
     hub, lives = MemoryHub(), list[list[Group]]()
     rule, generator = RuleSolver("truth", 0), Identity.fresh()
     await Generator(
-        hub.join(), own, library.services, rule, generator, folder / "generator", swarm="reef", pace=Pace(4, 0.01, 3)
+        hub.join(),
+        own,
+        library.services,
+        rule,
+        generator,
+        folder / "generator",
+        swarm="reef",
+        pace=GeneratorPace(4, 0.01, 3),
     ).run()
     identity, settings = Identity.fresh(), SwarmConfig(external_groups=2)
     async with WorkerScorer(RewardConfig()) as scorer:
-        means = Means(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
+        means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         for _ in range(2):
             means = replace(means, exchange=hub.join())
             node = Node(means, settings, identity, folder / "node", trained=[group for life in lives for group in life])
@@ -200,7 +207,7 @@ def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sen
     assert raised.group_contains(RequestRefused, match="HTTP 401")
 
 
-def generator_of(answerer: Answerer, folder: Path, hub: MemoryHub, pace: Pace) -> Generator:
+def generator_of(answerer: Answerer, folder: Path, hub: MemoryHub, pace: GeneratorPace) -> Generator:
     """One that shares questions of a file."""
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
@@ -232,9 +239,9 @@ class Answers:
 
 def shared(hub: MemoryHub) -> list[Offer]:
     """The offers in a hub."""
-    door = Door("reef", "")
+    door = IngressFilter("reef", "")
     found = [door.admit(frame, time.time()) for frame in hub.frames.values()]
-    return [one.content for one in found if isinstance(one, Letter) and isinstance(one.content, Offer)]
+    return [one.content for one in found if isinstance(one, VerifiedMessage) and isinstance(one.content, Offer)]
 
 
 def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_the_reason(tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_
 
     async def main() -> None:
         async with ChatModel(ModelAt(nowhere, "frozen")) as model:
-            await generator_of(model, tmp_path, MemoryHub(), Pace(2, 0.01, 3)).run()
+            await generator_of(model, tmp_path, MemoryHub(), GeneratorPace(2, 0.01, 3)).run()
 
     with pytest.raises(BaseExceptionGroup) as raised:
         asyncio.run(main())
@@ -258,7 +265,7 @@ def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged
     async def main() -> None:
         answerer, hub = Answers(), MemoryHub()
         answerer.failure = EngineUnavailable("nobody\nis here")
-        generator = generator_of(answerer, tmp_path, hub, Pace(2, 0.01))
+        generator = generator_of(answerer, tmp_path, hub, GeneratorPace(2, 0.01))
         running = asyncio.ensure_future(generator.run())
         await until(lambda: generator.tally.unsent >= 2)
         assert generator.status()["failure"] == "nobody\nis here"
@@ -276,7 +283,7 @@ def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged
 def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         answerer = Answers()
-        generator = generator_of(answerer, tmp_path, MemoryHub(), Pace(2, 0.01, 3))
+        generator = generator_of(answerer, tmp_path, MemoryHub(), GeneratorPace(2, 0.01, 3))
         running = asyncio.ensure_future(generator.run())
         await until(lambda: bool(generator.tally.shared))
         answerer.failure = RequestRefused("too long")
@@ -295,7 +302,7 @@ def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_
 
     async def main() -> None:
         async with asyncio.timeout(20):
-            await generator_of(answerer, tmp_path, hub, Pace(100, 0.01, 1)).run()
+            await generator_of(answerer, tmp_path, hub, GeneratorPace(100, 0.01, 1)).run()
 
     asyncio.run(main())
     assert [len(offer.rollouts) for offer in shared(hub)] == [MAX_ROLLOUTS]
@@ -304,7 +311,7 @@ def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_
 
 def test_answers_that_take_longer_than_the_pace_are_followed_by_the_next_question_at_once(tmp_path: Path) -> None:
     groups, began_s = 20, time.monotonic()
-    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemoryHub(), Pace(2, 0.01, groups)).run())
+    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemoryHub(), GeneratorPace(2, 0.01, groups)).run())
     assert time.monotonic() - began_s < groups * RETRY_S
 
 
@@ -312,12 +319,12 @@ def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: P
     async def main() -> None:
         hub, peers = MemoryHub(), [Identity.fresh(), Identity.fresh()]
         for need, peer in zip((0.9, 0.4), peers, strict=True):
-            frame = Seal(peer, "reef", session=1).frame(
+            frame = Signer(peer, "reef", session=1).frame(
                 Kind.WANT, offers.encode(Want((("letters", need),))), time.time()
             )
             hub.put(Kind.WANT, peer.peer_id, frame)
         ban_in(tmp_path, [peers[0].peer_id])
-        generator = generator_of(Answers(), tmp_path, hub, Pace(2, 0.1))
+        generator = generator_of(Answers(), tmp_path, hub, GeneratorPace(2, 0.1))
         running = asyncio.ensure_future(generator.run())
         await until(lambda: generator.status()["needs"] == {"letters": 0.4})
         refused = generator.status()["refused"]

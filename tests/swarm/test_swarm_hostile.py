@@ -18,11 +18,11 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Seal
+from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Intake, Means
+from shoal.swarm.node_files import Intake, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
@@ -49,7 +49,7 @@ class Crowd:
     def __init__(self, exchange: NatsExchange) -> None:
         self._exchange = exchange
 
-    async def say(self, seal: Seal, author: Identity, payload: bytes) -> bytes:
+    async def say(self, seal: Signer, author: Identity, payload: bytes) -> bytes:
         frame = seal.frame(Kind.OFFER, payload, time.time())
         await self.send(frame, author)
         return frame
@@ -58,9 +58,9 @@ class Crowd:
         await self._exchange.publish(Kind.OFFER, author.peer_id, frame)
 
 
-def liar(*, session: int = 1) -> tuple[Identity, Seal]:
+def liar(*, session: int = 1) -> tuple[Identity, Signer]:
     identity = Identity.fresh()
-    return identity, Seal(identity, "reef", session=session)
+    return identity, Signer(identity, "reef", session=session)
 
 
 async def attack(crowd: Crowd, claims: Sequence[Claim], held_out: Claim, honest_frame: bytes, evil: str) -> list[str]:
@@ -150,7 +150,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
         async with NatsServer(ServerOptions(tmp_path / "server")) as server:
             options = NatsOptions((server.url,), "reef")
             async with NatsExchange(options) as mine, NatsExchange(options) as theirs:
-                means = Means(mine, own, renderer, scorer, 256, "tiny")
+                means = NodeDeps(mine, own, renderer, scorer, 256, "tiny")
                 identity = Identity.load(tmp_path / "node" / "identity.pem")
                 node = Node(means, SwarmConfig(external_groups=4), identity, tmp_path / "node", intake=Intake(5000))
                 lorises = slow_lorises(server.url, 50)

@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from shoal import wire
 from shoal.interfaces import Claim
 from shoal.swarm import offer as offers
-from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Seal
+from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.node_files import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
-from shoal.swarm.trust import ESTABLISHED, FALLEN, LIARS, WINDOW, Author, Bucket, Door, Letter, Limits, Reason
+from shoal.swarm.trust import (
+    ESTABLISHED,
+    FALLEN,
+    LIARS,
+    WINDOW,
+    Bucket,
+    IngressFilter,
+    PeerRecord,
+    Reason,
+    TrustLimits,
+    VerifiedMessage,
+)
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9
@@ -24,23 +35,23 @@ OFFER = Offer(Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, 
 PAYLOAD = offers.encode(OFFER)
 
 
-def door(limits: Limits | None = None, **options: object) -> Door:
-    return Door("reef", ME.peer_id, limits, **options)
+def door(limits: TrustLimits | None = None, **options: object) -> IngressFilter:
+    return IngressFilter("reef", ME.peer_id, limits, **options)
 
 
-def seal(identity: Identity = PEER, swarm: str = "reef", session: int = 1) -> Seal:
-    return Seal(identity, swarm, session=session)
+def seal(identity: Identity = PEER, swarm: str = "reef", session: int = 1) -> Signer:
+    return Signer(identity, swarm, session=session)
 
 
 def test_what_an_honest_peer_says_comes_in_once() -> None:
     at, said = door(), seal()
     frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
     letter = at.admit(frame, NOW_S)
-    assert letter == Letter(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
+    assert letter == VerifiedMessage(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
     assert at.admit(frame, NOW_S) is Reason.REPLAYED
     want = Want((("gcd", 0.5),))
     heard = at.admit(said.frame(Kind.WANT, offers.encode(want), NOW_S), NOW_S)
-    assert isinstance(heard, Letter)
+    assert isinstance(heard, VerifiedMessage)
     assert heard.content == want
     assert (at.admitted, at.refused) == (2, {Reason.REPLAYED: 1})
 
@@ -106,7 +117,7 @@ def test_what_says_nothing_of_an_author_is_counted_and_not_held_against_it() -> 
     assert at.refused == {Reason.UNKNOWN_TASK: 10}
 
 
-def established(at: Door, peer_id: str) -> None:
+def established(at: IngressFilter, peer_id: str) -> None:
     for _ in range(2 * int(ESTABLISHED)):
         at.praise(peer_id)
 
@@ -127,11 +138,11 @@ def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its
 
 
 def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks_stays() -> None:
-    at, said = door(Limits(authors=16)), seal()
+    at, said = door(TrustLimits(authors=16)), seal()
     established(at, PEER.peer_id)
     for i in range(100):
         established(at, f"bought {i}")
-        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(i)), Letter)
+        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(i)), VerifiedMessage)
     assert len(at.peers) == 16
     assert not at.is_newcomer(PEER.peer_id)
 
@@ -156,7 +167,7 @@ def test_an_author_whose_clock_was_set_back_is_heard_in_its_next_life(tmp_path: 
     at = door()
     for now_s in (NOW_S, NOW_S - 3000.0, NOW_S - 3000.0):
         said = seal(session=next_session(tmp_path, now_s))
-        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     (tmp_path / SESSION_FILE).write_text("what\n")
     assert next_session(tmp_path, NOW_S) == int(NOW_S * 1000)
 
@@ -173,10 +184,11 @@ class Costly:
 
 
 def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear() -> None:
-    at, said = door(Limits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
+    at, said = door(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
     established(at, PEER.peer_id)
     heard = sum(
-        isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(tick)), Letter) for tick in range(100)
+        isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(tick)), VerifiedMessage)
+        for tick in range(100)
     )
     assert heard == pytest.approx(100 * 0.1 + 2, abs=1.5)
     assert at.refused[Reason.FLOODING] == 100 - heard
@@ -231,7 +243,7 @@ def test_an_offer_names_what_cannot_be_printed() -> None:
 @pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])
 def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
     at, said = door(), seal()
-    assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+    assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     at.refuse(PEER.peer_id, Reason.UNINFORMATIVE)
     assert PEER.peer_id not in at.banned
     at.refuse(PEER.peer_id, lie)
@@ -255,10 +267,10 @@ def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established
 def test_a_gap_isolates_nobody_and_is_counted() -> None:
     at, said = door(), seal()
     frames = [said.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(10)]
-    assert isinstance(at.admit(frames[2], NOW_S), Letter)  # a late joiner hears the middle first
-    assert isinstance(at.admit(frames[9], NOW_S), Letter)
+    assert isinstance(at.admit(frames[2], NOW_S), VerifiedMessage)  # a late joiner hears the middle first
+    assert isinstance(at.admit(frames[9], NOW_S), VerifiedMessage)
     assert at.peers[PEER.peer_id].gaps == 6
-    assert isinstance(at.admit(frames[5], NOW_S), Letter)
+    assert isinstance(at.admit(frames[5], NOW_S), VerifiedMessage)
     assert at.peers[PEER.peer_id].gaps == 5
     assert at.admit(frames[5], NOW_S) is Reason.REPLAYED
 
@@ -267,14 +279,14 @@ def test_an_author_that_restarts_goes_on_and_its_earlier_session_cannot_be_repla
     at = door()
     before, after = seal(session=1), seal(session=2)
     old = [before.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(2)]
-    assert isinstance(at.admit(old[0], NOW_S), Letter)
-    assert isinstance(at.admit(after.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), Letter)
+    assert isinstance(at.admit(old[0], NOW_S), VerifiedMessage)
+    assert isinstance(at.admit(after.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     assert [at.admit(frame, NOW_S) for frame in old] == [Reason.REPLAYED] * 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2 * WINDOW)), max_size=60))
 def test_no_order_of_numbers_is_accepted_twice(numbers: list[tuple[int, int]]) -> None:
-    author = Author(Bucket(1.0, 1.0), Bucket(1.0, 1.0))
+    author = PeerRecord(Bucket(1.0, 1.0), Bucket(1.0, 1.0))
     accepted = set()
     for session, sequence in numbers:
         if author.is_new(session, sequence):
@@ -285,16 +297,16 @@ def test_no_order_of_numbers_is_accepted_twice(numbers: list[tuple[int, int]]) -
 
 
 def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
-    at, said = door(Limits(rate_per_s=2.0, burst=4.0)), seal()
+    at, said = door(TrustLimits(rate_per_s=2.0, burst=4.0)), seal()
     heard = 0
     for tick in range(100):  # 10 s of 10 letters a second
-        heard += isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + tick / 10), Letter)
+        heard += isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + tick / 10), VerifiedMessage)
     assert heard == pytest.approx(4 + 2 * 9.9, abs=1)
     assert at.refused[Reason.FLOODING] == 100 - heard
 
 
 def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -> None:
-    at = door(Limits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
+    at = door(TrustLimits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
     known = seal()
     at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
     while at.is_newcomer(PEER.peer_id):
@@ -302,18 +314,18 @@ def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -
     heard = 0
     for i in range(1000):
         frame = seal(Identity.fresh()).frame(Kind.OFFER, PAYLOAD, NOW_S)
-        heard += isinstance(at.admit(frame, NOW_S + i / 1000), Letter)
+        heard += isinstance(at.admit(frame, NOW_S + i / 1000), VerifiedMessage)
         if i % 100 == 0:
-            assert isinstance(at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + i / 1000), Letter)
+            assert isinstance(at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + i / 1000), VerifiedMessage)
     assert heard <= 20 + 10
     assert len(at.peers) == 17  # memory is bounded, and the established author is still there
     assert not at.is_newcomer(PEER.peer_id)
 
 
 def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_heard_again() -> None:
-    at, said = door(Limits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
+    at, said = door(TrustLimits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
     frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
-    assert isinstance(at.admit(frame, NOW_S), Letter)
+    assert isinstance(at.admit(frame, NOW_S), VerifiedMessage)
     for _ in range(20):
         stranger = Identity.fresh()
         at.admit(seal(stranger).frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)

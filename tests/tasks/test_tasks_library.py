@@ -12,9 +12,9 @@ import pytest
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import NotOurs
-from shoal.swarm.claim_verification import Bounds, OwnTasks
+from shoal.swarm.claim_verification import DrawBounds, OwnTasks
 from shoal.tasks.library import Library, ReasoningGymService
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Json, Split, Task
 
 SMALL: Json = {
@@ -110,7 +110,7 @@ def test_settings_that_never_give_a_question_are_refused_and_the_next_draw_works
     endless, fine = task_configs(
         {"name": "base_conversion", "params": {"min_base": 5, "max_base": 5}}, {"name": "chain_sum"}
     )
-    with Drawer(draw_timeout_s=0.5) as drawer:
+    with ProceduralClient(draw_timeout_s=0.5) as drawer:
         service = ReasoningGymService(endless, 0, drawer)
         with pytest.raises(TaskError, match=r"no question came within 0\.5 s"):
             service.draw(Split.TRAIN, 0)
@@ -118,7 +118,7 @@ def test_settings_that_never_give_a_question_are_refused_and_the_next_draw_works
 
 
 def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> None:
-    with Drawer() as drawer:
+    with ProceduralClient() as drawer:
         service = ReasoningGymService(task_configs({"name": "chain_sum"})[0], 0, drawer)
         before = service.draw(Split.TRAIN, 7)
         assert drawer.pid is not None
@@ -128,7 +128,7 @@ def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> N
 
 def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:
     async def main(tasks: Library) -> None:
-        own = OwnTasks(tasks.services, Bounds(draw_s=0.5))
+        own = OwnTasks(tasks.services, DrawBounds(draw_s=0.5))
         claim = await own.claim(tasks.draw(Split.TRAIN, 1))
         assert isinstance(await own.task(claim), Task)
         (drawing,) = children() - before

@@ -18,23 +18,23 @@ import service_tasks
 from shoal.errors import ConfigError, TaskError
 from shoal.tasks.openapi import document
 from shoal.tasks.remote_protocol import (
-    Ask,
     Capability,
     DrawJob,
-    Drawn,
-    Failed,
     Hello,
+    JobFailed,
+    JobScores,
+    JobTask,
     Lost,
     Registry,
     RolloutJob,
-    Scored,
     ScoreJob,
     SessionAt,
     UnknownMember,
+    WorkRequest,
 )
-from shoal.tasks.remote_server import MOST_BODY_BYTES, ServiceLate, ServingHub
+from shoal.tasks.remote_server import MOST_BODY_BYTES, ServiceLate, TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService
-from shoal.tasks.remote_worker import Member
+from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.types import Message, Reward, Role, Split, Task
 
@@ -64,7 +64,7 @@ def test_work_goes_to_a_member_up_to_its_limit_and_more_when_it_hands_in() -> No
     assert len(jobs) == 2
     assert [job.deadline_s for job in jobs] == [99.0, 99.0]
     assert one.work(member, [], 1.0).jobs == []
-    done = Scored(jobs[0].lease, [])
+    done = JobScores(jobs[0].lease, [])
     assert one.results(member, [done]) == [jobs[0].lease]
     assert results == [done]
     assert len(one.work(member, [], 2.0).jobs) == 1
@@ -88,7 +88,7 @@ def test_a_silent_member_s_work_is_lost_once_and_its_late_results_are_nobody_s()
     one.expire(7.0)
     assert [type(result) for result in results] == [Lost]
     with pytest.raises(UnknownMember):
-        one.results(member, [Scored(job.lease, [])])
+        one.results(member, [JobScores(job.lease, [])])
     assert len(results) == 1
 
 
@@ -98,7 +98,7 @@ def test_a_member_whose_connection_broke_is_lost_sooner_unless_it_is_heard_of_ag
     submitted(one, results)
     (job,) = one.work(member, [], 0.0).jobs
     one.hung_up(member, 1.0)
-    one.heard(member, Ask(holding=[job.lease]), 2.0)
+    one.heard(member, WorkRequest(holding=[job.lease]), 2.0)
     one.expire(6.0)
     assert results == []
     one.hung_up(member, 6.0)
@@ -111,7 +111,7 @@ def test_work_that_a_member_does_not_know_of_was_never_received_and_is_given_up(
     member = joined(one)
     submitted(one, results)
     one.work(member, [], 0.0)
-    one.heard(member, Ask(holding=[]), 2.0)
+    one.heard(member, WorkRequest(holding=[]), 2.0)
     assert "did not arrive" in results[0].reason
 
 
@@ -122,7 +122,7 @@ def test_what_nobody_waits_for_is_cancelled_and_its_result_not_taken() -> None:
     (job,) = one.work(member, [], 0.0).jobs
     one.withdraw(ticket)
     assert one.work(member, [job.lease], 1.0).cancelled == [job.lease]
-    assert one.results(member, [Scored(job.lease, [])]) == []
+    assert one.results(member, [JobScores(job.lease, [])]) == []
     assert results == []
 
 
@@ -171,7 +171,7 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
         event = dice.random()
         try:
             if event < 0.5:
-                one.heard(member, Ask(list(held[member])), now_s)
+                one.heard(member, WorkRequest(list(held[member])), now_s)
                 work = one.work(member, list(held[member]), now_s)
                 held[member] -= set(work.cancelled)
                 if calm or dice.random() > 0.2:
@@ -179,7 +179,7 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
                 assert len(held[member]) <= most
             elif event < 0.9 and held[member]:
                 lease = dice.choice(list(held[member]))
-                again = [Scored(lease, [])] * dice.randint(1, 2)
+                again = [JobScores(lease, [])] * dice.randint(1, 2)
                 assert one.results(member, again) in ([], [lease])
                 held[member].discard(lease)
             elif event < 0.95 and not calm:
@@ -201,7 +201,7 @@ def test_the_protocol_is_described_by_an_openapi_document() -> None:
         "/v1/members/{member}/work",
         "/v1/members/{member}/results",
     }
-    assert {"Hello", "Work", "RolloutJob", "Failed"} <= set(described["components"]["schemas"])
+    assert {"Hello", "Work", "RolloutJob", "JobFailed"} <= set(described["components"]["schemas"])
 
 
 def test_a_task_of_a_few_lines_draws_the_same_again_and_keeps_questions_held_out() -> None:
@@ -224,7 +224,7 @@ def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":
 
 def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to() -> None:
     with (
-        ServingHub(["fast"], token="secret") as hub,
+        TaskServerThread(["fast"], token="secret") as hub,
         serving("service_tasks:Fast", hub.url, SHOAL_TASKS_TOKEN="secret") as other,
     ):
         service = RemoteService("fast", hub)
@@ -233,7 +233,7 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         assert service.draw(Split.TRAIN, 7) == service_tasks.Fast.draw(Split.TRAIN, 7)
         asked = service.draw(Split.EVAL, 0)
         scored = hub.call("fast", ScoreJob(asked, ["a", "bb"]), 10.0)
-        assert isinstance(scored, Scored)
+        assert isinstance(scored, JobScores)
         assert scored.rewards == [Reward(1.0), Reward(0.0)]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{hub.url}/v1/status")
@@ -251,17 +251,17 @@ class Wordy:
 
 
 def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> None:
-    async def main(hub: ServingHub) -> None:
-        serving = asyncio.create_task(Member(Definition("wordy", Wordy()), hub.url).run())
+    async def main(hub: TaskServerThread) -> None:
+        serving = asyncio.create_task(RemoteWorker(Definition("wordy", Wordy()), hub.url).run())
         jobs = [hub.called("wordy", DrawJob(Split.TRAIN, index), 10.0) for index in range(2)]
         large, small = await asyncio.gather(*jobs)
-        assert isinstance(large, Failed)
+        assert isinstance(large, JobFailed)
         assert "expected a result of at most 4000000 bytes" in large.reason
-        assert isinstance(small, Drawn)
+        assert isinstance(small, JobTask)
         serving.cancel()
         await asyncio.wait([serving])
 
-    with ServingHub(["wordy"]) as hub:
+    with TaskServerThread(["wordy"]) as hub:
         asyncio.run(main(hub))
         large = urllib.request.Request(f"{hub.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
         large.add_header("Content-Type", "application/json")
@@ -271,4 +271,4 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:
     with pytest.raises(ConfigError, match="token"):
-        ServingHub(["fast"], host="0.0.0.0")
+        TaskServerThread(["fast"], host="0.0.0.0")

@@ -16,7 +16,7 @@ from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.loss_weights import Size, loss_mean, size_of
-from shoal.trainer.step_stats import Totals
+from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
 
@@ -67,7 +67,7 @@ def gradient(
 
     `whole` is the size of the update when there are more parts elsewhere.
     """
-    totals = Totals("cpu")
+    totals = StepTotals("cpu")
     whole = whole or size_of([row for part in parts for row in part])
     for part in parts:
         ours.accumulate(ours.minibatch(part, whole), totals, at=Moment(version), fresh=True)

@@ -20,16 +20,16 @@ from shoal.trainer.loss_weights import Size, size_of
 from shoal.trainer.messages import (
     Answer,
     Done,
-    Failed,
-    Load,
+    LoadCheckpoint,
     Publish,
     Request,
-    Save,
-    Start,
+    SaveCheckpoint,
     Started,
+    StartTrainer,
     Step,
     Stepped,
-    Stop,
+    StopTrainer,
+    TrainerFailed,
     answer_from,
 )
 from shoal.trainer.ranks import Ranks, join, leave, local
@@ -164,7 +164,7 @@ def gpus_of(pid: int) -> str:
 
 def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"lr": 1e-2, "ranks": 2})
-    request = Start(str(tiny_model_dir), ModelConfig(device="cpu").model_dump_json(), config.model_dump_json())
+    request = StartTrainer(str(tiny_model_dir), ModelConfig(device="cpu").model_dump_json(), config.model_dump_json())
     rows = tuple(map(tuple, groups(0)))
 
     async def main() -> None:
@@ -177,16 +177,16 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
 
             assert isinstance(await ask(request), Started)
             assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
-            assert isinstance(await ask(Save(str(tmp_path))), Done)
+            assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
             first = await ask(Step(rows))
             assert isinstance(first, Stepped)
             refused = await ask(Step((((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))),),)))
-            assert isinstance(refused, Failed)
+            assert isinstance(refused, TrainerFailed)
             assert "expected ids in" in refused.reason
-            unwritten = await ask(Save(str(tmp_path / "nowhere")))
-            assert isinstance(unwritten, Failed)
+            unwritten = await ask(SaveCheckpoint(str(tmp_path / "nowhere")))
+            assert isinstance(unwritten, TrainerFailed)
             assert "cannot be written" in unwritten.reason
-            assert isinstance(await ask(Load(str(tmp_path))), Done)
+            assert isinstance(await ask(LoadCheckpoint(str(tmp_path))), Done)
             again = await ask(Step(rows))
             assert isinstance(again, Stepped)
             assert replace(again.stats, seconds=0.0) == replace(first.stats, seconds=0.0)
@@ -194,9 +194,9 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
 
             os.kill(follower_of(child.pid), signal.SIGKILL)
             lost = await ask(Step(rows))
-            assert isinstance(lost, Failed)
+            assert isinstance(lost, TrainerFailed)
             assert "rank 1 of the trainer" in lost.reason
-            await ask(Stop())
+            await ask(StopTrainer())
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
 
     asyncio.run(main())

@@ -20,7 +20,7 @@ from shoal.errors import TrainerError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
-from shoal.trainer.step_stats import Totals
+from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -55,7 +55,7 @@ def trainer(path: Path, **settings: object) -> Trainer:
 
 def gradient(trainer: Trainer, rows: Sequence[Sample]) -> tuple[list[Tensor], StepStats]:
     """Of the loss of one update, with its statistics; leaves the trainer as it was."""
-    totals = Totals("cpu")
+    totals = StepTotals("cpu")
     minibatch = trainer.minibatch(rows)
     trainer.accumulate(minibatch, totals, fresh=True)
     result = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
@@ -257,7 +257,7 @@ def test_tied_weights_are_trained_and_published_once(tiny_model_dir: Path, tmp_p
 def test_a_failed_step_leaves_no_gradient_behind(tiny_model_dir: Path) -> None:
     ours, untouched = trainer(tiny_model_dir), trainer(tiny_model_dir)
     minibatch = ours.minibatch(groups(5)[0])
-    ours.accumulate(minibatch, Totals("cpu"), fresh=True)
+    ours.accumulate(minibatch, StepTotals("cpu"), fresh=True)
     assert ours.step(groups(0)).grad_norm == untouched.step(groups(0)).grad_norm
 
 

@@ -11,19 +11,19 @@ from shoal.config import ModelConfig, TrainConfig
 from shoal.net.process import Child, torch_environment
 from shoal.trainer.messages import (
     Answer,
+    ComputedLogprobs,
+    ComputeLogprobs,
     Done,
-    Failed,
-    Load,
-    Logprobs,
+    LoadCheckpoint,
     Publish,
     Request,
-    Save,
-    Scored,
-    Start,
+    SaveCheckpoint,
     Started,
+    StartTrainer,
     Step,
     Stepped,
-    Stop,
+    StopTrainer,
+    TrainerFailed,
     answer_from,
     request_from,
 )
@@ -36,58 +36,66 @@ async def ask(child: Child, request: Request) -> Answer:
     return answer_from(await child.ask(wire.encode(request), 120))
 
 
-def start(model: Path) -> Start:
-    return Start(str(model), ModelConfig(device="cpu").model_dump_json(), TrainConfig(lr=1e-2).model_dump_json())
+def start(model: Path) -> StartTrainer:
+    return StartTrainer(str(model), ModelConfig(device="cpu").model_dump_json(), TrainConfig(lr=1e-2).model_dump_json())
 
 
 def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with Child("trainer", "shoal.trainer.worker", [], tmp_path / "log", torch_environment(1)) as child:
             early = await ask(child, Step(((ROW,),)))
-            assert isinstance(early, Failed)
+            assert isinstance(early, TrainerFailed)
             assert "expected Start" in early.reason
 
             missing = await ask(child, start(tmp_path / "nowhere"))
-            assert isinstance(missing, Failed)
+            assert isinstance(missing, TrainerFailed)
             assert "nowhere" in missing.reason
 
             started = await ask(child, start(tiny_model_dir))
             assert isinstance(started, Started)
             assert started.device == "cpu"
 
-            first = await ask(child, Logprobs(((1, 2, 3),)))
-            assert isinstance(first, Scored)
+            first = await ask(child, ComputeLogprobs(((1, 2, 3),)))
+            assert isinstance(first, ComputedLogprobs)
             stepped = await ask(child, Step(((ROW,), ())))
             assert isinstance(stepped, Stepped)
             assert stepped.stats.updates == 1
-            moved = await ask(child, Logprobs(((1, 2, 3),)))
-            assert isinstance(moved, Scored)
+            moved = await ask(child, ComputeLogprobs(((1, 2, 3),)))
+            assert isinstance(moved, ComputedLogprobs)
             assert sum(moved.logprobs[0]) > sum(first.logprobs[0])
 
             refused = await ask(child, Step(((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),),)))
-            assert isinstance(refused, Failed)
+            assert isinstance(refused, TrainerFailed)
             assert "expected ids in" in refused.reason
             nonsense = answer_from(await child.ask(b"\x01nonsense", 120))
-            assert isinstance(nonsense, Failed)
-            lost = await ask(child, Save(str(tmp_path / "nowhere")))
-            assert isinstance(lost, Failed)
+            assert isinstance(nonsense, TrainerFailed)
+            lost = await ask(child, SaveCheckpoint(str(tmp_path / "nowhere")))
+            assert isinstance(lost, TrainerFailed)
 
-            assert isinstance(await ask(child, Save(str(tmp_path))), Done)
+            assert isinstance(await ask(child, SaveCheckpoint(str(tmp_path))), Done)
             assert isinstance(await ask(child, Publish(str(tmp_path / "published.safetensors"))), Done)
             published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
             assert published.keys() == saved.keys()
             await ask(child, Step(((ROW,),)))
-            assert isinstance(await ask(child, Load(str(tmp_path))), Done)
-            assert await ask(child, Logprobs(((1, 2, 3),))) == moved
+            assert isinstance(await ask(child, LoadCheckpoint(str(tmp_path))), Done)
+            assert await ask(child, ComputeLogprobs(((1, 2, 3),))) == moved
 
-            assert isinstance(await ask(child, Stop()), Done)
+            assert isinstance(await ask(child, StopTrainer()), Done)
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    "message", [start(Path("m")), Step(((ROW, ROW), ())), Logprobs(((1, 2), (3,))), Publish("a"), Save("b"), Stop()]
+    "message",
+    [
+        start(Path("m")),
+        Step(((ROW, ROW), ())),
+        ComputeLogprobs(((1, 2), (3,))),
+        Publish("a"),
+        SaveCheckpoint("b"),
+        StopTrainer(),
+    ],
 )
 def test_requests_survive_the_wire(message: Request) -> None:
     assert request_from(wire.encode(message)) == message

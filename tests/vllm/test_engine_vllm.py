@@ -18,7 +18,7 @@ from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logp
 from shoal import wire
 from shoal.engine import canary
 from shoal.engine.detect_server import connected
-from shoal.engine.external_server import Abilities, ForeignEngine, Stop
+from shoal.engine.external_server import Abilities, ForeignEngine, StopMode
 from shoal.engine.pool import EnginePool
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
@@ -125,7 +125,7 @@ def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
     async def run() -> None:
         sampling = Sampling(8)
         engine = await ForeignEngine.started(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
-        assert engine.how is Stop.ABORT
+        assert engine.how is StopMode.ABORT
         pool = EnginePool()
         await pool.join("vllm", engine)
         tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(450, seed=i), n=2)) for i in range(12)]
@@ -151,8 +151,8 @@ def test_a_server_that_lost_its_weights_is_given_the_newest_again(
         await pool.join("vllm", engine)
         await pool.update_weights(2, versions[2])
         dialect = VLLM(url)
-        await dialect.stop(Stop.ABORT)  # what a restart comes to
-        await dialect.load(model_dir, 0, Stop.ABORT)
+        await dialect.stop(StopMode.ABORT)  # what a restart comes to
+        await dialect.load(model_dir, 0, StopMode.ABORT)
         await dialect._asking.tell("POST", "/update_weight_version", {"new_version": "default"})
         await dialect.go_on()
         await dialect.aclose()

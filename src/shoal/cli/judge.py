@@ -12,7 +12,7 @@ import typer
 
 from shoal.cli.output import JsonFlag, printable, show
 from shoal.errors import ConfigError, RunDirError
-from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.condition import Condition
 
 app = typer.Typer(name="judge", help="Challenge models and mark their answers.", no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def take(
     identity: Annotated[Path, typer.Option(help="The peer's key; made when there is none.")] = Path(
         "runs/taker/identity.pem"
     ),
-    arm: Annotated[Arm, typer.Option(help="How it is trained.")] = Arm.SOLO,
+    arm: Annotated[Condition, typer.Option(help="How it is trained.")] = Condition.SOLO,
     round_: Annotated[int, typer.Option("--round", min=0, help="Training rounds that it has behind it.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
     temperature: Annotated[float | None, typer.Option(min=0, help="The server's own when unset.")] = None,
@@ -120,11 +120,11 @@ def report(
     except ModuleNotFoundError as error:
         raise ConfigError("judge report: expected the package scipy; pip install 'shoal[judge]' brings it") from error
     from shoal.swarm.judge.figure import comparison_png
-    from shoal.swarm.judge.store import FILE, Book
+    from shoal.swarm.judge.store import FILE, JudgeStore
 
     if not (folder / FILE).is_file():
         raise RunDirError(f"{folder} is no judge's folder: {folder / FILE} is missing")
-    book = Book(folder)
+    book = JudgeStore(folder)
     results = book.judged(time.time())
     book.close()
     found = compared(results, bin_rounds=bin_, reached_by=reached)

@@ -77,14 +77,14 @@ def desk(
 
     from shoal.config import load
     from shoal.run.serve_human import serve_desk
-    from shoal.swarm.human.questions import Pace
+    from shoal.swarm.human.questions import QuestionPace
 
     def announce(url: str, peer_id: str) -> None:
         print(url, f"peer id {peer_id}", sep="\n")
         sys.stdout.flush()
 
     settings = load(config, context.obj)
-    uvloop.run(serve_desk(settings, folder, Pace(answers, wait_s), host=host, port=port, announce=announce))
+    uvloop.run(serve_desk(settings, folder, QuestionPace(answers, wait_s), host=host, port=port, announce=announce))
 
 
 @app.command(cls=WithSettings, epilog=HELP)
@@ -106,11 +106,11 @@ def join(
     """
     from shoal.config import load
     from shoal.run.join_generator import answered_by, generate
-    from shoal.swarm.generator import Pace
+    from shoal.swarm.generator import GeneratorPace
 
     options = [f"--swarm.servers={json.dumps(server)}"] if server else []
     settings = load(config, [*options, *context.obj])
-    pace = Pace(settings.rollout.group_size, every, groups)
+    pace = GeneratorPace(settings.rollout.group_size, every, groups)
     try:
         asyncio.run(generate(settings, answered_by(settings, model_url, model, key, rule), pace))
     except KeyboardInterrupt:
@@ -180,7 +180,7 @@ def demo(
     json_: JsonFlag = False,
 ) -> None:
     """See nodes on this machine learn from each other's text, beside the same nodes alone."""
-    from shoal.run.swarm_demo import Plan, run_swarm_demo
+    from shoal.run.swarm_demo import DemoPlan, run_swarm_demo
 
     folder = folder or Path("runs") / time.strftime("swarm-demo-%Y%m%d-%H%M%S")
-    show(run_swarm_demo(Plan(folder.absolute(), nodes, steps, seed)), json_)
+    show(run_swarm_demo(DemoPlan(folder.absolute(), nodes, steps, seed)), json_)

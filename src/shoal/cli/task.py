@@ -27,7 +27,7 @@ def serve(
     import asyncio
 
     from shoal.tasks.remote_protocol import TOKEN_VARIABLE
-    from shoal.tasks.remote_worker import Member
+    from shoal.tasks.remote_worker import RemoteWorker
     from shoal.tasks.sdk import definition_at
 
     served = definition_at(task)
@@ -42,7 +42,7 @@ def serve(
         this = asyncio.current_task()
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-        await Member(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined)
+        await RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined)
 
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(serving())

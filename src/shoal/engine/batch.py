@@ -12,14 +12,14 @@ from shoal.engine.forward import Forward
 from shoal.engine.kv_cache import KVCache, Pool
 from shoal.engine.request import Draft
 from shoal.engine.sampling import SamplingRows
-from shoal.engine.scheduler import Chunk, Plan
+from shoal.engine.scheduler import Chunk, StepPlan
 
 LIKE_LENGTH = 0.75
 """Chunks attend together, padded to the longest, when none is shorter than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredRows:
     """Kept rows `row : row + count` score the tokens of `draft` that follow its positions from `start` on."""
 
     draft: Draft
@@ -45,7 +45,7 @@ class StepBatch:
     all), and `expand` [B] which of the kept rows each draft draws from (None: its own).
     """
 
-    def __init__(self, plan: Plan[Draft], cache: KVCache, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan[Draft], cache: KVCache, device: torch.device) -> None:
         """All sequences of the plan are placed in the cache, and copies that it orders have been made."""
         self.plan = plan
         placed = sorted(((*cache.place(draft), draft) for draft in plan.decode), key=lambda p: (p[0].capacity, p[1]))
@@ -53,7 +53,7 @@ class StepBatch:
         together = _chunks_together(plan.chunks, cache)
         chunks = [chunk for members in together for chunk in members]
         self.drafts: list[Draft] = decoding
-        self.scored: list[Scored] = []
+        self.scored: list[ScoredRows] = []
         token_T = [draft.token_at(draft.total - 1) for draft in decoding]
         position_T = [draft.total - 1 for draft in decoding]
         keep, expand = list(range(len(decoding))), list(range(len(decoding)))
@@ -63,7 +63,7 @@ class StepBatch:
             first = len(token_T) - chunk.length
             wanted = max(0, min(chunk.length, len(chunk.sequence.targets) - chunk.start))
             if wanted:
-                self.scored.append(Scored(chunk.sequence, len(keep), chunk.start, wanted))
+                self.scored.append(ScoredRows(chunk.sequence, len(keep), chunk.start, wanted))
                 keep += range(first, first + wanted)
             if chunk.completes:
                 self.drafts = [*self.drafts, chunk.sequence, *chunk.followers]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.external_server import Dialect, ForeignEngine
+from shoal.engine.external_server import ForeignEngine, ServerAdapter
 from shoal.engine.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.engine.replica import PoolEngine
 from shoal.engine.sglang import SGLang
@@ -58,7 +58,7 @@ def _is_ours(status: int, data: bytes) -> bool:
     return True
 
 
-def _dialect(url: str, token: str, status: int, data: bytes) -> Dialect:
+def _dialect(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
     if status >= 500:
         raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
     owner = ""

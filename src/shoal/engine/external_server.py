@@ -1,7 +1,7 @@
 """An inference server of another project as `interfaces.Engine`: what vLLM and SGLang have in common.
 
-What differs between them is a `Dialect` (vllm.py, sglang.py). New weights come in one of these ways, by what the server
-was found to be able to do at the start:
+What differs between them is a `ServerAdapter` (vllm.py, sglang.py). New weights come in one of these ways,
+by what the server was found to be able to do at the start:
 
     keep the requests   pause with them standing still, load, resume; the server says which version drew which token.
                         `on_update = "recompute"` drops their KV, `"keep"` does not
@@ -35,7 +35,7 @@ SAME_NATS = 1e-3
 PROBES = ((1, 2, 3), (3, 1), (2,))
 
 
-class Stop(StrEnum):
+class StopMode(StrEnum):
     """How a server stops for new weights."""
 
     KEEP_AND_RECOMPUTE = "keep and recompute"
@@ -59,7 +59,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledCompletion:
     """One completion as a server tells it."""
 
     token_ids: tuple[int, ...]  # [L]
@@ -70,7 +70,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class ServerCounters:
     """What a server counts since it started; of running and waiting, how many there are now."""
 
     running: int
@@ -79,7 +79,7 @@ class Counters:
     tokens_prefilled: int
 
 
-class Dialect(Protocol):
+class ServerAdapter(Protocol):
     """How one kind of server is spoken to. Methods raise `RequestRefused` or `EngineUnavailable`."""
 
     async def abilities(self) -> Abilities:
@@ -88,7 +88,7 @@ class Dialect(Protocol):
 
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[Drawn]:
+    ) -> list[SampledCompletion]:
         """`n` completions; requests of another `salt` share no KV."""
         ...
 
@@ -96,11 +96,11 @@ class Dialect(Protocol):
         """Logprobs in nats at temperature 1 of tokens 1..L-1."""
         ...
 
-    async def stop(self, how: Stop) -> None:
+    async def stop(self, how: StopMode) -> None:
         """Returns once the server stands still."""
         ...
 
-    async def load(self, directory: Path, version: int, how: Stop) -> None:
+    async def load(self, directory: Path, version: int, how: StopMode) -> None:
         """Has the standing server load the safetensors in a directory and call them `version`."""
         ...
 
@@ -124,7 +124,7 @@ class Dialect(Protocol):
         """Returns when the server answers."""
         ...
 
-    async def counters(self) -> Counters | None:
+    async def counters(self) -> ServerCounters | None:
         """What the server counts; None when it does not tell."""
         ...
 
@@ -136,7 +136,7 @@ class Dialect(Protocol):
 class ForeignEngine:
     """Implements `members.PoolEngine` on a server of another project. Make one with `started`."""
 
-    def __init__(self, dialect: Dialect, on_update: str) -> None:
+    def __init__(self, dialect: ServerAdapter, on_update: str) -> None:
         """`on_update` is `engine.on_update`; where the server cannot keep requests, it is the base path."""
         self._dialect = dialect
         self._on_update = on_update
@@ -157,7 +157,9 @@ class ForeignEngine:
         self._busy_s, self._busy_since_s, self._told_s = 0.0, 0.0, time.monotonic()
 
     @classmethod
-    async def started(cls, dialect: Dialect, *, on_update: str, model_dir: Path, sampling: Sampling) -> "ForeignEngine":
+    async def started(
+        cls, dialect: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling
+    ) -> "ForeignEngine":
         """An engine that serves the model as version 0, found able to draw as `sampling` says.
 
         Raises `ConfigError` with what to change at the server, or `EngineUnavailable`.
@@ -210,7 +212,7 @@ class ForeignEngine:
         """Draws `n` completions of one prompt; one that an update cut off ends with `ABORT` and what was drawn."""
         failed_before = await self._admitted()
         version = self._version
-        salt = f"v{version}" if self.how is Stop.KEEP else None
+        salt = f"v{version}" if self.how is StopMode.KEEP else None
         self._count(n)
         try:
             name = f"shoal-{uuid4().hex}"
@@ -237,7 +239,7 @@ class ForeignEngine:
         if self._failed_loads != failed_before:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
-    def _completion(self, drawn: Drawn, version: int) -> Completion:
+    def _completion(self, drawn: SampledCompletion, version: int) -> Completion:
         if drawn.spans is None:
             if self._version != version and drawn.finish_reason is not FinishReason.ABORT:
                 raise EngineUnavailable("an answer overtook new weights; nobody can say which ones drew it")
@@ -269,7 +271,7 @@ class ForeignEngine:
             await self._load(version, path)
 
     async def _load(self, version: int, path: Path) -> None:
-        if self.how in (Stop.DRAIN, Stop.ABORT):
+        if self.how in (StopMode.DRAIN, StopMode.ABORT):
             self._door.clear()
         self._judged = version
         self._verdict.clear()
@@ -290,7 +292,7 @@ class ForeignEngine:
 
     async def _put(self, version: int, path: Path) -> None:
         """Has the server stop, take the weights and go on."""
-        if self.how is Stop.DRAIN:
+        if self.how is StopMode.DRAIN:
             await self._idle.wait()
         await self._dialect.stop(self.how)
         try:
@@ -317,7 +319,7 @@ class ForeignEngine:
             told = await self._dialect.version()
             if told != served and served == self._version and not self._loading.locked():
                 self._version = UNKNOWN
-        counted = await self._dialect.counters() or Counters(self._running, 0, self._tokens_drawn, 0)
+        counted = await self._dialect.counters() or ServerCounters(self._running, 0, self._tokens_drawn, 0)
         self._count(0)
         now_s = time.monotonic()
         busy_share = min(1.0, self._busy_s / max(now_s - self._told_s, 1e-9))
@@ -358,13 +360,13 @@ class ForeignEngine:
             self._idle.set()
 
 
-def _way(on_update: str, keeps_requests: bool) -> Stop:
+def _way(on_update: str, keeps_requests: bool) -> StopMode:
     """How weights are loaded, by the setting and by what the server can do."""
     if on_update == "drain":
-        return Stop.DRAIN
+        return StopMode.DRAIN
     if not keeps_requests:
-        return Stop.ABORT
-    return Stop.KEEP if on_update == "keep" else Stop.KEEP_AND_RECOMPUTE
+        return StopMode.ABORT
+    return StopMode.KEEP if on_update == "keep" else StopMode.KEEP_AND_RECOMPUTE
 
 
 def _directory(path: Path) -> Path:

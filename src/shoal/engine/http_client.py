@@ -66,7 +66,7 @@ class HttpEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        body = protocol.ScoreRequest(list(token_ids))
+        body = protocol.LogprobsRequest(list(token_ids))
         return (await self._ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
 
     async def update_weights(self, version: int, path: Path) -> None:
@@ -118,7 +118,7 @@ def _absolute(path: Path) -> str:
     return str(path.absolute())
 
 
-def _completion(choice: protocol.Choice) -> Completion:
+def _completion(choice: protocol.GeneratedChoice) -> Completion:
     if choice.token_logprobs is None:
         raise ValueError("flat logprobs were asked for, and none came")
     versions: list[int] = []

@@ -19,9 +19,9 @@ import torch
 import uvicorn
 
 from shoal.engine.http_client import TOKEN_VARIABLE
-from shoal.engine.options import Limits, OnUpdate
+from shoal.engine.options import EngineLimits, OnUpdate
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import checksum_of, weight_file
 from shoal.errors import ConfigError, ShoalError
 from shoal.model.loading import DTYPES, load_model, resolve_device
@@ -56,7 +56,7 @@ class _Uvicorn(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def _serve(engine: LocalEngine, listening: socket.socket, options: argparse.Namespace) -> int:
+async def _serve(engine: StepEngine, listening: socket.socket, options: argparse.Namespace) -> int:
     failures: list[BaseException] = []
 
     def crashed(error: BaseException) -> None:
@@ -83,7 +83,7 @@ async def _serve(engine: LocalEngine, listening: socket.socket, options: argpars
     return 1 if failures else 0
 
 
-def _engine(options: argparse.Namespace) -> LocalEngine:
+def _engine(options: argparse.Namespace) -> StepEngine:
     torch.set_num_threads(options.threads)
     path = Path(options.model)
     device = resolve_device(options.device)
@@ -94,9 +94,9 @@ def _engine(options: argparse.Namespace) -> LocalEngine:
         raise ConfigError(f"max_model_len: expected at most the {own} tokens of the model, got {longest}")
     if options.kv_tokens is not None and options.kv_tokens < longest:
         raise ConfigError(f"kv_tokens: expected room for max_model_len = {longest} tokens, got {options.kv_tokens}")
-    return LocalEngine(
+    return StepEngine(
         model,
-        Limits(
+        EngineLimits(
             max_model_len=longest,
             max_running=options.max_running,
             max_waiting=options.max_waiting,
@@ -132,7 +132,7 @@ def _token(fd: int | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shoal.engine.http_server")
-    defaults = Limits(max_model_len=2)
+    defaults = EngineLimits(max_model_len=2)
     parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")

@@ -27,7 +27,7 @@ class PauseMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """How much the engine takes on."""
 
     max_model_len: int
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class EngineCounters:
     """Numbers of an engine: since it started, but for version, running and waiting, which are now."""
 
     version: int

@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.engine import continuation
-from shoal.engine.pool_routing import Seat, SessionVersions, State, chosen, oldest_served, session_key, summed, waves
-from shoal.engine.replica import Member, PoolEngine, Target, loaded
+from shoal.engine.pool_routing import (
+    ReplicaHandle,
+    ReplicaState,
+    SessionVersions,
+    chosen,
+    oldest_served,
+    session_key,
+    summed,
+    waves,
+)
+from shoal.engine.replica import PoolEngine, Replica, Target, loaded
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -55,7 +64,7 @@ class EnginePool:
         self._patience_s = patience_s
         self._check_every_s = check_every_s
         self._check_timeout_s = check_timeout_s
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Replica] = {}
         self._target = Target(0, initial) if initial else None
         self._recovered = recovered
         self._sessions = SessionVersions()
@@ -65,7 +74,7 @@ class EnginePool:
         self._last_error = "none has joined"
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def seats(self) -> tuple[ReplicaHandle, ...]:
         """The engines as they are now."""
         return tuple(member.seat for member in self._members.values())
 
@@ -77,7 +86,7 @@ class EnginePool:
         except BaseException:
             await engine.aclose()
             raise
-        self._members[name] = Member(name, engine, version)  # with no await since: no update can have missed it
+        self._members[name] = Replica(name, engine, version)  # with no await since: no update can have missed it
         self._notify()
 
     async def leave(self, name: str) -> None:
@@ -162,26 +171,28 @@ class EnginePool:
         async with self._loading:
             self._target = Target(version, path)
             refusals: list[RequestRefused] = []
-            for wave in waves([m.name for m in self._members.values() if m.state is State.READY]):
+            for wave in waves([m.name for m in self._members.values() if m.state is ReplicaState.READY]):
                 async with asyncio.TaskGroup() as loading:
                     for name in wave:
                         if name in self._members:
                             loading.create_task(self._load(self._members[name], refusals), name=f"loading {name}")
             if refusals and not any(member.version >= version for member in self._members.values()):
                 for member in self._members.values():  # they serve what they served
-                    member.state = State.READY if member.state is State.UPDATING else member.state
+                    member.state = ReplicaState.READY if member.state is ReplicaState.UPDATING else member.state
                 raise refusals[0]
             for member in self._members.values():
-                if member.state is State.UPDATING:
+                if member.state is ReplicaState.UPDATING:
                     self._lose(member, str(refusals[0]))
             self._sessions.forget(self._oldest_served)
-        await self._until(lambda: any(m.state is State.READY and m.version >= version for m in self._members.values()))
+        await self._until(
+            lambda: any(m.state is ReplicaState.READY and m.version >= version for m in self._members.values())
+        )
 
     async def info(self) -> EngineInfo:
         """Of all engines that answer: sums, and the oldest version."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
-            members = [member for member in self._members.values() if member.state is not State.AWAY]
+            members = [member for member in self._members.values() if member.state is not ReplicaState.AWAY]
             infos = [info for info in await asyncio.gather(*map(self._info, members)) if info is not None]
             if infos:
                 return summed(infos)
@@ -191,7 +202,7 @@ class EnginePool:
     def _oldest_served(self) -> int:
         return oldest_served(self.seats, self._target.version if self._target else 0)
 
-    async def _info(self, member: Member) -> EngineInfo | None:
+    async def _info(self, member: Replica) -> EngineInfo | None:
         served = member.version  # before the question: an update may end while it is under way
         try:
             async with asyncio.timeout(self._check_timeout_s):
@@ -246,7 +257,7 @@ class EnginePool:
                     member.last_error = self._last_error = str(error)
                     self._suspected.set()  # and on to the next: a check takes long when the engine hangs
 
-    async def _asked_of(self, member: Member, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    async def _asked_of(self, member: Replica, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
         """The answer of one engine. Raises `EngineUnavailable` as well when the engine is lost meanwhile."""
         member.load += count
         call = asyncio.timeout(None)
@@ -262,9 +273,9 @@ class EnginePool:
             if member.name not in self._members:
                 self._notify()
 
-    async def _check(self, member: Member) -> None:
+    async def _check(self, member: Replica) -> None:
         """Finds out whether an engine answers, and brings it up when it does again."""
-        if member.updating or member.state is State.UPDATING:
+        if member.updating or member.state is ReplicaState.UPDATING:
             return
         try:
             async with asyncio.timeout(self._check_timeout_s):
@@ -272,16 +283,16 @@ class EnginePool:
         except (EngineError, TimeoutError) as error:
             self._lose(member, str(error) or f"no answer in {self._check_timeout_s:g} s")
         else:
-            if member.state is State.AWAY and not member.updating:
+            if member.state is ReplicaState.AWAY and not member.updating:
                 await self._bring_back(member)
 
-    async def _bring_back(self, member: Member) -> None:
+    async def _bring_back(self, member: Replica) -> None:
         try:
             member.version = await self._brought_up(member.engine)
         except EngineError as error:
             member.last_error = self._last_error = str(error)
         else:
-            member.state = State.READY
+            member.state = ReplicaState.READY
             self._notify()
 
     async def _brought_up(self, engine: PoolEngine) -> int:
@@ -323,12 +334,12 @@ class EnginePool:
         """The weights that an engine has to load that serves `version`; None when there are none."""
         return self._target if self._target and self._target.version > version else None
 
-    async def _load(self, member: Member, refusals: list[RequestRefused]) -> None:
+    async def _load(self, member: Replica, refusals: list[RequestRefused]) -> None:
         """Loads the target into one engine, which stays `UPDATING` when it refuses."""
         assert self._target is not None
-        if member.state is not State.READY:  # lost meanwhile: it loads them when it is back
+        if member.state is not ReplicaState.READY:  # lost meanwhile: it loads them when it is back
             return
-        member.state, member.updating = State.UPDATING, True
+        member.state, member.updating = ReplicaState.UPDATING, True
         try:
             member.version = await loaded(member.engine, self._target)
         except RequestRefused as error:
@@ -336,14 +347,14 @@ class EnginePool:
         except EngineUnavailable as error:
             self._lose(member, str(error))
         else:
-            member.state = State.READY
+            member.state = ReplicaState.READY
             self._notify()
         finally:
             member.updating = False
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose(self, member: Replica, reason: str) -> None:
         """Gives an engine no more requests, and those that it has to others: it may hang and never answer them."""
-        member.state, member.last_error = State.AWAY, reason
+        member.state, member.last_error = ReplicaState.AWAY, reason
         self._last_error = reason
         calls, member.calls = member.calls, set()  # one that is expiring cannot be asked to again
         for call in calls:

@@ -18,7 +18,7 @@ BOUND = 1.25
 WAVE_SHARE = 0.25  # of the engines that load weights at the same time
 
 
-class State(StrEnum):
+class ReplicaState(StrEnum):
     """What an engine of the pool is good for."""
 
     READY = "ready"
@@ -30,11 +30,11 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ReplicaHandle:
     """One engine as a request sees it."""
 
     name: str
-    state: State
+    state: ReplicaState
     version: int
     """Of the weights it serves; a request that draws there gets tokens of this Version or a later one."""
     load: int
@@ -67,9 +67,9 @@ class SessionVersions:
         self._newest = {key: version for key, version in self._newest.items() if version > oldest}
 
 
-def oldest_served(seats: Sequence[Seat], newest: int) -> int:
+def oldest_served(seats: Sequence[ReplicaHandle], newest: int) -> int:
     """The oldest Version under which a token may be drawn from now on: who is away loads the `newest` first."""
-    served = (seat.version if seat.state is not State.AWAY else max(seat.version, newest) for seat in seats)
+    served = (seat.version if seat.state is not ReplicaState.AWAY else max(seat.version, newest) for seat in seats)
     return min(served, default=newest)
 
 
@@ -79,15 +79,15 @@ def preference(key: bytes, names: Collection[str]) -> list[str]:
 
 
 def chosen(
-    key: bytes, seats: Sequence[Seat], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
+    key: bytes, seats: Sequence[ReplicaHandle], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
 ) -> str | None:
     """The engine for `count` sequences of the session `key`; None when none may have them now.
 
     `at_least` is the version of the newest token that an answer has already: an older engine must not go on with it.
     """
     open_ = [seat for seat in seats if seat.version >= at_least and seat.name not in avoid]
-    among = [seat for seat in open_ if seat.state is State.READY]
-    among = among or [seat for seat in open_ if seat.state is State.UPDATING]
+    among = [seat for seat in open_ if seat.state is ReplicaState.READY]
+    among = among or [seat for seat in open_ if seat.state is ReplicaState.UPDATING]
     if not among:
         return None
     bound = ceil(BOUND * (sum(seat.load for seat in among) + count) / len(among))

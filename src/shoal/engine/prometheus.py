@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal.engine.options import Counts
+from shoal.engine.options import EngineCounters
 
 COUNTERS = {
     "tokens_drawn": "Tokens drawn.",
@@ -29,7 +29,7 @@ GAUGES = {
 
 
 class _Snapshot(Collector):
-    def __init__(self, counts: Counts, refused: int, failed_updates: int) -> None:
+    def __init__(self, counts: EngineCounters, refused: int, failed_updates: int) -> None:
         self._counts = counts
         self._refused = refused
         self._failed_updates = failed_updates
@@ -45,7 +45,7 @@ class _Snapshot(Collector):
         )
 
 
-def exposition(counts: Counts, *, refused: int, failed_updates: int) -> bytes:
+def exposition(counts: EngineCounters, *, refused: int, failed_updates: int) -> bytes:
     """The body of `/metrics`."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(counts, refused, failed_updates))

@@ -63,7 +63,7 @@ class VersionSpan(msgspec.Struct, omit_defaults=True):
     """The Version of the oldest KV that they were drawn on, where that is older: `--on-update keep`."""
 
 
-class Choice(msgspec.Struct, omit_defaults=True, kw_only=True):
+class GeneratedChoice(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One completion."""
 
     index: int
@@ -88,12 +88,12 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
     """The answer to a generate request; `prompt_token_ids` are left out of flat ones."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[GeneratedChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
 
 
-class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
+class LogprobsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /score`."""
 
     token_ids: list[int]

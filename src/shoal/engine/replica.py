@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shoal.engine.pool_routing import Seat, State
+from shoal.engine.pool_routing import ReplicaHandle, ReplicaState
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 
@@ -30,13 +30,13 @@ class PoolEngine(Engine, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class Replica:
     """An engine of the pool. Invariant: `version` is not above what the engine serves."""
 
     name: str
     engine: PoolEngine
     version: int
-    state: State = State.READY
+    state: ReplicaState = ReplicaState.READY
     load: int = 0
     last_error: str = ""
     updating: bool = False
@@ -47,9 +47,9 @@ class Member:
     """Of requests under way; expiring one gives its request back to the pool."""
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> ReplicaHandle:
         """The engine as a request sees it."""
-        return Seat(self.name, self.state, self.version, self.load)
+        return ReplicaHandle(self.name, self.state, self.version, self.load)
 
 
 @dataclass(frozen=True, slots=True)

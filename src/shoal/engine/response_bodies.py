@@ -18,10 +18,10 @@ def drawn_spans(draft: Draft) -> list[protocol.VersionSpan]:
     return spans
 
 
-def choice(draft: Draft, *, flat: bool) -> protocol.Choice:
+def choice(draft: Draft, *, flat: bool) -> protocol.GeneratedChoice:
     """A completion that has ended."""
     assert draft.finish_reason is not None
-    return protocol.Choice(
+    return protocol.GeneratedChoice(
         index=draft.index,
         token_ids=draft.drawn,
         finish_reason=draft.finish_reason,

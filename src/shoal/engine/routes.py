@@ -25,7 +25,7 @@ from shoal.engine.options import PauseMode
 from shoal.engine.prometheus import exposition
 from shoal.engine.request import Request, scoring
 from shoal.engine.response_bodies import response
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.thread import EngineThread, result
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, ShoalError
@@ -53,7 +53,7 @@ class EngineServer:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: StepEngine,
         *,
         ready: Callable[[], None],
         crashed: Callable[[BaseException], None],
@@ -140,7 +140,7 @@ class EngineServer:
                 self._thread.call(lambda: self._engine.abort([request]))
 
     async def _score(self, http: HttpRequest) -> Response:
-        token_ids = (await self._body(http, protocol.ScoreRequest)).token_ids
+        token_ids = (await self._body(http, protocol.LogprobsRequest)).token_ids
         if wrong := self._engine.score_refusal(token_ids):
             raise wrong
         if len(token_ids) == 1:

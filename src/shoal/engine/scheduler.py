@@ -89,7 +89,7 @@ class Chunk(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[S]):
+class StepPlan(Generic[S]):
     """One step. The same object is returned again for as long as only decoding goes on."""
 
     preempted: tuple[S, ...]
@@ -144,7 +144,7 @@ class Scheduler(Generic[S]):
         self._arrivals = 0
         self._admissions = 0
         self._siblings: dict[Hashable, list[S]] = {}  # running ones, by family
-        self._plan: Plan[S] | None = None
+        self._plan: StepPlan[S] | None = None
 
     @property
     def waiting(self) -> int:
@@ -174,7 +174,7 @@ class Scheduler(Generic[S]):
             sequence.stale = sequence.kv_len > 0
         self._plan = None
 
-    def plan(self) -> Plan[S]:
+    def plan(self) -> StepPlan[S]:
         """The next step. The caller then draws a token for each sequence in `decode` and each completing chunk."""
         preempted = self._preempt() if self._scarce else ()
         admitted = self._admit()
@@ -182,7 +182,7 @@ class Scheduler(Generic[S]):
             copies, chunks = self._prefill()
             just_completed = {id(s) for chunk in chunks if chunk.completes for s in (chunk.sequence, *chunk.followers)}
             decode = tuple(s for s in self.running if s.decoding and id(s) not in just_completed)
-            plan = Plan(tuple(preempted), tuple(copies), tuple(chunks), decode)
+            plan = StepPlan(tuple(preempted), tuple(copies), tuple(chunks), decode)
             steady = not (preempted or copies or chunks) and len(decode) == len(self.running)
             self._plan = plan if steady else None
             return plan

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.external_server import Abilities, SampledCompletion, ServerCounters, StopMode, finish_reason
 from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import Client, words
@@ -24,7 +24,12 @@ METRICS = {
     "sglang:generation_tokens_total": "tokens_drawn",
     "sglang:prompt_tokens_total": "tokens_prefilled",
 }
-PAUSES = {Stop.KEEP_AND_RECOMPUTE: "retract", Stop.KEEP: "in_place", Stop.DRAIN: "abort", Stop.ABORT: "abort"}
+PAUSES = {
+    StopMode.KEEP_AND_RECOMPUTE: "retract",
+    StopMode.KEEP: "in_place",
+    StopMode.DRAIN: "abort",
+    StopMode.ABORT: "abort",
+}
 
 
 class _Finish(msgspec.Struct):
@@ -99,7 +104,7 @@ class SGLang:
 
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[Drawn]:
+    ) -> list[SampledCompletion]:
         """`n` completions."""
         body: dict[str, object] = {
             "rid": name if n == 1 else [f"{name}-{i}" for i in range(n)],
@@ -126,16 +131,16 @@ class SGLang:
             raise EngineUnavailable(f"SGLang gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
         return [logprob for logprob, *_ in given[1:] if logprob is not None]
 
-    async def stop(self, how: Stop) -> None:
+    async def stop(self, how: StopMode) -> None:
         """`retract` puts running requests back into the queue, so that their KV is computed again."""
         await self._asking.tell("POST", "/pause_generation", {"mode": PAUSES[how]})
 
-    async def load(self, directory: Path, version: int, how: Stop) -> None:
+    async def load(self, directory: Path, version: int, how: StopMode) -> None:
         """Reads the safetensors and names them. `in_place` requests hold KV, so the cache cannot be flushed then."""
         body = {
             "model_path": str(directory),
             "weight_version": str(version),
-            "flush_cache": how is not Stop.KEEP,
+            "flush_cache": how is not StopMode.KEEP,
             "abort_all_requests": False,
         }
         done = await self._asking.ask("POST", "/update_weights_from_disk", _Done, body)
@@ -168,10 +173,10 @@ class SGLang:
         if status != 200:
             raise EngineUnavailable(f"SGLang at {self._asking.url} says HTTP {status} of its health")
 
-    async def counters(self) -> Counters | None:
+    async def counters(self) -> ServerCounters | None:
         """From its Prometheus metrics, which it has with --enable-metrics."""
         status, data = await self._asking.status("GET", "/metrics")
-        return Counters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
+        return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -192,10 +197,10 @@ def _params(sampling: Sampling, n: int) -> dict[str, object]:
     }
 
 
-def _drawn(meta: _Meta) -> Drawn:
+def _drawn(meta: _Meta) -> SampledCompletion:
     """Tokens and logprobs come from the same list, so that they cannot be of different lengths."""
     spans = meta.weight_versions
-    return Drawn(
+    return SampledCompletion(
         tuple(token for _, token, _ in meta.output_token_logprobs),
         tuple(logprob for logprob, _, _ in meta.output_token_logprobs),
         finish_reason(meta.finish_reason.type),

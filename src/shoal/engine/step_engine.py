@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from shoal.engine.batch import StepBatch
 from shoal.engine.forward import forward_of
 from shoal.engine.kv_cache import KVCache, StoredKV
-from shoal.engine.options import Counts, Limits, OnUpdate, PauseMode
+from shoal.engine.options import EngineCounters, EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
 from shoal.engine.sampling import drawn
@@ -34,13 +34,13 @@ from shoal.types import FinishReason
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 
 
-class LocalEngine:
+class StepEngine:
     """Draws completions. Not thread-safe: everything is called by the thread that steps."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         on_update: OnUpdate = OnUpdate.RECOMPUTE,
         version: int = 0,
@@ -202,9 +202,9 @@ class LocalEngine:
             waiting=self._scheduler.waiting,
         )
 
-    def counts(self) -> Counts:
+    def counts(self) -> EngineCounters:
         """What `/metrics` shows."""
-        return Counts(
+        return EngineCounters(
             version=self.version,
             tokens_drawn=self.tokens_drawn,
             tokens_prefilled=self.tokens_prefilled,
@@ -354,7 +354,7 @@ class LocalEngine:
         self._update_waiters.clear()
 
 
-def _scheduler(limits: Limits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
+def _scheduler(limits: EngineLimits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
     return Scheduler(
         max_running=limits.max_running,
         kv_budget_tokens=limits.kv_tokens or limits.room_tokens,

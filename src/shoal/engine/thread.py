@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from shoal.engine.request import Request
-from shoal.engine.step_engine import LocalEngine
+from shoal.engine.step_engine import StepEngine
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: StepEngine,
         *,
         deliver: Callable[[list[Request]], None],
         crashed: Callable[[BaseException], None],

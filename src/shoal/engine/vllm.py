@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.external_server import Abilities, Counters, Drawn, Stop, finish_reason
+from shoal.engine.external_server import Abilities, SampledCompletion, ServerCounters, StopMode, finish_reason
 from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import Client, words
@@ -27,10 +27,10 @@ METRICS = {
     "vllm:prompt_tokens_total": "tokens_prefilled",
 }
 PAUSES = {
-    Stop.KEEP_AND_RECOMPUTE: "mode=keep&clear_cache=true",
-    Stop.KEEP: "mode=keep&clear_cache=false",
-    Stop.DRAIN: "mode=abort&clear_cache=true",  # nothing runs any more
-    Stop.ABORT: "mode=abort&clear_cache=true",
+    StopMode.KEEP_AND_RECOMPUTE: "mode=keep&clear_cache=true",
+    StopMode.KEEP: "mode=keep&clear_cache=false",
+    StopMode.DRAIN: "mode=abort&clear_cache=true",  # nothing runs any more
+    StopMode.ABORT: "mode=abort&clear_cache=true",
 }
 
 
@@ -117,7 +117,7 @@ class VLLM:
 
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[Drawn]:
+    ) -> list[SampledCompletion]:
         """`n` completions; the model's own end tokens are not special, only `sampling.stop_token_ids` are."""
         body = _generation(name, prompt_ids, sampling, n)
         if priority is not None:
@@ -140,11 +140,11 @@ class VLLM:
             at[str(token)].logprob if at else NO_LOGPROB for token, at in zip(token_ids[1:], given[1:], strict=True)
         ]
 
-    async def stop(self, how: Stop) -> None:
+    async def stop(self, how: StopMode) -> None:
         """`clear_cache` is always said: with `keep` it decides whether running requests compute their KV again."""
         await self._asking.tell("POST", f"/pause?{PAUSES[how]}")
 
-    async def load(self, directory: Path, version: int, how: Stop) -> None:
+    async def load(self, directory: Path, version: int, how: StopMode) -> None:
         """Reads the safetensors in the workers; the name is given afterwards, so that it is never ahead of them."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._asking.tell("POST", "/collective_rpc", body)
@@ -177,10 +177,10 @@ class VLLM:
         if status != 200:
             raise EngineUnavailable(f"vLLM at {self._asking.url} says HTTP {status} of its health")
 
-    async def counters(self) -> Counters | None:
+    async def counters(self) -> ServerCounters | None:
         """From its Prometheus metrics."""
         status, data = await self._asking.status("GET", "/metrics")
-        return Counters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
+        return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -203,13 +203,13 @@ def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int
     return {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
 
 
-def _drawn(choice: _Choice) -> Drawn:
+def _drawn(choice: _Choice) -> SampledCompletion:
     entries = choice.logprobs.content if choice.logprobs else []
     logprobs = tuple(entry.logprob for entry in entries)
     if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
         raise EngineUnavailable(f"vLLM gave {len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
     spans = choice.weight_versions
-    return Drawn(
+    return SampledCompletion(
         tuple(choice.token_ids),
         logprobs,
         finish_reason(choice.finish_reason),

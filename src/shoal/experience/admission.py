@@ -6,7 +6,7 @@ from collections import deque
 from shoal.experience.gate import AdmissionGate
 
 
-class Admission:
+class AdmissionQueue:
     """Lets callers through the gate in the order in which they came. One event loop."""
 
     def __init__(self, gate: AdmissionGate) -> None:

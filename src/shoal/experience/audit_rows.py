@@ -115,7 +115,7 @@ def _check_admission(connection: sqlite3.Connection, report: AuditReport) -> Non
             count -= ended[over.pop(0)]
         if step not in versions:
             continue  # which is reported as such
-        bound = (versions[step] + meta.eta + 1) * meta.groups_per_step * meta.push_every
+        bound = (versions[step] + meta.max_staleness + 1) * meta.groups_per_step * meta.push_every
         if count > bound:
             report.found(
                 Check.ADMISSION, f"step {step}", f"{count} groups were accepted or running, expected at most {bound}"

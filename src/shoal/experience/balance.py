@@ -21,7 +21,7 @@ have been used then. The sum over the present tasks is what they have used and t
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Waiting:
+class WaitingGroup:
     """One group on offer. The order is that of consumption within a task, and `shoal audit` checks it from the log."""
 
     oldest_version: int
@@ -41,10 +41,10 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchChoice:
     """The groups that are trained next, or none; then `wait_s` says when to look again if nothing else happens."""
 
-    groups: tuple[Waiting, ...] = ()
+    groups: tuple[WaitingGroup, ...] = ()
     wait_s: float | None = None
 
 
@@ -65,16 +65,16 @@ class Balance:
         """A group of a task is on offer."""
         self._missed_since_s.pop(service, None)
 
-    def next(self, waiting: Sequence[Waiting], n: int, used: Mapping[str, int], now_s: float) -> Choice:
+    def next(self, waiting: Sequence[WaitingGroup], n: int, used: Mapping[str, int], now_s: float) -> BatchChoice:
         """The next `n` of `waiting`, which are in order; `used` counts the groups that each task had trained."""
         if len(waiting) < n:
-            return Choice()
+            return BatchChoice()
         if self.due is None:
-            return Choice(tuple(waiting[:n]))
+            return BatchChoice(tuple(waiting[:n]))
         due = self.due(used, n)
         taken = Counter(used)
-        chosen: list[Waiting] = []
-        ahead: list[Waiting] = []
+        chosen: list[WaitingGroup] = []
+        ahead: list[WaitingGroup] = []
         for one in waiting:
             if len(chosen) < n and (one.service not in due or taken[one.service] < due[one.service] - ROUNDING):
                 taken[one.service] += 1
@@ -85,8 +85,8 @@ class Balance:
             missing = [name for name, groups in due.items() if taken[name] < groups - ROUNDING]
             wait_s = max((self._patience_left_s(name, now_s) for name in missing), default=0.0)
             if wait_s > CLOCK_S:
-                return Choice(wait_s=wait_s)
-        return Choice(tuple(chosen + ahead[: n - len(chosen)]))
+                return BatchChoice(wait_s=wait_s)
+        return BatchChoice(tuple(chosen + ahead[: n - len(chosen)]))
 
     def _patience_left_s(self, service: str, now_s: float) -> float:
         return self._missed_since_s.setdefault(service, now_s) + PATIENCE_S - now_s

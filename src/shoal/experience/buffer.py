@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.experience import archive, log
-from shoal.experience.admission import Admission
-from shoal.experience.balance import Balance, Due, Waiting
+from shoal.experience.admission import AdmissionQueue
+from shoal.experience.balance import Balance, Due, WaitingGroup
 from shoal.experience.counts import TaskCounts, read_task_counts
 from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
@@ -44,20 +44,20 @@ class Buffer:
 
     def __init__(self, opened: LockedLog, meta: RunMeta, *, max_running: int, threaded: bool = True) -> None:
         self.gate = AdmissionGate(
-            eta=meta.eta,
+            max_staleness=meta.max_staleness,
             groups_per_step=meta.groups_per_step,
             push_every=meta.push_every,
             max_running=max_running,
         )
         self._late = meta.late
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingGroup] = []
         self._balance = Balance()
         self._taken: dict[str, Taken] = {}
         self._running: dict[str, str] = {}  # group id -> task service
         self._horizon = 0
         self._last_step = -1
         self._taker: asyncio.Future[None] | None = None
-        self._admission = Admission(self.gate)
+        self._admission = AdmissionQueue(self.gate)
         self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
         """Drawn for groups that were dropped, by task service, since this process began."""
@@ -231,7 +231,7 @@ class Buffer:
             raise ValueError(f"step {step}: groups were taken for another version than {version}")
         used, masks = [], self._late == "mask_tokens" and rows is not None
         for one in taken:
-            used.append(one.use(rows[one.waited.group.id] if masks and rows else (), version - self.gate.eta))
+            used.append(one.use(rows[one.waited.group.id] if masks and rows else (), version - self.gate.max_staleness))
             self._counts(one.waited.group.task.service).consumed += 1
             del self._taken[one.waited.group.id]
         if any(not group.external or group.oldest_version > version for group in external):
@@ -307,7 +307,7 @@ class Buffer:
         self._last_step = last.step if last else -1
         interrupted = log.interrupt_in_flight(connection, self._last_step)
         for seq, group in log.read_waiting(connection):
-            insort(self._waiting, Waiting(group.oldest_version, seq, group))
+            insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
             self._horizon = seq
         version = last.version_after if last else 0
         with opened.whole() as whole:
@@ -341,7 +341,7 @@ class Buffer:
         self.gate.accept()
         self._counts(service).finished += 1
         self._horizon = seq
-        insort(self._waiting, Waiting(group.oldest_version, seq, group))
+        insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
         self._balance.delivered(service)
         self._admit_waiting()
         self._wake_taker()
@@ -350,7 +350,7 @@ class Buffer:
 
     def _drop_late(self, version: int) -> None:
         """Drops the groups of which nothing may be trained under `version`."""
-        bound = version - self.gate.eta
+        bound = version - self.gate.max_staleness
         if self._late == "train" or not self._waiting or self._waiting[0].oldest_version >= bound:
             return
         newest = attrgetter("newest_version" if self._late == "mask_tokens" else "oldest_version")

@@ -81,7 +81,7 @@ class AuditReport:
             f"+ {self.in_flight} in flight",
             f"{self.consumed} groups consumed by {self.steps} steps; {self.rollouts} rollouts, {self.tokens} tokens; "
             f"staleness at most {self.staleness_max} versions, {self.staleness_steps} steps "
-            f"(eta {self.meta.eta}, late groups: {self.meta.late})",
+            f"(eta {self.meta.max_staleness}, late groups: {self.meta.late})",
         ]
         for check in Check:
             finding = self.findings.get(check)

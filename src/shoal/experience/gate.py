@@ -26,13 +26,13 @@ class AdmissionGate:
     fewer of its own. All above holds with these counted as accepted and consumed.
     """
 
-    def __init__(self, *, eta: int, groups_per_step: int, push_every: int, max_running: int) -> None:
-        if eta < 0 or min(groups_per_step, push_every, max_running) < 1:
+    def __init__(self, *, max_staleness: int, groups_per_step: int, push_every: int, max_running: int) -> None:
+        if max_staleness < 0 or min(groups_per_step, push_every, max_running) < 1:
             raise ValueError(
                 f"expected eta >= 0 and groups_per_step, push_every, max_running >= 1, "
-                f"got {eta}, {groups_per_step}, {push_every}, {max_running}"
+                f"got {max_staleness}, {groups_per_step}, {push_every}, {max_running}"
             )
-        self.eta = eta
+        self.max_staleness = max_staleness
         self.groups_per_version = groups_per_step * push_every
         self.max_running = max_running
         self.version = 0
@@ -48,7 +48,7 @@ class AdmissionGate:
     @property
     def budget(self) -> int:
         """Groups that may have been accepted or be running in all; it grows with the Version."""
-        return (self.version + self.eta + 1) * self.groups_per_version - self.filled
+        return (self.version + self.max_staleness + 1) * self.groups_per_version - self.filled
 
     def admit(self) -> int:
         """Starts one group; gives the Version it is admitted under."""

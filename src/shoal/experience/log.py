@@ -39,7 +39,7 @@ Late = Literal["drop", "mask_tokens", "train"]
 class RunMeta:
     """What an audit must know of a run; a run can only be resumed with the same values."""
 
-    eta: int
+    max_staleness: int
     late: Late
     groups_per_step: int
     push_every: int
@@ -193,7 +193,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
     """A file without the meta table belongs to a process that died while creating it: it is filled now."""
     values = {
         "format": FORMAT,
-        "async.eta": str(meta.eta),
+        "asynchrony.max_staleness": str(meta.max_staleness),
         "async.late": meta.late,
         "train.groups_per_step": str(meta.groups_per_step),
         "train.push_every": str(meta.push_every),
@@ -217,7 +217,7 @@ def read_meta(connection: sqlite3.Connection) -> RunMeta:
     stored = dict(connection.execute("SELECT key, value FROM meta"))
     late: dict[str, Late] = {"drop": "drop", "mask_tokens": "mask_tokens", "train": "train"}
     return RunMeta(
-        eta=int(stored["async.eta"]),
+        max_staleness=int(stored["asynchrony.max_staleness"]),
         late=late[stored["async.late"]],
         groups_per_step=int(stored["train.groups_per_step"]),
         push_every=int(stored["train.push_every"]),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.experience.balance import Waiting
+from shoal.experience.balance import WaitingGroup
 from shoal.experience.log import ConsumedGroup
 from shoal.types import Sample
 
@@ -12,7 +12,7 @@ from shoal.types import Sample
 class Taken:
     """One group being trained on."""
 
-    waited: Waiting
+    waited: WaitingGroup
     version: int
     horizon: int
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.gateway.chat import Body, Refusal, checked, tools_text
-from shoal.gateway.sessions import Ask
+from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
@@ -38,7 +38,7 @@ class OfferedTool(msgspec.Struct):
     input_schema: dict[str, object] = {}
 
 
-class Choice(msgspec.Struct):
+class AnthropicToolChoice(msgspec.Struct):
     """See `tool_choice` in Anthropic's reference."""
 
     type: str
@@ -53,14 +53,14 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     system: str | list[Block] | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
 
 
-def messages_ask(body: MessagesRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> Ask:
+def messages_ask(body: MessagesRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> AnswerRequest:
     """What a request asks for. Raises `Refusal`."""
     if body.stop_sequences:
         raise Refusal("stop_sequences", "none", body.stop_sequences)
@@ -78,7 +78,7 @@ def messages_ask(body: MessagesRequest, digest: str, *, is_retry: bool, takes_to
     system = (Message(Role.SYSTEM, _text("system", body.system)),) if body.system else ()
     turns = (one for i, message in enumerate(body.messages) for one in _messages(f"messages[{i}]", message))
     conversation = Conversation(checked((*system, *turns)), tools_text(tools, takes_tools=takes_tools))
-    return Ask(conversation, digest, body.max_tokens, body.temperature, body.top_p, is_retry=is_retry)
+    return AnswerRequest(conversation, digest, body.max_tokens, body.temperature, body.top_p, is_retry=is_retry)
 
 
 def messages_body(generation: Generation, prompt_ids: tuple[int, ...], model: str) -> Body:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from shoal.errors import SessionError
-from shoal.gateway.sessions import Ask
+from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
@@ -127,7 +127,7 @@ class TextRequest(Drawing, kw_only=True):
     echo: bool | None = False
 
 
-def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> Ask:
+def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> AnswerRequest:
     """What a chat request asks for. Raises `Refusal`."""
     body.refuse_unserved()
     if body.response_format is not None and body.response_format.type != "text":
@@ -141,7 +141,7 @@ def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: boo
     tools = tools_text(body.tools if body.tool_choice != "none" else None, takes_tools=takes_tools)
     messages = tuple(_message(i, message) for i, message in enumerate(body.messages))
     template = _template_text(body.chat_template_kwargs or {})
-    return Ask(
+    return AnswerRequest(
         Conversation(checked(messages), tools, template),
         digest,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
@@ -152,7 +152,7 @@ def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: boo
     )
 
 
-def prompt_ask(prompt_ids: tuple[int, ...], ask: Ask) -> Ask:
+def prompt_ask(prompt_ids: tuple[int, ...], ask: AnswerRequest) -> AnswerRequest:
     """The same request for a prompt in tokens. Raises `Refusal`."""
     if any(token < 0 for token in prompt_ids):
         raise Refusal("token_ids", "numbers of 0 and more", min(prompt_ids))
@@ -160,12 +160,12 @@ def prompt_ask(prompt_ids: tuple[int, ...], ask: Ask) -> Ask:
     return replace(ask, conversation=named, prompt_ids=prompt_ids)
 
 
-def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_retry: bool) -> Ask:
+def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_retry: bool) -> AnswerRequest:
     """What a text completion asks for, its prompt being tokens. Raises `Refusal`."""
     body.refuse_unserved()
     if body.echo:
         raise Refusal("echo", "false", True)
-    ask = Ask(
+    ask = AnswerRequest(
         Conversation(()),
         digest,
         max_tokens=16 if body.max_tokens is None else body.max_tokens,

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from shoal.gateway.chat import FINISH, Body, Refusal, logprobs_body, prompt_ask, spans, usage
-from shoal.gateway.sessions import Ask
+from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import Conversation, Generation
 
 
@@ -31,7 +31,7 @@ class TokensRequest(msgspec.Struct):
     """`flat` gives a list of numbers, as Shoal's engines do."""
 
 
-def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> Ask:
+def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> AnswerRequest:
     """What a request asks for. Raises `Refusal`."""
     params = body.sampling_params
     for field, value, allowed in (("n", params.n, 1), ("stop", params.stop or None, None)):
@@ -41,7 +41,7 @@ def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> Ask:
         raise Refusal("stream", "false", True)
     return prompt_ask(
         tuple(body.token_ids),
-        Ask(
+        AnswerRequest(
             Conversation(()),
             digest,
             max_tokens=params.max_tokens,

@@ -20,7 +20,7 @@ ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "re
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RenderedReply:
     """What is made of a generation for one request."""
 
     body: Callable[[Generation], Body]
@@ -41,7 +41,7 @@ def error_body(error: ShoalError, status: int, path: str) -> Body:
 
 
 async def streamed(
-    http: Request, session: Session, task: "asyncio.Future[Generation]", reply: Reply, keep_alive_s: float
+    http: Request, session: Session, task: "asyncio.Future[Generation]", reply: RenderedReply, keep_alive_s: float
 ) -> AsyncIterator[bytes]:
     """The events of an answer, with comments until there is one; an error that comes late is an event."""
     assert reply.events is not None

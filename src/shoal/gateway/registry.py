@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal.errors import EngineUnavailable
 from shoal.gateway.session_routes import Export, export
-from shoal.gateway.sessions import ENDED, Desk, Limits, Session
+from shoal.gateway.sessions import ENDED, Session, SessionContext, SessionLimits
 from shoal.gateway.token_tree import HistoryPolicy
 from shoal.types import Sampling
 
@@ -13,7 +13,7 @@ CLOSED_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SessionBounds:
     """Of all open sessions together. A token held takes 40 to 80 bytes."""
 
     sessions: int = 20_000
@@ -29,9 +29,9 @@ class Sessions:
     What an evicted session drew goes with it: a run ends its own sessions long before, and takes what they drew.
     """
 
-    def __init__(self, desk: Desk, bounds: Bounds | None = None) -> None:
+    def __init__(self, desk: SessionContext, bounds: SessionBounds | None = None) -> None:
         self.desk = desk
-        self.bounds = bounds or Bounds()
+        self.bounds = bounds or SessionBounds()
         self.closed: dict[str, str] = {}
         """Reasons by token, oldest first; who comes back later is unknown."""
         self._open: dict[str, Session] = {}  # the longest unused first
@@ -49,7 +49,7 @@ class Sessions:
         self,
         *,
         sampling: Sampling | None = None,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         policy: HistoryPolicy = HistoryPolicy.PRESERVE,
         priority: int = 0,
     ) -> Session:
@@ -67,12 +67,12 @@ class Sessions:
         self,
         *,
         sampling: Sampling | None = None,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         policy: HistoryPolicy = HistoryPolicy.PRESERVE,
         priority: int = 0,
     ) -> Session:
         """A session that nobody can come back to."""
-        token, limits = secrets.token_urlsafe(18), limits or Limits()
+        token, limits = secrets.token_urlsafe(18), limits or SessionLimits()
         return Session(token, self.desk, sampling=sampling, limits=limits, policy=policy, priority=priority)
 
     def get(self, token: str) -> Session | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from shoal.gateway.chat import Body, Refusal, StreamOptions, TextPart, Typed, checked, text_of, token_fields, tools_text
-from shoal.gateway.sessions import Ask
+from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import Conversation, Generation
 from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
@@ -83,7 +83,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 def responses_ask(
     body: ResponsesRequest, before: Sequence[Message], digest: str, *, is_retry: bool, takes_tools: bool
-) -> Ask:
+) -> AnswerRequest:
     """What a request asks for, after the messages of the response that it names. Raises `Refusal`.
 
     Instructions replace the system message that those began with; without any, it stays.
@@ -98,7 +98,7 @@ def responses_ask(
     offered = body.tools if body.tool_choice != "none" else None
     tools = [_offered(i, tool) for i, tool in enumerate(offered or ())]
     conversation = Conversation(checked((*before, *said)), tools_text(tools, takes_tools=takes_tools))
-    return Ask(conversation, digest, body.max_output_tokens, body.temperature, body.top_p, is_retry=is_retry)
+    return AnswerRequest(conversation, digest, body.max_output_tokens, body.temperature, body.top_p, is_retry=is_retry)
 
 
 def generation_id(response_id: str) -> int:

@@ -17,11 +17,11 @@ from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import SessionError, ShoalError
 from shoal.gateway import anthropic, chat, generate_route, responses
-from shoal.gateway.http_responses import Reply, error_body, has_left, streamed
-from shoal.gateway.registry import Bounds, Sessions
+from shoal.gateway.http_responses import RenderedReply, error_body, has_left, streamed
+from shoal.gateway.registry import SessionBounds, Sessions
 from shoal.gateway.routes import Routes, Table
 from shoal.gateway.session_routes import OpenRequest, OpenResponse, Unauthorized
-from shoal.gateway.sessions import Ask, Counts, Desk, Renderer, Session, SessionOver
+from shoal.gateway.sessions import AnswerRequest, Session, SessionContext, SessionCounts, SessionOver, SessionRenderer
 from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine
 from shoal.net.server import body, decoded, guarded
@@ -45,13 +45,13 @@ class Gateway:
     def __init__(
         self,
         engine: Engine,
-        renderer: Renderer,
+        renderer: SessionRenderer,
         *,
         max_model_len: int,
         model: str = "shoal",
         is_open: bool = False,
         admin_key: str = "",
-        bounds: Bounds | None = None,
+        bounds: SessionBounds | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         keep_alive_s: float = KEEP_ALIVE_S,
         host: str = "",
@@ -63,7 +63,7 @@ class Gateway:
         where the user has it listen.
         """
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        desk = Desk(engine, renderer, max_model_len, pool, Counts(), clock, set())
+        desk = SessionContext(engine, renderer, max_model_len, pool, SessionCounts(), clock, set())
         self.sessions = Sessions(desk, bounds)
         self._admin_key = admin_key
         self._model = model
@@ -130,7 +130,7 @@ class Gateway:
         def chunks(generation: Generation) -> Iterable[chat.Body]:
             return chat.chat_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, Reply(whole, chunks if request.stream else None))
+        return await self._answered(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
 
     async def _text(self, http: Request) -> Response:
         session = self._session(http)
@@ -144,7 +144,7 @@ class Gateway:
         def chunks(generation: Generation) -> Iterable[chat.Body]:
             return chat.text_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, Reply(whole, chunks if request.stream else None))
+        return await self._answered(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
 
     async def _tokens(self, http: Request) -> Response:
         session = self._session(http)
@@ -154,7 +154,7 @@ class Gateway:
         def whole(generation: Generation) -> chat.Body:
             return generate_route.tokens_body(generation, session.ledger.prompt_ids(generation), request)
 
-        return await self._answered(http, session, ask, Reply(whole, None))
+        return await self._answered(http, session, ask, RenderedReply(whole, None))
 
     async def _responses(self, http: Request) -> Response:
         session = self._session(http)
@@ -176,7 +176,9 @@ class Gateway:
         def events(generation: Generation) -> Iterable[chat.Body]:
             return responses.response_events(whole(generation))
 
-        return await self._answered(http, session, ask, Reply(whole, events if request.stream else None, named=True))
+        return await self._answered(
+            http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
+        )
 
     async def _messages(self, http: Request) -> Response:
         session = self._session(http)
@@ -191,7 +193,9 @@ class Gateway:
         def events(generation: Generation) -> Iterable[chat.Body]:
             return anthropic.message_events(whole(generation))
 
-        return await self._answered(http, session, ask, Reply(whole, events if request.stream else None, named=True))
+        return await self._answered(
+            http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
+        )
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
@@ -201,7 +205,7 @@ class Gateway:
         rendered = await desk.in_thread(desk.renderer.prompt_ids, conversation.messages, conversation.tools, "")
         return _json({"input_tokens": len(rendered)})
 
-    async def _answered(self, http: Request, session: Session, ask: Ask, reply: Reply) -> Response:
+    async def _answered(self, http: Request, session: Session, ask: AnswerRequest, reply: RenderedReply) -> Response:
         """The answer as one body, or as the events of a stream, which begin when all is drawn."""
         if reply.events is None:
             generation = await session.generation(ask)

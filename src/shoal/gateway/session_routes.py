@@ -3,7 +3,7 @@
 import msgspec
 
 from shoal.errors import SessionError
-from shoal.gateway.sessions import Limits, Session
+from shoal.gateway.sessions import Session, SessionLimits
 from shoal.gateway.token_tree import HistoryPolicy
 from shoal.types import Message, Sampling
 
@@ -12,7 +12,7 @@ class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /v1/sessions`."""
 
     sampling: Sampling | None = None
-    limits: Limits | None = None
+    limits: SessionLimits | None = None
     history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.errors import EngineUnavailable, SessionError
-from shoal.gateway.token_tree import Attachment, Call, Cause, Conversation, Generation, HistoryPolicy, Ledger, minted_id
+from shoal.gateway.token_tree import (
+    Attachment,
+    Cause,
+    Conversation,
+    Generation,
+    HistoryPolicy,
+    OpenGeneration,
+    TokenTree,
+    minted_id,
+)
 from shoal.interfaces import Engine
 from shoal.model.chat_template import Answer
 from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
@@ -35,7 +44,7 @@ class SessionOver(SessionError):
     http_status = 410
 
 
-class Renderer(Protocol):
+class SessionRenderer(Protocol):
     """What a session needs of `render.ChatRenderer`."""
 
     @property
@@ -68,7 +77,7 @@ class Renderer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """Bounds of one session."""
 
     generations: int = 256
@@ -77,7 +86,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AnswerRequest:
     """A request for one answer, of whatever wire format. Numbers that are None were not asked for."""
 
     conversation: Conversation
@@ -92,7 +101,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Counts:
+class SessionCounts:
     """What all sessions did."""
 
     counted: Counter[str] = field(default_factory=Counter)
@@ -100,14 +109,14 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class SessionContext:
     """What sessions share."""
 
     engine: Engine
-    renderer: Renderer
+    renderer: SessionRenderer
     max_model_len: int
     pool: ThreadPoolExecutor
-    counts: Counts
+    counts: SessionCounts
     clock: Callable[[], float]
     tasks: set[asyncio.Task[Generation]]
 
@@ -157,16 +166,16 @@ class Session:
     def __init__(
         self,
         token: str,
-        desk: Desk,
+        desk: SessionContext,
         *,
         sampling: Sampling | None,
-        limits: Limits,
+        limits: SessionLimits,
         policy: HistoryPolicy,
         priority: int = 0,
     ) -> None:
         """`sampling` wins over what clients ask for, save that they may ask for fewer tokens."""
         self.token = token
-        self.ledger = Ledger(policy)
+        self.ledger = TokenTree(policy)
         self.ended = ""
         """Why it answers no more; empty while it does."""
         self.tokens_held = 0
@@ -180,7 +189,7 @@ class Session:
         self._lock = asyncio.Lock()
         self._draws: dict[int, asyncio.Task[Generation]] = {}
 
-    async def generation(self, ask: Ask) -> Generation:
+    async def generation(self, ask: AnswerRequest) -> Generation:
         """The answer to a request. Raises a `ShoalError`."""
         began_s = self._desk.clock()
         async with self._lock:
@@ -223,7 +232,7 @@ class Session:
         if self._desk.clock() - self._began_s > self._limits.age_s:
             raise SessionOver(f"session: expected requests within {self._limits.age_s:g} s of its begin")
 
-    async def _opened(self, ask: Ask) -> Call:
+    async def _opened(self, ask: AnswerRequest) -> OpenGeneration:
         """The call, with its prompt rendered."""
         counted = self._desk.counts.counted
         if ask.conversation.tools and not self._desk.renderer.takes_tools:
@@ -260,7 +269,7 @@ class Session:
             conversation.template,
         )
 
-    def _fitting(self, call: Call) -> Call:
+    def _fitting(self, call: OpenGeneration) -> OpenGeneration:
         length, longest = len(call.prompt_ids), self._desk.max_model_len
         if 0 < length < longest:
             return call
@@ -268,7 +277,7 @@ class Session:
         self.ledger.truncated = length >= longest
         raise ContextOverflow(f"messages: expected 1 to {longest - 1} tokens, for a context of {longest}; got {length}")
 
-    def _begun(self, call: Call, ask: Ask) -> asyncio.Task[Generation]:
+    def _begun(self, call: OpenGeneration, ask: AnswerRequest) -> asyncio.Task[Generation]:
         task = asyncio.get_running_loop().create_task(self._drawn(call, ask), name=f"session {self.token[:6]}")
         self._draws[call.id] = task
         self._desk.tasks.add(task)
@@ -284,7 +293,7 @@ class Session:
 
         return settled
 
-    async def _drawn(self, call: Call, ask: Ask) -> Generation:
+    async def _drawn(self, call: OpenGeneration, ask: AnswerRequest) -> Generation:
         try:
             sampling = self._sampled(call, ask)
             completion = await self._desk.completion(call.prompt_ids, sampling, self._priority, self.token)
@@ -309,7 +318,7 @@ class Session:
         self.ledger.truncated = False
         return self.ledger.commit(call, completion, message, ill_formed=answer.ill_formed)
 
-    def _sampled(self, call: Call, ask: Ask) -> Sampling:
+    def _sampled(self, call: OpenGeneration, ask: AnswerRequest) -> Sampling:
         """How this call is drawn. Raises `SessionError` for numbers out of range."""
         room = self._desk.max_model_len - len(call.prompt_ids)
         stops = self._desk.renderer.stop_token_ids

@@ -77,7 +77,7 @@ class Attachment:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpenGeneration:
     """A generation under way."""
 
     id: int
@@ -103,7 +103,7 @@ class Generation:
     ill_formed: bool
 
 
-class Ledger:
+class TokenTree:
     """The forest of a session's generations; append-only.
 
     Invariant: the tokens before a generation's completion, from its root down, are exactly those that the engine had in
@@ -117,7 +117,7 @@ class Ledger:
         """Whether the newest request did not fit the context; set by the caller."""
         self._generations: dict[int, Generation] = {}
         self._children: dict[int | None, list[int]] = {None: []}
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, OpenGeneration] = {}
         self._next_id = 0
         self._by_hash: dict[bytes, list[int]] = {}
         self._hash_before: dict[int, bytes] = {}  # of the messages before the generation's answer
@@ -130,7 +130,7 @@ class Ledger:
         return tuple(self._generations.values())
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[OpenGeneration, ...]:
         """Those under way."""
         return tuple(self._calls.values())
 
@@ -152,7 +152,7 @@ class Ledger:
         messages = attachment.conversation.messages
         return self._checked(replace(attachment, parent=None, tail=messages, cause=cause, continues=False))
 
-    def open(self, attachment: Attachment, rendered_ids: Sequence[int], digest: str = "") -> Call:
+    def open(self, attachment: Attachment, rendered_ids: Sequence[int], digest: str = "") -> OpenGeneration:
         """Begins a generation. `rendered_ids` are the whole prompt of a root; else the bridge.
 
         A bridge begins with the token that closes the parent's answer. It is left out when the engine drew it, and
@@ -163,16 +163,18 @@ class Ledger:
             drawn = self._generations[attachment.parent].completion
             if drawn.finish_reason is FinishReason.STOP and drawn.token_ids[-1:] == rendered[:1]:
                 rendered = rendered[1:]
-        call = Call(self._next_id, attachment, rendered, before + rendered, digest)
+        call = OpenGeneration(self._next_id, attachment, rendered, before + rendered, digest)
         self._next_id += 1
         self._calls[call.id] = call
         return call
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: OpenGeneration) -> None:
         """Forgets a call from which nothing came."""
         self._calls.pop(call.id, None)
 
-    def commit(self, call: Call, completion: Completion, message: Message, *, ill_formed: bool = False) -> Generation:
+    def commit(
+        self, call: OpenGeneration, completion: Completion, message: Message, *, ill_formed: bool = False
+    ) -> Generation:
         """Keeps what was drawn for a call, and the message that the client is told."""
         assert self._calls.pop(call.id, None) is call, "a call is committed once"
         attachment = call.attachment
@@ -204,9 +206,9 @@ class Ledger:
         """Marks that the client was given this answer."""
         self._delivered.add(generation_id)
 
-    def retried(self, digest: str) -> Call | Generation | None:
+    def retried(self, digest: str) -> OpenGeneration | Generation | None:
         """What an equal request has already begun or drawn; the newest, when there are several."""
-        found: list[Call | Generation] = [call for call in self._calls.values() if call.digest == digest]
+        found: list[OpenGeneration | Generation] = [call for call in self._calls.values() if call.digest == digest]
         found += [self._generations[one] for one in self._by_digest.get(digest, [])]
         return max(found, key=lambda one: one.id, default=None)
 

@@ -36,7 +36,7 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
-class Said(msgspec.Struct):
+class ChatReply(msgspec.Struct):
     """A message of the model as it is sent."""
 
     content: str | None = None
@@ -50,15 +50,15 @@ class Said(msgspec.Struct):
         return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     """What a model answered."""
 
-    message: Said
+    message: ChatReply
     finish_reason: str | None = None
 
 
 class _Body(msgspec.Struct):
-    choices: list[Choice]
+    choices: list[ChatChoice]
 
 
 class _Error(msgspec.Struct):
@@ -96,7 +96,7 @@ async def completion(
     key: str = "",
     tries: int = 1,
     pause_s: float = FIRST_PAUSE_S,
-) -> Choice:
+) -> ChatChoice:
     """The first choice of a completion. `url` is up to and including /v1; a pause is twice as long as the one before.
 
     Raises `ChatRefused` for what would be refused again, and `EngineUnavailable` when all tries got no answer.
@@ -115,7 +115,7 @@ async def completion(
     return _choice(status, body)
 
 
-def _choice(status: int, body: bytes) -> Choice:
+def _choice(status: int, body: bytes) -> ChatChoice:
     said = f"HTTP {status}: {body[:300].decode(errors='replace')}"
     if 400 <= status < 500 and status not in REFUSED_FOR_NOW:
         try:

@@ -53,14 +53,14 @@ class LiveProgress:
     def __init__(
         self,
         steps: int,
-        eta: int,
+        max_staleness: int,
         *,
         stream: TextIO | None = None,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps
-        self._eta = eta
+        self._eta = max_staleness
         self._stream = stream or sys.stderr
         self._every_s = every_s
         self._clock = clock

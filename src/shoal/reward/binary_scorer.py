@@ -10,7 +10,7 @@ FULL = 1.0 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class FullMarks:
+class BinaryScorer:
     """A scorer under which answers to some services' tasks are worth 1 for a full score and 0 for anything less.
 
     Many reasoning-gym scorers give a little for any answer, or for one that looks right; where the answers of a group

@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from shoal.checker import Code, Function, Judge, Spec
+from shoal.checker import Code, Function, LLMJudge, Spec
 from shoal.types import Reward, RewardStatus, Task
 
 MOST = 1 << 16
@@ -44,7 +44,7 @@ class RewardCache:
 
 def is_cacheable(spec: Spec) -> bool:
     """Whether the same answer is always worth the same: not of a model's or a user's opinion."""
-    return not isinstance(spec, Judge | Function)
+    return not isinstance(spec, LLMJudge | Function)
 
 
 def key_of(spec: Spec, task: Task) -> bytes:

@@ -97,7 +97,7 @@ def why_not(finished: Finished) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CaseVerdict:
     """On one test; `why` is empty when it passed."""
 
     why: str = ""
@@ -174,7 +174,7 @@ def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest])
     return Job("judge", program, (given,), spec.timeout_s, memory_bytes, test_count(text), needs_pytest=True)
 
 
-def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) -> list[Verdict]:
+def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) -> list[CaseVerdict]:
     """One for each test that the job decides; of a pytest file, one for each test that pytest ran.
 
     Raises `TaskError` when the tests cannot be judged.
@@ -185,7 +185,11 @@ def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) 
             ended = [
                 _compared(test, one) if isinstance(one, str) else one for test, one in zip(tests, printed, strict=False)
             ]
-            left = Verdict("not run: an earlier test failed") if ended and ended[-1].why else _missing(runs.program[-1])
+            left = (
+                CaseVerdict("not run: an earlier test failed")
+                if ended and ended[-1].why
+                else _missing(runs.program[-1])
+            )
             return ended + [left] * (len(tests) - len(ended))
         case "call":
             (run,) = runs.program
@@ -194,11 +198,11 @@ def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) 
     return _judged(job, runs)
 
 
-def _judged(job: Job, runs: Runs) -> list[Verdict]:
+def _judged(job: Job, runs: Runs) -> list[CaseVerdict]:
     """What the tests' sandbox said, which the program cannot reach."""
     assert runs.judge is not None
     lines = _lines(runs.judge)
-    found = [Verdict(str(line["why"]), str(line["name"])) for line in lines if "name" in line]
+    found = [CaseVerdict(str(line["why"]), str(line["name"])) for line in lines if "name" in line]
     last = lines[-1] if lines else {}
     if "refused" in last:
         raise TaskError(f"these tests cannot be judged: {last['refused']}")
@@ -212,15 +216,15 @@ def _judged(job: Job, runs: Runs) -> list[Verdict]:
     return [replace(verdict, is_repeatable=not verdict.why) for verdict in found]
 
 
-def _missing(run: Finished) -> Verdict:
+def _missing(run: Finished) -> CaseVerdict:
     """On a test that a run gave nothing for."""
-    return Verdict(why_not(run) or "the program ended before this test", is_repeatable=is_repeatable(run))
+    return CaseVerdict(why_not(run) or "the program ended before this test", is_repeatable=is_repeatable(run))
 
 
-def reward(found: Sequence[Verdict], *, partial: bool) -> Reward:
+def reward(found: Sequence[CaseVerdict], *, partial: bool) -> Reward:
     """What the verdicts on all tests come to.
 
-    >>> reward([Verdict(), Verdict("expected 2, got 3")], partial=True).value
+    >>> reward([CaseVerdict(), CaseVerdict("expected 2, got 3")], partial=True).value
     0.5
     """
     passed = sum(not verdict.why for verdict in found)
@@ -236,31 +240,33 @@ def reward(found: Sequence[Verdict], *, partial: bool) -> Reward:
     return Reward(value, RewardStatus.SCORED, parts, evidence, is_repeatable)
 
 
-def _scripts(job: Job, runs: Runs) -> list[str | Verdict]:
+def _scripts(job: Job, runs: Runs) -> list[str | CaseVerdict]:
     """What a script printed for each input that it was run with, or why it ended badly."""
     if runs.apart:
         return [_ended(run) or run.stdout.decode(errors="replace") for run in runs.program]
     (run,) = runs.program
-    found: list[str | Verdict] = []
+    found: list[str | CaseVerdict] = []
     for line in _lines(run)[: len(job.given)]:
         status, text = line.get("status"), line.get("o")
         if not isinstance(status, int) or not isinstance(text, str):  # of the program's own making
-            return [*found, Verdict("what came is no output")]
+            return [*found, CaseVerdict("what came is no output")]
         ended = Ended.KILLED_OUTPUT if line.get("much") else Ended.SIGNALLED if status < 0 else Ended.EXITED
         alone = replace(run, ended=ended, exit_code=status, signal=-status)
         found.append(_ended(alone) or text)
     return found
 
 
-def _ended(run: Finished) -> Verdict | None:
+def _ended(run: Finished) -> CaseVerdict | None:
     """Why a script failed whatever it printed; None when it ended well."""
     why = why_not(run)
-    return Verdict(why, is_repeatable=is_repeatable(run)) if why else None
+    return CaseVerdict(why, is_repeatable=is_repeatable(run)) if why else None
 
 
-def _compared(test: UnitTest, printed: str) -> Verdict:
+def _compared(test: UnitTest, printed: str) -> CaseVerdict:
     given, expected = _trimmed(printed), _trimmed(test.stdout or "")
-    return Verdict() if given == expected else Verdict(f"expected {_short(test.stdout)}, printed {_short(given)}")
+    return (
+        CaseVerdict() if given == expected else CaseVerdict(f"expected {_short(test.stdout)}, printed {_short(given)}")
+    )
 
 
 def _trimmed(text: str) -> list[str]:
@@ -268,15 +274,15 @@ def _trimmed(text: str) -> list[str]:
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().splitlines()
 
 
-def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Verdict:
+def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> CaseVerdict:
     if "v" not in line:
-        return Verdict(str(line.get("e") or "no value came")[:300])
+        return CaseVerdict(str(line.get("e") or "no value came")[:300])
     try:  # the line may be of the program's own making
         if equal(line["v"], test.returns, tolerance):
-            return Verdict()
-        return Verdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")
+            return CaseVerdict()
+        return CaseVerdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")
     except (ValueError, TypeError, OverflowError, RecursionError):
-        return Verdict("what came is no value")
+        return CaseVerdict("what came is no value")
 
 
 def equal(value: object, expected: object, tolerance: float) -> bool:

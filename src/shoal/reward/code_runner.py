@@ -12,7 +12,7 @@ from shoal.reward import in_sandbox
 from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
 from shoal.sandbox import backends
 from shoal.sandbox.command import installed_packages
-from shoal.sandbox.program import Finished, Limits, Program, Rung
+from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.runner import run_async
 
 RETRIES = 2
@@ -33,10 +33,10 @@ class Boxes:
     Invariant: nothing that a program can reach is reached by another program, or decides about any.
     """
 
-    def __init__(self, most: int, rung: Rung | None = None) -> None:
+    def __init__(self, most: int, backend: Backend | None = None) -> None:
         """On the strongest rung of this machine unless one is named."""
         self._places = asyncio.Semaphore(most)
-        self._rung = rung
+        self._rung = backend
         self._running: set[asyncio.Task[Runs]] = set()
         self.boxes = 0
         """Sandboxes used so far."""
@@ -80,8 +80,8 @@ class Boxes:
         """One sandbox; for a script one for each input where a sandbox may have one process only."""
         if self._rung is None:
             with ThreadPoolExecutor(1, "sandbox") as thread:
-                self._rung = await asyncio.get_running_loop().run_in_executor(thread, backends.rung)
-        if job.kind == "call" or (self._rung is not Rung.LANDLOCK and len(job.given) > 1):
+                self._rung = await asyncio.get_running_loop().run_in_executor(thread, backends.backend)
+        if job.kind == "call" or (self._rung is not Backend.LANDLOCK and len(job.given) > 1):
             return Runs((await self._finished(program_of(job), limits_of(job)),))
         runs: list[Finished] = []
         for given in job.given:
@@ -110,7 +110,9 @@ class Boxes:
             return Runs((), verdict)
         return Runs((program.result(),), verdict)
 
-    async def _finished(self, program: Program, limits: Limits, channel: socket.socket | None = None) -> Finished:
+    async def _finished(
+        self, program: Program, limits: ProgramLimits, channel: socket.socket | None = None
+    ) -> Finished:
         self.boxes += 1
         return await run_async(program, limits, self._rung, channel)
 
@@ -123,10 +125,10 @@ def program_of(job: Job) -> Program:
     return in_sandbox.program("solution", {"solution.py": job.program.encode(errors="replace")}, stdin=given)
 
 
-def limits_of(job: Job) -> Limits:
+def limits_of(job: Job) -> ProgramLimits:
     """Processor time decides; the clock ends what sleeps."""
     written = len(job.given) * 6 * job.limit if len(job.given) > 1 else job.limit  # as JSON a byte may need six
-    return Limits(
+    return ProgramLimits(
         wall_s=wall_s(job.total_s),
         cpu_s=job.total_s + START_S,
         memory_bytes=job.memory_bytes,

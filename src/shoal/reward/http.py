@@ -19,7 +19,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     receipt: Receipt | None = None
 
 
-class Scored(msgspec.Struct, frozen=True):
+class ScoredAnswer(msgspec.Struct, frozen=True):
     """One answer's reward."""
 
     value: float
@@ -37,11 +37,11 @@ class Scored(msgspec.Struct, frozen=True):
 class ScoreReply(msgspec.Struct, frozen=True):
     """One reward per answer, in order."""
 
-    rewards: list[Scored]
+    rewards: list[ScoredAnswer]
 
 
 def reply_of(rewards: list[Reward]) -> ScoreReply:
     """The reply that gives these rewards."""
     return ScoreReply(
-        [Scored(one.value, one.status, list(one.parts), one.evidence, one.is_repeatable) for one in rewards]
+        [ScoredAnswer(one.value, one.status, list(one.parts), one.evidence, one.is_repeatable) for one in rewards]
     )

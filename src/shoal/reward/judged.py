@@ -27,7 +27,7 @@ def judged(spec: Spec, truth: str | None, text: str) -> str | None:
     if not said.complete:
         return None
     answer = said.answer
-    if "<answer>" not in named and not isinstance(spec, checker.Judge) and (inside := tagged(answer)) is not None:
+    if "<answer>" not in named and not isinstance(spec, checker.LLMJudge) and (inside := tagged(answer)) is not None:
         answer = inside
     if "\\boxed" not in named and isinstance(spec, UNBOXED) and (inside := boxed(answer)) is not None:
         answer = inside

@@ -31,7 +31,7 @@ class Unanswered(Exception):
     """The judge gave no score; the text says why."""
 
 
-def question(spec: checker.Judge, task: Task, answer: str, nonce: str) -> str:
+def question(spec: checker.LLMJudge, task: Task, answer: str, nonce: str) -> str:
     """What the judge is asked. The fences' number is in no answer: a new one is drawn for each."""
     asked = "\n\n".join(message.content for message in task.messages)
     truth = f"\n\nReference answer:\n{_fenced(task.answer, nonce)}" if task.answer else ""
@@ -80,10 +80,10 @@ class JudgeScorer:
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order: the score's share of the best one."""
-        assert isinstance(spec, checker.Judge)
+        assert isinstance(spec, checker.LLMJudge)
         return list(await asyncio.gather(*(self._judged(spec, task, answer) for answer in answers)))
 
-    async def _judged(self, spec: checker.Judge, task: Task, answer: str) -> Reward:
+    async def _judged(self, spec: checker.LLMJudge, task: Task, answer: str) -> Reward:
         nonce = secrets.token_hex(8)
         try:
             async with self._turn:
@@ -95,7 +95,7 @@ class JudgeScorer:
             return Reward(0.0, RewardStatus.FAILED, evidence=f"judge: {error}")
         return Reward(score / spec.best, parts=(("judge_score", float(score)),), evidence=reply[-500:])
 
-    async def _reply(self, spec: checker.Judge, text: str) -> str:
+    async def _reply(self, spec: checker.LLMJudge, text: str) -> str:
         """The judge's words. Raises `Unanswered`, or `TimeoutError`."""
         if self._session is None:
             self._session = aiohttp.ClientSession()

@@ -1,4 +1,4 @@
-"""What a scorer and its workers say to each other: one `Batch`, then a `Ready` and a `Verdict` per answer, in order."""
+"""Messages of a scorer and its workers: a `Batch`, then a `WorkerReady` and an `AnswerVerdict` per answer, in order."""
 
 import msgspec
 
@@ -22,7 +22,7 @@ class Batch(msgspec.Struct, frozen=True):
     """Processor time of one answer."""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class WorkerReady(msgspec.Struct, frozen=True):
     """The task is prepared and the clock of the first answer runs; or `error` says why no answer can be scored.
 
     A worker says it once, without being asked, when it has started.
@@ -31,7 +31,7 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class AnswerVerdict(msgspec.Struct, frozen=True):
     """Of one answer; `error` when the scorer itself is at fault."""
 
     value: float

@@ -20,10 +20,10 @@ from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied, SandboxUnavailable, TaskError
 from shoal.net.process import Child
-from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
+from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, AnswerVerdict, Batch, WorkerReady
 from shoal.sandbox import backends
 from shoal.sandbox.command import WORK_FOLDER, installed_packages, own_package
-from shoal.sandbox.program import Rung
+from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import confined
 from shoal.types import EXHAUSTED, Reward, RewardStatus, Task
 
@@ -129,7 +129,7 @@ class WorkerScorer:
         self._timeout_s = config.timeout_s
         self._log = log
         self._boxed = boxed
-        self._rung: Rung | None = None
+        self._rung: Backend | None = None
         self._slots = [_Slot() for _ in range(config.workers)]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
         self._ended: list[_Worker] = []
@@ -141,7 +141,7 @@ class WorkerScorer:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
         if self._boxed:
             with contextlib.suppress(SandboxUnavailable):
-                self._rung = await asyncio.to_thread(backends.rung)
+                self._rung = await asyncio.to_thread(backends.backend)
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
@@ -244,7 +244,7 @@ class WorkerScorer:
         answers = [work.answers[index] for index in pending]
         batch = Batch(work.spec, task.receipt, task.answer, task.info, answers, self._timeout_s)
         worker.send(wire.encode(batch))
-        ready = wire.decode(await worker.receive(PREPARE_TIMEOUT_S), Ready)
+        ready = wire.decode(await worker.receive(PREPARE_TIMEOUT_S), WorkerReady)
         if ready.error:
             work.fail(ready.error)
             return
@@ -252,7 +252,7 @@ class WorkerScorer:
         now = asyncio.get_running_loop().time
         for index in pending:
             began = now()
-            verdict = wire.decode(await worker.receive(WALL_PER_CPU * self._timeout_s), Verdict)
+            verdict = wire.decode(await worker.receive(WALL_PER_CPU * self._timeout_s), AnswerVerdict)
             self._run_s.append(now() - began)
             if verdict.exhausted:
                 work.exhaust(self._timeout_s)
@@ -316,21 +316,21 @@ class WorkerScorer:
 class _Worker(Child):
     """A running `python -m shoal.reward.worker`, with an environment of nothing but where its caches are."""
 
-    def __init__(self, log: Path, rung: Rung | None) -> None:
+    def __init__(self, log: Path, backend: Backend | None) -> None:
         caches = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")  # of matplotlib's fonts: 1 s of every start otherwise
         env = {name: os.environ[name] for name in caches if name in os.environ}
         env |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         super().__init__("reward worker", WORKER, [], log, env)
-        self._rung = rung
+        self._rung = backend
 
     def command(self, fd: int) -> list[str]:
         """In namespaces where there are any; elsewhere the worker confines itself."""
-        if self._rung not in (Rung.BUBBLEWRAP, Rung.NAMESPACES):
+        if self._rung not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
             return super().command(fd)
         return confined(
             WORKER,
             ["--boxed", "--fd", str(fd)],
-            rung=self._rung,
+            backend=self._rung,
             memory_bytes=MEMORY_BYTES,
             open_files=OPEN_FILES,
             packages=[*installed_packages(), own_package().parent],

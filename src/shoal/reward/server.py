@@ -1,7 +1,7 @@
 """`shoal rewards serve`: the scorer over HTTP, with the same limits, for one machine or many.
 
     POST /score      {"scorer": ..., "answers": [...], "truth": ..., "info": ..., "receipt": ...} -> {"rewards": [...]}
-    GET  /health     {"status": "ok", "rung": ...}
+    GET  /health     {"status": "ok", "backend": ...}
     GET  /metrics    for Prometheus
 
 A client's checker decides what runs here, so that only those are taken that run in a sandbox or a worker process: the
@@ -118,8 +118,8 @@ class RewardServer:
         return json(reply_of(rewards))
 
     async def _health(self, _: Request) -> Response:
-        works = [rung.value for rung, why in backends.probe().items() if not why]
-        return json({"status": "ok", "rung": works[0] if works else None, "waiting": self._waiting})
+        works = [backend.value for backend, why in backends.probe().items() if not why]
+        return json({"status": "ok", "backend": works[0] if works else None, "waiting": self._waiting})
 
     async def _metrics(self, _: Request) -> Response:
         lines = [f"shoal_rewards_{name}_total {value}" for name, value in self._counts.items()]

@@ -65,7 +65,7 @@ class CodeScorer:
         self, spec: checker.Code, examination: code.Examination, runs: Sequence[code.Runs | SandboxUnavailable]
     ) -> Reward:
         """A failure where a sandbox failed, or where the tests cannot be judged."""
-        verdicts: list[code.Verdict] = []
+        verdicts: list[code.CaseVerdict] = []
         for job, decided, outcome in zip(examination.jobs, examination.tests, runs, strict=True):
             if isinstance(outcome, SandboxUnavailable):
                 return _failed(outcome)
@@ -187,7 +187,7 @@ class RewardService:
 
     def _place(self, spec: Spec) -> SpecScorer:
         """Where a checker is run."""
-        if isinstance(spec, checker.Judge):
+        if isinstance(spec, checker.LLMJudge):
             return self._judge
         if isinstance(spec, checker.Function):
             return self._functions

@@ -23,7 +23,7 @@ RETRIES = 1
 """After a death of the process."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """What a function is called with, once for a group."""
 
     path: str
@@ -33,7 +33,7 @@ class Call(msgspec.Struct, frozen=True):
     info: str
 
 
-class Called(msgspec.Struct, frozen=True):
+class FunctionResult(msgspec.Struct, frozen=True):
     """What it gave, or why it did not."""
 
     values: list[float | None] = []
@@ -64,10 +64,12 @@ class FunctionScorer:
             for value in called.values
         ]
 
-    async def called(self, spec: checker.Function, task: Task, answers: Sequence[str]) -> tuple[RewardStatus, Called]:
+    async def called(
+        self, spec: checker.Function, task: Task, answers: Sequence[str]
+    ) -> tuple[RewardStatus, FunctionResult]:
         """What the function gave, and whether it gave anything."""
         messages = [{"role": message.role.value, "content": message.content} for message in task.messages]
-        call = wire.encode(Call(spec.path, messages, list(answers), task.answer, task.info))
+        call = wire.encode(FunctionCall(spec.path, messages, list(answers), task.answer, task.info))
         async with self._turns.setdefault(spec.path, asyncio.Lock()):
             for attempt in range(RETRIES + 1):
                 try:
@@ -75,21 +77,21 @@ class FunctionScorer:
                     return (RewardStatus.FAILED if called.error else RewardStatus.SCORED), called
                 except TimeoutError:
                     why = f"{spec.path} gave no rewards within {spec.timeout_s:g} s"
-                    return RewardStatus.TIMED_OUT, Called(error=why)
+                    return RewardStatus.TIMED_OUT, FunctionResult(error=why)
                 except (ChildDied, WireError) as error:
                     await self._end(spec.path)
                     if attempt == RETRIES:
-                        return RewardStatus.FAILED, Called(error=str(error))
+                        return RewardStatus.FAILED, FunctionResult(error=str(error))
         raise AssertionError
 
-    async def _called(self, spec: checker.Function, call: bytes) -> Called:
+    async def _called(self, spec: checker.Function, call: bytes) -> FunctionResult:
         child = self._children.get(spec.path)
         if child is None:
             child = Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)
             self._children[spec.path] = await child.__aenter__()
             await child.receive(START_TIMEOUT_S)
         try:
-            return wire.decode(await child.ask(call, spec.timeout_s), Called)
+            return wire.decode(await child.ask(call, spec.timeout_s), FunctionResult)
         except BaseException as error:  # it is in the middle of something
             child.kill()
             if not isinstance(error, ChildDied):

@@ -10,10 +10,10 @@ from typing import cast
 from shoal import wire
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.plugins import described, own_code
-from shoal.reward.user_functions import Call, Called
+from shoal.reward.user_functions import FunctionCall, FunctionResult
 
 
-def called(call: Call) -> Called:
+def called(call: FunctionCall) -> FunctionResult:
     """What the function gives for a group, checked."""
     count = len(call.answers)
     try:
@@ -23,13 +23,13 @@ def called(call: Call) -> Called:
             **{name: [value] * count for name, value in _columns(call).items()},
         )
     except Exception as error:  # the user's function raises what it will
-        return Called(error=f"{call.path}: {described(error)}")
+        return FunctionResult(error=f"{call.path}: {described(error)}")
     if not isinstance(values, Sequence) or len(values) != count:
-        return Called(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
+        return FunctionResult(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
     wrong = [value for value in values if not _is_reward(value)]
     if wrong:
-        return Called(error=f"{call.path}: expected finite numbers or None, got {wrong[0]!r}"[:500])
-    return Called([None if value is None else float(value) for value in values])
+        return FunctionResult(error=f"{call.path}: expected finite numbers or None, got {wrong[0]!r}"[:500])
+    return FunctionResult([None if value is None else float(value) for value in values])
 
 
 def _is_reward(value: object) -> bool:
@@ -41,16 +41,16 @@ def _is_reward(value: object) -> bool:
         return False
 
 
-def _prompts(call: Call) -> list[object]:
+def _prompts(call: FunctionCall) -> list[object]:
     """Conversations, as TRL gives them for conversational data sets."""
     return [list(call.messages) for _ in call.answers]
 
 
-def _completions(call: Call) -> list[object]:
+def _completions(call: FunctionCall) -> list[object]:
     return [[{"role": "assistant", "content": answer}] for answer in call.answers]
 
 
-def _columns(call: Call) -> dict[str, object]:
+def _columns(call: FunctionCall) -> dict[str, object]:
     """The task's info and its answer."""
     info = json.loads(call.info)
     return {**{name: value for name, value in info.items() if name != "scorer"}, "answer": call.truth}
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
     send_frame(connection, b"")
-    serve(connection, lambda frame: [wire.encode(called(wire.decode(frame, Call)))])
+    serve(connection, lambda frame: [wire.encode(called(wire.decode(frame, FunctionCall)))])
 
 
 if __name__ == "__main__":

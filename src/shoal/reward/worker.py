@@ -22,7 +22,7 @@ from shoal.errors import TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.reward.bound import OutOfTime, within
 from shoal.reward.checker_registry import judge_of
-from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, Batch, Ready, Verdict
+from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, AnswerVerdict, Batch, WorkerReady
 from shoal.reward.reasoning import scorer_of
 from shoal.sandbox import kernel, landlock, seccomp
 from shoal.sandbox.command import installed_packages, own_package, visible
@@ -44,17 +44,17 @@ def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
     return scorer_of(batch.receipt, batch.truth)
 
 
-def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: float) -> Verdict:
+def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: float) -> AnswerVerdict:
     """One answer's verdict. Where the scorer stumbles over an answer, the answer is wrong: the task was prepared."""
     try:
         value, evidence = within(cpu_s, judge, answer)
     except OutOfTime:
-        return Verdict(0.0, exhausted=True)
+        return AnswerVerdict(0.0, exhausted=True)
     except Exception as error:  # scorers raise whatever an odd answer makes them raise
-        return Verdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
+        return AnswerVerdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
     if not math.isfinite(value):
-        return Verdict(0.0, error=f"the scorer answered {value}")
-    return Verdict(value, evidence)
+        return AnswerVerdict(0.0, error=f"the scorer answered {value}")
+    return AnswerVerdict(value, evidence)
 
 
 def answers(frame: bytes) -> Iterator[bytes]:
@@ -63,9 +63,9 @@ def answers(frame: bytes) -> Iterator[bytes]:
     try:
         judge = prepared(batch)
     except TaskError as error:
-        yield wire.encode(Ready(str(error)))
+        yield wire.encode(WorkerReady(str(error)))
         return
-    yield wire.encode(Ready())
+    yield wire.encode(WorkerReady())
     for answer in batch.answers:
         yield wire.encode(verdict_of(judge, answer, batch.cpu_s))
 
@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     connection = socket.socket(fileno=arguments.fd)
     confine(boxed=arguments.boxed)
-    send_frame(connection, wire.encode(Ready()))
+    send_frame(connection, wire.encode(WorkerReady()))
     serve(connection, answers)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class WeightBounds:
     """How far a weight may move from what the user gave, as factors."""
 
     low: float = 0.1
@@ -74,7 +74,7 @@ SLOWER, FASTER = 0.5, 1.25
 class Adjuster:
     """Follows what the groups teach, and gives new weights after every so many of them."""
 
-    def __init__(self, base: Mapping[str, float], bounds: Bounds) -> None:
+    def __init__(self, base: Mapping[str, float], bounds: WeightBounds) -> None:
         """`base` are the weights that the user gave."""
         self._base = dict(base)
         self._bounds = bounds

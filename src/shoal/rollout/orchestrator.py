@@ -13,8 +13,8 @@ from typing import Protocol
 
 from shoal.errors import TaskError
 from shoal.interfaces import TaskService
-from shoal.rollout.mixture_weights import Adjuster, Bounds, Change, TokenShares
-from shoal.rollout.ratios import Load, Quotas
+from shoal.rollout.mixture_weights import Adjuster, Change, TokenShares, WeightBounds
+from shoal.rollout.ratios import Quotas, ServiceLoad
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, RolloutStatus, Split, Task
 
@@ -29,7 +29,7 @@ REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
 """Before a question that could not be drawn is asked for again; twice as long each time."""
 
 
-class Counts(Protocol):
+class ServiceCounts(Protocol):
     """What the orchestrator knows of one service's groups."""
 
     @property
@@ -66,7 +66,7 @@ class Admission(Protocol):
         """How many groups may start now."""
         ...
 
-    def counts_of(self, service: str) -> Counts:
+    def counts_of(self, service: str) -> ServiceCounts:
         """What became of a service's groups."""
         ...
 
@@ -159,7 +159,7 @@ class LocalSource:
 class Adjustment:
     """That ratios follow what the groups teach, how far, and who hears of it."""
 
-    bounds: Bounds | None
+    bounds: WeightBounds | None
     """None keeps shares of the drawn tokens instead of shares of groups."""
     on_change: Callable[[Change], None]
 
@@ -261,15 +261,15 @@ class Orchestrator:
         groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
         return True
 
-    def _load(self, name: str) -> Load:
+    def _load(self, name: str) -> ServiceLoad:
         counts = self._admission.counts_of(name)
-        return Load(counts.finished, counts.in_flight)
+        return ServiceLoad(counts.finished, counts.in_flight)
 
-    def _startable(self, name: str, load: Load) -> bool:
+    def _startable(self, name: str, load: ServiceLoad) -> bool:
         """Whether a question is at hand and the service may run one more group."""
         return not self._full(name, load) and not self._ready[name].empty()
 
-    def _full(self, name: str, load: Load) -> bool:
+    def _full(self, name: str, load: ServiceLoad) -> bool:
         most = self._sources[name].max_running
         return most is not None and load.running >= most
 

@@ -12,7 +12,7 @@ REPAID = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServiceLoad:
     """The groups of one task service that take part of its quota."""
 
     accepted: int
@@ -85,7 +85,7 @@ class Quotas:
             unassigned, self._unassigned = self._unassigned, 0.0
             self._split(unassigned)
 
-    def next(self, loads: Mapping[str, Load], ready: Collection[str]) -> str | None:
+    def next(self, loads: Mapping[str, ServiceLoad], ready: Collection[str]) -> str | None:
         """The service among `ready` that starts a group next: the one furthest below its quota; None when none is.
 
         `loads` are of all services.

@@ -10,14 +10,14 @@ from shoal.config import Config
 from shoal.experience import Buffer
 from shoal.interfaces import Engine, Playable, Runner, Scorer, TaskService
 from shoal.observe.metrics import Trackers
-from shoal.reward.binary_scorer import FullMarks
+from shoal.reward.binary_scorer import BinaryScorer
 from shoal.reward.service import RewardService
 from shoal.rollout.agents.clients import TIMEOUT_S, Agent
 from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.native import native_play
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.agents.services import RemoteSource, attend, remote_play
-from shoal.rollout.mixture_weights import Bounds, Change
+from shoal.rollout.mixture_weights import Change, WeightBounds
 from shoal.rollout.orchestrator import Adjustment, LocalSource, Orchestrator, Source
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
@@ -53,7 +53,7 @@ async def own_scorer(config: Config, prepared: Prepared, log: Path) -> AsyncIter
     async with RewardService(config.reward, log) as rewards:
         correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
         scorer = scoring(prepared, rewards)
-        yield FullMarks(scorer, correct_only) if correct_only else scorer
+        yield BinaryScorer(scorer, correct_only) if correct_only else scorer
 
 
 def _words(reward: str | list[str]) -> list[str]:
@@ -62,7 +62,7 @@ def _words(reward: str | list[str]) -> list[str]:
 
 def scorer_values(scorer: Scorer) -> Mapping[str, float]:
     """What the scorer tells of itself; nothing of one that is not a run's own."""
-    inner = scorer.scorer if isinstance(scorer, FullMarks) else scorer
+    inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
     inner = inner.others if isinstance(inner, ServiceScorer) else inner
     return inner.values if isinstance(inner, RewardService) else {}
 
@@ -142,7 +142,7 @@ def orchestrator(
         trackers.log_event("service", task=name, state="there" if present else "away")
 
     weights = {task.name: task.weight for task in config.tasks}
-    bounds = Bounds() if config.rollout.ratios == "automatic" else None
+    bounds = WeightBounds() if config.rollout.ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
     drawn = sources(config, prepared, runner, presence)
     made = Orchestrator(

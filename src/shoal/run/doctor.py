@@ -13,7 +13,7 @@ import psutil
 from shoal.errors import SandboxUnavailable
 from shoal.model.made_models import cache_directory
 from shoal.net import process
-from shoal.sandbox.backends import rung
+from shoal.sandbox.backends import backend
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
 OPTIONAL = {
@@ -47,7 +47,7 @@ def diagnosis() -> dict[str, object]:
 def _sandbox() -> str:
     """The rung that untrusted programs run on, found by trying."""
     try:
-        return rung().value
+        return backend().value
     except SandboxUnavailable as error:
         return f"missing: {error}"
 

@@ -9,7 +9,7 @@ from shoal.errors import ConfigError
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.generator import Generator, Pace
+from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.identity import Identity
 from shoal.swarm.options import options_of
 from shoal.swarm.rules import RuleSolver
@@ -29,7 +29,7 @@ def answered_by(
     return ChatModel(ModelAt(model_url, model, key, config.rollout.max_tokens, config.rollout.temperature))
 
 
-async def generate(config: Config, answerer: ChatModel | RuleSolver, pace: Pace) -> None:
+async def generate(config: Config, answerer: ChatModel | RuleSolver, pace: GeneratorPace) -> None:
     """Shares groups until there are enough. Raises a `ShoalError`."""
     if not config.swarm.servers:
         raise ConfigError("swarm.servers: expected where to join, got none")

@@ -10,11 +10,11 @@ from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Exchange, Scorer
 from shoal.run.assemble_rollouts import own_scorer
 from shoal.run.plan import Prepared
-from shoal.swarm.claim_verification import Bounds, OwnTasks
+from shoal.swarm.claim_verification import DrawBounds, OwnTasks
 from shoal.swarm.external_share import most_external
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Means
+from shoal.swarm.node_files import NodeDeps
 from shoal.swarm.options import options_of
 from shoal.tasks.mixture import Mixture
 
@@ -47,14 +47,14 @@ async def joined(
         identity = Identity.load(folder / "identity.pem")
         service = prepared.service
         datasets = settings.datasets if isinstance(settings.datasets, str) else tuple(settings.datasets)
-        bounds = Bounds(datasets, settings.draw_s, settings.draw_characters)
+        bounds = DrawBounds(datasets, settings.draw_s, settings.draw_characters)
         own = OwnTasks(service.services if isinstance(service, Mixture) else [service], bounds)
         stack.callback(own.close)
         await asyncio.to_thread(own.check)
         if apart and settings.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
             scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))
-        means = Means(
+        means = NodeDeps(
             exchange,
             own,
             prepared.renderer,

@@ -32,11 +32,11 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import scorer_values
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
 from shoal.run.learning import Learning
-from shoal.run.totals import Totals
+from shoal.run.totals import RunTotals
 from shoal.swarm.external import external_rows
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.node import Node
-from shoal.swarm.node_files import Ready
+from shoal.swarm.node_files import ReadyOffer
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
@@ -58,7 +58,7 @@ RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS,
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoopDeps:
     """What the loop works with."""
 
     config: Config
@@ -77,14 +77,14 @@ class Parts:
 class TrainLoop:
     """Owns step and version. Invariant: a step is in the log before the weights that come of it are published."""
 
-    def __init__(self, parts: Parts, *, first_step: int, version: int) -> None:
+    def __init__(self, parts: LoopDeps, *, first_step: int, version: int) -> None:
         self._parts = parts
         self._config = parts.config
         self._returns = returns_of(parts.config.train, parts.config.rollout.max_tokens)
         self.learning = Learning(self._returns, parts.config.train.advantage not in ("batch", "gae"))
         self.first_step = first_step
         self.version = version
-        self.totals = Totals()
+        self.totals = RunTotals()
         self._engine_info: EngineInfo | None = None
         self._engine_shares: list[float] = []  # busy ones, since the step before
         self._to_serve: PublishedVersion | None = None
@@ -218,14 +218,14 @@ class TrainLoop:
         if self.learning.stepped([*groups, *external]):
             parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
 
-    def _chosen(self) -> tuple[int, list[Ready]]:
+    def _chosen(self) -> tuple[int, list[ReadyOffer]]:
         """How many groups of peers a step wants, and what they offer of use to it; none without a swarm."""
         if self._parts.swarm is None:
             return 0, []
         wanted = self._split.external if self._split else self._wanted_groups
         return wanted, self._parts.swarm.chosen(wanted)
 
-    async def _external_groups(self, chosen: Sequence[Ready], version: int) -> list[Group]:
+    async def _external_groups(self, chosen: Sequence[ReadyOffer], version: int) -> list[Group]:
         """What was chosen, under the weights being trained."""
         if self._parts.swarm is None:
             return []

@@ -86,7 +86,7 @@ def _check_sandbox(service: Library) -> None:
     own = {one.name for one in service.services if judges(one)}
     repairs = any(isinstance(one, Repair) for one in service.services)
     if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
-        backends.rung()
+        backends.backend()
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:
@@ -199,10 +199,10 @@ def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
 
 def _expected_staleness(config: Config) -> str:
     """What the admission gate lets one expect."""
-    eta = config.asynchrony.max_staleness
-    if eta == 0:
+    max_staleness = config.asynchrony.max_staleness
+    if max_staleness == 0:
         return "0: generation and training take turns"
-    return f"about {eta} when training is the slower side, below 1 when generation is"
+    return f"about {max_staleness} when training is the slower side, below 1 when generation is"
 
 
 def _model_directory(path: str) -> Path:

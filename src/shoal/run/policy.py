@@ -36,7 +36,7 @@ class Policy:
         self._prepared, self._runner = prepared, runner
         self._store = WeightStore(folder / "weights")
         self._gate = AdmissionGate(
-            eta=config.asynchrony.max_staleness,
+            max_staleness=config.asynchrony.max_staleness,
             groups_per_step=config.train.groups_per_step,
             push_every=1,
             max_running=max(config.engine.max_running // config.rollout.group_size, 1),
@@ -60,7 +60,7 @@ class Policy:
             group = await self._running[0]
             self._running.pop(0)
             usable = 2 * len(group.finished) > len(group.rollouts)
-            if usable and self.version - group.oldest_version <= self._gate.eta:
+            if usable and self.version - group.oldest_version <= self._gate.max_staleness:
                 self._gate.accept()
                 ready.append(group)
             else:

@@ -7,7 +7,7 @@ from shoal.checker import Spec, task_spec
 from shoal.errors import ConfigError
 from shoal.interfaces import TaskService
 from shoal.reward.user_functions import FunctionScorer
-from shoal.tasks.games.seeded_game import DrawnGame
+from shoal.tasks.games.seeded_game import SeededGame
 from shoal.tasks.remote_protocol import Capability
 from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import Definition
@@ -16,7 +16,7 @@ from shoal.types import RewardStatus, Split
 
 def judges(service: TaskService) -> bool:
     """Whether a service says itself what its rollouts are worth."""
-    if isinstance(service, DrawnGame):
+    if isinstance(service, SeededGame):
         return True
     return isinstance(service, RemoteService | Definition) and (
         service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)

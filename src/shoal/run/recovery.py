@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.errors import LogBehind
 from shoal.experience import Buffer, RunMeta, checkpoint
 from shoal.observe.metrics import JsonlTracker
-from shoal.run.loop import Parts, TrainLoop
+from shoal.run.loop import LoopDeps, TrainLoop
 
 
 def opened_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
@@ -20,7 +20,7 @@ def opened_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: boo
         raise
 
 
-async def recover(parts: Parts, loop: TrainLoop) -> None:
+async def recover(parts: LoopDeps, loop: TrainLoop) -> None:
     """Brings the trainer to where the log ends: the newest intact checkpoint, then every recorded step after it."""
     recovered = parts.buffer.recovered
 

@@ -14,9 +14,9 @@ from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.human.human_node import Desk, Means
-from shoal.swarm.human.questions import Pace
-from shoal.swarm.human.server import DeskServer
+from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
+from shoal.swarm.human.questions import QuestionPace
+from shoal.swarm.human.server import HumanServer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import options_of
@@ -25,7 +25,7 @@ from shoal.types import Split
 
 
 async def serve_desk(
-    config: Config, folder: Path, pace: Pace, *, host: str, port: int, announce: Callable[[str, str], None]
+    config: Config, folder: Path, pace: QuestionPace, *, host: str, port: int, announce: Callable[[str, str], None]
 ) -> None:
     """Asks people until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`.
 
@@ -42,11 +42,11 @@ async def serve_desk(
         stack.callback(own.close)
         scorer = await stack.enter_async_context(RewardService(config.reward))
         exchange = await stack.enter_async_context(NatsExchange(options))
-        means = Means(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
-        desk = Desk(means, config.swarm.name, identity, folder, pace)
+        means = HumanNodeDeps(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
+        desk = HumanNode(means, config.swarm.name, identity, folder, pace)
         listening = stack.enter_context(listening_socket(host, port))
         announce(url_of(listening), identity.peer_id)
-        server = uvicorn.Server(uvicorn_config(DeskServer(desk).app, per_address=PER_ADDRESS))
+        server = uvicorn.Server(uvicorn_config(HumanServer(desk).app, per_address=PER_ADDRESS))
         async with asyncio.TaskGroup() as parts:
             running = parts.create_task(desk.run(), name="desk")
             await server.serve(sockets=[listening])

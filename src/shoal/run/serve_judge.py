@@ -17,9 +17,9 @@ from shoal.swarm.judge.client import audited
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import Specialty
 from shoal.swarm.judge.server import JudgeServer
-from shoal.swarm.judge.store import Book
+from shoal.swarm.judge.store import JudgeStore
 from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Split
 
 NINE = (
@@ -51,9 +51,9 @@ async def serve_judge(
     tasks = _tasks(load(config)) if config else [TaskConfig(name=name) for name in NINE]
     identity = Identity.load(folder / "identity.pem")
     async with AsyncExitStack() as stack:
-        drawer = stack.enter_context(Drawer())
+        drawer = stack.enter_context(ProceduralClient())
         specialties = [specialty_of(task, drawer) for task in tasks]
-        book = Book(folder)
+        book = JudgeStore(folder)
         stack.callback(book.close)
         rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
         scorer = await stack.enter_async_context(RewardService(rewards))
@@ -69,11 +69,11 @@ async def serve_judge(
 async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
     """How many challenges were checked, and what is wrong with them. Raises a `ShoalError`."""
     async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
-        with Drawer() as drawer:
+        with ProceduralClient() as drawer:
             return await audited(url, drawer, scorer, judge=judge)
 
 
-def specialty_of(task: TaskConfig, drawer: Drawer) -> Specialty:
+def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Specialty:
     """A task as judges state it; its first question is drawn to see that it can be. Raises `TaskError`."""
     service = ReasoningGymService(task, 0, drawer)
     receipt = service.draw(Split.EVAL, 0).receipt

@@ -10,7 +10,7 @@ from shoal.clock import waits
 from shoal.engine.http_client import HttpEngine
 from shoal.errors import EngineError, StoodStill
 from shoal.net.process import Child
-from shoal.run.loop import Parts, TrainLoop
+from shoal.run.loop import LoopDeps, TrainLoop
 
 CHECKS = 8
 """How often progress is looked for within the time that a run may stand still."""
@@ -82,7 +82,7 @@ async def watch_progress(
             raise StoodStill(f"nothing has moved for {still_s:.0f} s; {what}; go on with --resume")
 
 
-async def watch_run(parts: Parts, loop: TrainLoop, trainer: Child, own: OwnEngines) -> None:
+async def watch_run(parts: LoopDeps, loop: TrainLoop, trainer: Child, own: OwnEngines) -> None:
     """Watches a run: progress is any token, group, step, evaluation or Version, and any work of the trainer."""
 
     def progress() -> Hashable:

@@ -44,7 +44,7 @@ START_TIMEOUT_S = 120.0
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
-class Arm(StrEnum):
+class DemoCondition(StrEnum):
     """How a node trains."""
 
     SOLO = "solo"
@@ -54,7 +54,11 @@ class Arm(StrEnum):
     SWARM = "swarm"
 
 
-STYLES = ((Arm.SOLO, "--", "alone"), (Arm.SOLO_HALF, ":", "alone, half the answers"), (Arm.SWARM, "-", "swarm"))
+STYLES = (
+    (DemoCondition.SOLO, "--", "alone"),
+    (DemoCondition.SOLO_HALF, ":", "alone, half the answers"),
+    (DemoCondition.SWARM, "-", "swarm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Trainee:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """A demonstration."""
 
     folder: Path
@@ -91,7 +95,7 @@ class Plan:
         return found
 
 
-def run_swarm_demo(plan: Plan) -> dict[str, object]:
+def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     """All of it: the figures, and where the picture is. Raises a `ShoalError`."""
     from shoal.run.swarm_figure import swarm_png
 
@@ -105,8 +109,8 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     picture = plan.folder / "swarm.png"
     picture.write_bytes(swarm_png(plan.folder, STYLES, names, _external_shares(plan)))
     return {
-        "before": {name: outcomes[Arm.SOLO][name]["accuracy_before"] for name in names},
-        **{arm.value: {name: outcomes[arm][name]["accuracy_after"] for name in names} for arm in Arm},
+        "before": {name: outcomes[DemoCondition.SOLO][name]["accuracy_before"] for name in names},
+        **{arm.value: {name: outcomes[arm][name]["accuracy_after"] for name in names} for arm in DemoCondition},
         **_traffic(plan),
         "external_per_step": _external_shares(plan),
         "picture": str(picture),
@@ -115,25 +119,27 @@ def run_swarm_demo(plan: Plan) -> dict[str, object]:
     }
 
 
-async def _each_arm(plan: Plan, models: dict[str, Path], frozen: Path) -> dict[Arm, dict[str, dict[str, float]]]:
+async def _each_arm(
+    plan: DemoPlan, models: dict[str, Path], frozen: Path
+) -> dict[DemoCondition, dict[str, dict[str, float]]]:
     """What `shoal train` said of each node, by how it trained."""
     found = {}
-    for arm in (Arm.SOLO, Arm.SOLO_HALF):
+    for arm in (DemoCondition.SOLO, DemoCondition.SOLO_HALF):
         found[arm] = await _trained(plan, [node_config(plan, one, models[one.name], arm) for one in plan.trainees])
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
-        configs = [node_config(plan, one, models[one.name], Arm.SWARM, server.url) for one in plan.trainees]
+        configs = [node_config(plan, one, models[one.name], DemoCondition.SWARM, server.url) for one in plan.trainees]
         url = await stack.enter_async_context(_served(plan, frozen))
         for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
             settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
             path = _written(plan, name, settings)
             command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
             await _joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
-        found[Arm.SWARM] = await _trained(plan, configs)
+        found[DemoCondition.SWARM] = await _trained(plan, configs)
     return found
 
 
-def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str = "") -> Config:
+def node_config(plan: DemoPlan, trainee: Trainee, model: Path, arm: DemoCondition, server: str = "") -> Config:
     """Of one node; model, seed and all else but its groups and where they come from are the same in each arm."""
     return parse(
         {
@@ -153,18 +159,20 @@ def node_config(plan: Plan, trainee: Trainee, model: Path, arm: Arm, server: str
             "asynchrony": {"max_staleness": 2},
             "train": {
                 "steps": plan.steps,
-                "groups_per_step": GROUPS if arm is Arm.SOLO else GROUPS // 2,
+                "groups_per_step": GROUPS if arm is DemoCondition.SOLO else GROUPS // 2,
                 "lr": 3e-4,
                 "warmup_steps": 5,
             },
             "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
             "checkpoint": {"every_steps": max(1, plan.steps)},
-            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE} if arm is Arm.SWARM else {},
+            "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE}
+            if arm is DemoCondition.SWARM
+            else {},
         }
     )
 
 
-async def _trained(plan: Plan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
+async def _trained(plan: DemoPlan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
     """Trains all nodes at once; the outcome of each by its name."""
 
     async def one(config: Config) -> tuple[str, dict[str, float]]:
@@ -181,7 +189,7 @@ async def _trained(plan: Plan, configs: Sequence[Config]) -> dict[str, dict[str,
     return dict(await asyncio.gather(*(one(config) for config in configs)))
 
 
-async def _joined(plan: Plan, name: str, process: asyncio.subprocess.Process) -> None:
+async def _joined(plan: DemoPlan, name: str, process: asyncio.subprocess.Process) -> None:
     """Waits until a generator is at work. Raises `ChildDied`."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not (plan.folder / name / FOLDER / STATUS_FILE).exists():
@@ -191,7 +199,7 @@ async def _joined(plan: Plan, name: str, process: asyncio.subprocess.Process) ->
 
 
 @asynccontextmanager
-async def _served(plan: Plan, model: Path) -> AsyncIterator[str]:
+async def _served(plan: DemoPlan, model: Path) -> AsyncIterator[str]:
     """The URL, with /v1, of a model that stays as it is."""
     command = ["serve", "--model", str(model), "--port", "0"]
     async with _child(plan, "frozen-model", command) as process:
@@ -204,7 +212,7 @@ async def _served(plan: Plan, model: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _child(plan: Plan, name: str, arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _child(plan: DemoPlan, name: str, arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
     """A `shoal` command in a process of its own; it ends when this is left, or when this process ends."""
     with _log(plan, name).open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -225,19 +233,19 @@ async def _child(plan: Plan, name: str, arguments: Sequence[str]) -> AsyncIterat
             await process.wait()
 
 
-def _log(plan: Plan, name: str) -> Path:
+def _log(plan: DemoPlan, name: str) -> Path:
     return plan.folder / f"{name}.log"
 
 
-def _written(plan: Plan, name: str, config: Config) -> Path:
+def _written(plan: DemoPlan, name: str, config: Config) -> Path:
     path = plan.folder / f"{name}.toml"
     path.write_text(to_toml(config))
     return path
 
 
-def _traffic(plan: Plan) -> dict[str, object]:
+def _traffic(plan: DemoPlan) -> dict[str, object]:
     """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
-    nodes = [f"{Arm.SWARM}-{trainee.name}" for trainee in plan.trainees]
+    nodes = [f"{DemoCondition.SWARM}-{trainee.name}" for trainee in plan.trainees]
     statuses = {
         name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
     }
@@ -253,10 +261,10 @@ def _traffic(plan: Plan) -> dict[str, object]:
     }
 
 
-def _external_shares(plan: Plan) -> dict[str, float]:
+def _external_shares(plan: DemoPlan) -> dict[str, float]:
     """Groups of others that each training node trained per step, of the 4 it wanted."""
     found = {}
     for trainee in plan.trainees:
-        records = read_records(plan.folder / f"{Arm.SWARM}-{trainee.name}" / "metrics.jsonl")
+        records = read_records(plan.folder / f"{DemoCondition.SWARM}-{trainee.name}" / "metrics.jsonl")
         found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
     return found

@@ -10,7 +10,7 @@ EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
 
 
 @dataclass(slots=True)
-class Totals:
+class RunTotals:
     """What a run adds up to."""
 
     samples: int = 0
@@ -20,7 +20,7 @@ class Totals:
     evals: list[Mapping[str, float]] = field(default_factory=list)  # as `EVALS` names them, in order
 
     @classmethod
-    def earlier(cls, records: Iterable[Record], steps: int) -> "Totals":
+    def earlier(cls, records: Iterable[Record], steps: int) -> "RunTotals":
         """What the processes before this one recorded of the first `steps` steps; rates are of each process alone."""
         of_step: dict[float, Record] = {}
         totals = cls()

@@ -36,11 +36,11 @@ from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.checks import check_start
 from shoal.run.engines import EngineSettings, Told, engines
 from shoal.run.join_swarm import joined
-from shoal.run.loop import PARITY_BOUND_NATS, Parts, TrainLoop
+from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
 from shoal.run.recovery import opened_buffer, recover
 from shoal.run.standstill import OwnEngines, watch_run
-from shoal.run.totals import Totals
+from shoal.run.totals import RunTotals
 from shoal.run.waits import telling_waits
 from shoal.sandbox import backends
 from shoal.trainer.client import TrainerProcess
@@ -54,7 +54,7 @@ Listener: TypeAlias = Callable[[Record], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run came to. Rewards are means over its first and its last tenth; times are of the last process."""
 
     accuracy_before: float
@@ -76,7 +76,7 @@ class Outcome:
     """Why the run may have learned nothing; empty when nothing says so."""
 
 
-def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Outcome:
+def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> RunOutcome:
     """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
     refuse_masked(config)
     check_start(config, resume=resume)
@@ -128,7 +128,7 @@ async def train(
     desk: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
     exchange: Exchange | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Trains to the configured number of steps and measures before and after.
 
     `scorer` replaces the worker processes, `desk` how tasks are answered, and `exchange` the servers of the swarm.
@@ -157,7 +157,7 @@ async def train(
         sampling = sampling_of(config, prepared)
         runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
         store = WeightStore(run_dir / "weights")
-        parts = Parts(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
+        parts = LoopDeps(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
         return await _run_parts(parts, prepared, trainer_child, own)
 
 
@@ -247,24 +247,24 @@ async def serving(
         yield pool, desk(pool, prepared.renderer, scorer, sampling)
 
 
-async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child, own: OwnEngines) -> Outcome:
+async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: OwnEngines) -> RunOutcome:
     """Recovers, checks parity, evaluates, trains, evaluates again."""
     began_s = time.monotonic()
     recovered = parts.buffer.recovered
     first_step = 0 if recovered.last_step is None else recovered.last_step + 1
     loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
     if first_step:
-        loop.totals = Totals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
+        loop.totals = RunTotals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
     await recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
-    parts.trackers.log_event("sandbox", rung=await asyncio.to_thread(backends.in_use))
+    parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(backends.in_use))
     await loop.evaluate(first_step)
     with telling_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
-    return Outcome(
+    return RunOutcome(
         accuracy_before=totals.evals[0]["sampled"],
         accuracy_after=totals.evals[-1]["sampled"],
         greedy_before=totals.evals[0]["greedy"],
@@ -284,7 +284,7 @@ async def _run_parts(parts: Parts, prepared: Prepared, trainer: Child, own: OwnE
 
 
 async def _train_and_evaluate(
-    parts: Parts, prepared: Prepared, loop: TrainLoop, trainer: Child, own: OwnEngines
+    parts: LoopDeps, prepared: Prepared, loop: TrainLoop, trainer: Child, own: OwnEngines
 ) -> float:
     """All steps that remain, with everything that goes on beside them; how many seconds they took."""
     began_s = time.monotonic()
@@ -310,7 +310,7 @@ async def _train_and_evaluate(
     return trained_s
 
 
-async def logprob_mismatch(parts: Parts, prepared: Prepared) -> float:
+async def logprob_mismatch(parts: LoopDeps, prepared: Prepared) -> float:
     """Mean |difference| in nats between the logprobs of the engine and of the trainer, on answers just drawn.
 
     Raises `ConfigError` above the bound of the dtype: importance ratios would be about the software, not the policy.
@@ -357,7 +357,7 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
 def run_meta(config: Config) -> RunMeta:
     """What the log keeps of a configuration."""
     return RunMeta(
-        eta=config.asynchrony.max_staleness,
+        max_staleness=config.asynchrony.max_staleness,
         late=config.asynchrony.late,
         groups_per_step=config.train.groups_per_step,
         push_every=config.train.push_every,
@@ -378,7 +378,7 @@ def sampling_of(config: Config, prepared: Prepared) -> Sampling:
     )
 
 
-def _write_model(model_dir: Path, parts: Parts) -> None:
+def _write_model(model_dir: Path, parts: LoopDeps) -> None:
     """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights.
 
     With adapters these are the merged weights, and `adapter/` has the adapters by themselves.

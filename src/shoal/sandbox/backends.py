@@ -5,21 +5,21 @@ from collections.abc import Mapping
 from functools import cache
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox.program import Limits, Program, Rung
+from shoal.sandbox.program import Backend, Program, ProgramLimits
 from shoal.sandbox.supervisor import run_on
 
 _ADVICE = "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), or use Linux 6.2 or newer with Landlock"
 _TRIAL = Program("open('file', 'w').write('x'); print(input())", stdin=b"works")
-_LIMITS = Limits(wall_s=20.0)
+_LIMITS = ProgramLimits(wall_s=20.0)
 
 
 @cache
-def why_not(rung: Rung) -> str:
+def why_not(backend: Backend) -> str:
     """Why this machine has no such sandbox; empty when a program ran in one."""
     if sys.platform != "linux":
         return "needs Linux"
     try:
-        finished = run_on(rung, _TRIAL, _LIMITS)
+        finished = run_on(backend, _TRIAL, _LIMITS)
     except (SandboxUnavailable, OSError) as error:
         return str(error)
     if finished.stdout != b"works\n":
@@ -27,15 +27,15 @@ def why_not(rung: Rung) -> str:
     return ""
 
 
-def probe() -> Mapping[Rung, str]:
+def probe() -> Mapping[Backend, str]:
     """`why_not` of every rung, strongest first."""
-    return {rung: why_not(rung) for rung in Rung}
+    return {backend: why_not(backend) for backend in Backend}
 
 
 @cache
-def rung() -> Rung:
+def backend() -> Backend:
     """The strongest that works. Raises `SandboxUnavailable` when none does."""
-    for candidate in Rung:
+    for candidate in Backend:
         if not why_not(candidate):
             return candidate
     found = "; ".join(f"{candidate.value}: {why}" for candidate, why in probe().items())
@@ -45,6 +45,6 @@ def rung() -> Rung:
 def in_use() -> str:
     """The name of the strongest that works, or `none`."""
     try:
-        return rung().value
+        return backend().value
     except SandboxUnavailable:
         return "none"

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from shoal.sandbox import launcher
-from shoal.sandbox.launch_spec import NONE, Plan, pack
+from shoal.sandbox.launch_spec import NONE, LaunchSpec, pack
 from shoal.sandbox.mounts import DEVICES
-from shoal.sandbox.program import Rung
+from shoal.sandbox.program import Backend
 
 WORK_FOLDER = "/shoal-work"  # no path that anything readable lies below
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -79,9 +79,9 @@ def other_uid() -> int:
     return last - secrets.randbelow(available) if available else NONE
 
 
-def boxed(plan: Plan, info_fd: int = NONE) -> list[str]:
+def boxed(plan: LaunchSpec, info_fd: int = NONE) -> list[str]:
     """The command that runs a plan. bubblewrap names its child's process on `info_fd`."""
-    if plan.rung != Rung.BUBBLEWRAP:
+    if plan.backend != Backend.BUBBLEWRAP:
         return _launcher("outside", plan)
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--die-with-parent", "--as-pid-1"]
@@ -105,7 +105,7 @@ def boxed(plan: Plan, info_fd: int = NONE) -> list[str]:
     return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", plan)]
 
 
-def _launcher(place: str, plan: Plan) -> list[str]:
+def _launcher(place: str, plan: LaunchSpec) -> list[str]:
     return [interpreter(), "-I", "-S", "-B", "-c", _BOOT, str(own_package().parent), place, pack(plan)]
 
 

@@ -4,7 +4,7 @@ BUBBLEWRAP, NAMESPACES, LANDLOCK = "bubblewrap", "namespaces", "landlock"
 NONE = -1
 
 
-class Plan:
+class LaunchSpec:
     """How one program is to be boxed and started."""
 
     __slots__ = (
@@ -19,13 +19,13 @@ class Plan:
             "open_files",
             "processes",
         ),
-        *("readable", "rung", "status_fd", "uid"),
+        *("readable", "backend", "status_fd", "uid"),
     )
 
     def __init__(
         self,
         *,
-        rung: str,
+        backend: str,
         argv: list[str],
         environment: list[str],
         readable: list[str],
@@ -45,7 +45,7 @@ class Plan:
         empty when it may write nowhere. `uid` is whom it runs as, `NONE` for whoever starts it. `environment` holds
         NAME=value.
         """
-        self.rung = rung
+        self.backend = backend
         self.argv = argv
         self.environment = environment
         self.readable = readable
@@ -61,29 +61,29 @@ class Plan:
 
 
 _LISTS = ("argv", "environment", "readable")
-_WORDS = ("rung", "folder")
+_WORDS = ("backend", "folder")
 
 
-def pack(plan: Plan) -> str:
+def pack(plan: LaunchSpec) -> str:
     """The plan as one word; `unpack` reads it."""
     words: list[str] = []
-    for name in Plan.__slots__:
+    for name in LaunchSpec.__slots__:
         value = getattr(plan, name)
         words += [str(len(value)), *value] if name in _LISTS else [str(value)]
     return "\0".join(words).encode(errors="surrogateescape").hex()
 
 
-def unpack(word: str) -> Plan:
+def unpack(word: str) -> LaunchSpec:
     """The plan that `pack` was given."""
     words = iter(bytes.fromhex(word).decode(errors="surrogateescape").split("\0"))
     values: dict[str, object] = {}
-    for name in Plan.__slots__:
+    for name in LaunchSpec.__slots__:
         first = next(words)
         if name in _LISTS:
             values[name] = [next(words) for _ in range(int(first))]
         else:
             values[name] = first if name in _WORDS else int(first)
-    return Plan(**values)  # type: ignore[arg-type]  # as packed
+    return LaunchSpec(**values)  # type: ignore[arg-type]  # as packed
 
 
 def pack_files(files: dict[str, bytes]) -> bytes:

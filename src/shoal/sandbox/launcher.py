@@ -14,7 +14,7 @@ import resource
 import sys
 
 from shoal.sandbox import kernel, landlock, launch_spec, mounts, seccomp
-from shoal.sandbox.launch_spec import LANDLOCK, NONE, Plan
+from shoal.sandbox.launch_spec import LANDLOCK, NONE, LaunchSpec
 
 PARENT = "SHOAL_PARENT_PID"
 NOT_FOUND = 127
@@ -40,7 +40,7 @@ def main(place: str, word: str) -> None:
         files = _files(wanted)
         if place == "inside":
             _be_first_process(wanted, files)
-        elif wanted.rung == LANDLOCK:
+        elif wanted.backend == LANDLOCK:
             _be_program(wanted, files)
         else:
             _make_namespaces(wanted, files)
@@ -48,19 +48,19 @@ def main(place: str, word: str) -> None:
         _fail(wanted, error)
 
 
-def _files(wanted: Plan) -> list[tuple[str, bytes]]:
+def _files(wanted: LaunchSpec) -> list[tuple[str, bytes]]:
     if wanted.files_fd == NONE:
         return []
     with os.fdopen(wanted.files_fd, "rb") as stream:
         return launch_spec.unpack_files(stream.read())
 
 
-def _tell(wanted: Plan, text: str) -> None:
+def _tell(wanted: LaunchSpec, text: str) -> None:
     if wanted.status_fd != NONE:
         os.write(wanted.status_fd, f"{text}\n".encode(errors="replace"))
 
 
-def _fail(wanted: Plan, error: OSError) -> None:
+def _fail(wanted: LaunchSpec, error: OSError) -> None:
     why = f"failed {error}".replace("\n", " ")
     if wanted.status_fd == NONE:
         os.write(2, f"the sandbox {why}\n".encode(errors="replace"))
@@ -68,7 +68,7 @@ def _fail(wanted: Plan, error: OSError) -> None:
     os._exit(1)
 
 
-def _make_namespaces(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
+def _make_namespaces(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
     """With a user to become this process has root's rights; without one it gets them in a user namespace."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(sum(_NAMESPACES) | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
@@ -95,7 +95,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _be_first_process(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
+def _be_first_process(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
     program = os.fork()
     if program == 0:
         try:
@@ -122,8 +122,8 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _be_program(wanted: Plan, files: list[tuple[str, bytes]]) -> None:
-    alone = wanted.rung == LANDLOCK
+def _be_program(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
+    alone = wanted.backend == LANDLOCK
     if wanted.status_fd != NONE:  # without one it is a module of ours, which talks to its parent
         _close_all_but(wanted.status_fd, 3)
     os.umask(0o022)
@@ -157,7 +157,7 @@ def _unpack(files: list[tuple[str, bytes]]) -> None:
             file.write(content)
 
 
-def _limits(wanted: Plan) -> list[tuple[int, tuple[int, int]]]:
+def _limits(wanted: LaunchSpec) -> list[tuple[int, tuple[int, int]]]:
     """Soft and hard; the hard limit of time comes a second later, for programs that ignore the signal."""
     pairs = [
         (resource.RLIMIT_CORE, 0),
@@ -168,7 +168,7 @@ def _limits(wanted: Plan) -> list[tuple[int, tuple[int, int]]]:
     ]
     if wanted.memory_bytes:
         pairs.append((resource.RLIMIT_AS, wanted.memory_bytes))
-    if wanted.processes and wanted.rung != LANDLOCK:  # there it would count all that the user runs
+    if wanted.processes and wanted.backend != LANDLOCK:  # there it would count all that the user runs
         pairs.append((resource.RLIMIT_NPROC, wanted.processes + (wanted.uid == NONE)))  # the first process is this user
     limits = [(limit, (value, value)) for limit, value in pairs]
     if wanted.cpu_s:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 MAIN = "main.py"
 
 
-class Rung(StrEnum):
+class Backend(StrEnum):
     """What a sandbox is built from, strongest first."""
 
     BUBBLEWRAP = "bubblewrap"
@@ -35,7 +35,7 @@ class Ended(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """What a program may use. What it can be refused, it is refused (an error inside); for the rest it is killed."""
 
     wall_s: float = 10.0
@@ -45,7 +45,7 @@ class Limits:
     memory_bytes: int = 256 << 20
     """Address space of each process, and resident memory of all together."""
     processes: int = 16
-    """Processes and threads together; under `Rung.LANDLOCK` threads only."""
+    """Processes and threads together; under `Backend.LANDLOCK` threads only."""
     output_bytes: int = 1 << 20
     """Standard output and standard error together; what came until then is kept."""
     file_bytes: int = 16 << 20
@@ -118,7 +118,7 @@ class Finished:
     stderr: bytes
     wall_s: float
     cpu_s: float
-    rung: Rung
+    backend: Backend
 
     @property
     def ok(self) -> bool:

@@ -11,15 +11,15 @@ from pathlib import Path
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox import backends
 from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
-from shoal.sandbox.launch_spec import NONE, Plan
-from shoal.sandbox.program import Finished, Limits, Program, Rung
+from shoal.sandbox.launch_spec import NONE, LaunchSpec
+from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.supervisor import run_on
 
-_DEFAULT = Limits()
+_DEFAULT = ProgramLimits()
 _FOLDER_BYTES = 16 << 20
 
 
-def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -> Finished:
+def run(program: Program, limits: ProgramLimits = _DEFAULT, backend: Backend | None = None) -> Finished:
     """Runs a program to its end, on the strongest rung unless one is named. Any thread may call it; it blocks.
 
     Raises `SandboxUnavailable` when this machine has no such sandbox.
@@ -27,11 +27,14 @@ def run(program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None) -
     >>> run(Program("print(6 * 7)")).stdout
     b'42\\n'
     """
-    return run_on(backends.rung() if rung is None else rung, program, limits)
+    return run_on(backends.backend() if backend is None else backend, program, limits)
 
 
 async def run_async(
-    program: Program, limits: Limits = _DEFAULT, rung: Rung | None = None, channel: socket.socket | None = None
+    program: Program,
+    limits: ProgramLimits = _DEFAULT,
+    backend: Backend | None = None,
+    channel: socket.socket | None = None,
 ) -> Finished:
     """`run` in a thread of its own; when cancelled, the program is gone before this returns.
 
@@ -39,7 +42,7 @@ async def run_async(
     """
 
     def work() -> Finished:
-        return run_on(backends.rung() if rung is None else rung, program, limits, stop, channel)
+        return run_on(backends.backend() if backend is None else backend, program, limits, stop, channel)
 
     with contextlib.ExitStack() as stack:
         try:
@@ -62,7 +65,7 @@ def confined(
     module: str,
     arguments: Sequence[str],
     *,
-    rung: Rung,
+    backend: Backend,
     memory_bytes: int,
     open_files: int,
     packages: Sequence[Path],
@@ -73,9 +76,9 @@ def confined(
     It keeps the descriptors it inherits, and `WORK_FOLDER` is an empty folder. Its parent watches over its time, and
     kills its whole process group. A sandbox that cannot be set up ends with code 1 and says why on standard error.
     """
-    assert rung is not Rung.LANDLOCK, "it has no folder of its own to be given"
-    plan = Plan(
-        rung=rung,
+    assert backend is not Backend.LANDLOCK, "it has no folder of its own to be given"
+    plan = LaunchSpec(
+        backend=backend,
         argv=[interpreter(), "-s", "-S", "-B", "-P", "-m", module, *arguments],
         environment=environment_of(environment, packages),
         readable=visible(*packages),

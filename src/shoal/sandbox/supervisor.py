@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
-from shoal.sandbox.launch_spec import NONE, Plan, pack_files
+from shoal.sandbox.launch_spec import NONE, LaunchSpec, pack_files
 from shoal.sandbox.launcher import PARENT
 from shoal.sandbox.mounts import MOST_FILES
-from shoal.sandbox.program import Ended, Finished, Limits, Program, Rung
+from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
 
 START_TIMEOUT_S = 20.0
@@ -34,7 +34,11 @@ _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
 
 
 def run_on(
-    rung: Rung, program: Program, limits: Limits, stop: int | None = None, channel: socket.socket | None = None
+    backend: Backend,
+    program: Program,
+    limits: ProgramLimits,
+    stop: int | None = None,
+    channel: socket.socket | None = None,
 ) -> Finished:
     """Runs a program to its end, or until the eventfd `stop` is written to.
 
@@ -48,21 +52,21 @@ def run_on(
         )
     with contextlib.ExitStack() as stack:
         try:
-            return stack.enter_context(_started(stack, rung, program, limits, stop, channel)).finished()
+            return stack.enter_context(_started(stack, backend, program, limits, stop, channel)).finished()
         except OSError as error:  # no process, no descriptor, no memory, no space
-            raise SandboxUnavailable(f"the {rung.value} sandbox failed: {error}") from None
+            raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
 
 
 def _started(
     stack: contextlib.ExitStack,
-    rung: Rung,
+    backend: Backend,
     program: Program,
-    limits: Limits,
+    limits: ProgramLimits,
     stop: int | None,
     channel: socket.socket | None,
 ) -> "_Watch":
     """Starts the launcher; the stack ends what it needs. Raises `OSError`."""
-    folder = stack.enter_context(_work_folder()) if rung is Rung.LANDLOCK else WORK_FOLDER
+    folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
     files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
     stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
     status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -74,7 +78,7 @@ def _started(
         info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
         theirs.callback(os.close, info_fd)
         process = subprocess.Popen(
-            boxed(_plan(rung, program, limits, folder, their_status_fd, files_fd), info_fd),
+            boxed(_plan(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
             stdin=stdin_fd if channel is None else channel.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +86,7 @@ def _started(
             pass_fds=(their_status_fd, info_fd, files_fd),
             start_new_session=True,
         )
-    return _Watch(process, limits, rung, folder, status_fd, stop)
+    return _Watch(process, limits, backend, folder, status_fd, stop)
 
 
 @contextlib.contextmanager
@@ -113,15 +117,17 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _plan(rung: Rung, program: Program, limits: Limits, folder: str, status_fd: int, files_fd: int) -> Plan:
+def _plan(
+    backend: Backend, program: Program, limits: ProgramLimits, folder: str, status_fd: int, files_fd: int
+) -> LaunchSpec:
     first, *rest = program.command
-    return Plan(
-        rung=rung,
+    return LaunchSpec(
+        backend=backend,
         argv=[interpreter() if first == "python" else first, *rest],
         environment=environment_of(program.environment, program.packages),
         readable=visible(*program.packages, *program.readable),
         folder=folder,
-        uid=NONE if rung is Rung.LANDLOCK else other_uid(),
+        uid=NONE if backend is Backend.LANDLOCK else other_uid(),
         status_fd=status_fd,
         files_fd=files_fd,
         cpu_s=math.ceil(limits.cpu_s),
@@ -140,8 +146,8 @@ class _Watch:
     """
 
     process: subprocess.Popen[bytes]
-    limits: Limits
-    rung: Rung
+    limits: ProgramLimits
+    backend: Backend
     folder: str
     status_fd: int
     stop: int | None
@@ -166,7 +172,7 @@ class _Watch:
             self.process.kill()
             self.process.communicate()
             raise
-        if self.rung is Rung.LANDLOCK:
+        if self.backend is Backend.LANDLOCK:
             self.first, self.first_pid = self.launcher, self.process.pid
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
@@ -201,11 +207,11 @@ class _Watch:
         for descriptor in self.outputs:
             while self._read(descriptor):
                 pass
-        if self.rung is Rung.LANDLOCK:
+        if self.backend is Backend.LANDLOCK:
             return self._finished(status, usage.ru_utime + usage.ru_stime, wall_s)
         report = _ENDED.search(self.said)
         if report is None and self.started_s is not None and not (self.ended or self.stopped):
-            raise SandboxUnavailable(f"the {self.rung.value} sandbox was ended from outside")
+            raise SandboxUnavailable(f"the {self.backend.value} sandbox was ended from outside")
         status, cpu_s = (int(report[1]), float(report[2])) if report else (int(signal.SIGKILL), self.cpu_s)
         return self._finished(status, cpu_s, wall_s)
 
@@ -274,15 +280,15 @@ class _Watch:
             return Ended.KILLED_CPU
         if usage.memory_bytes > self.limits.memory_bytes and unshared_bytes(usage.pids) > self.limits.memory_bytes:
             return Ended.KILLED_MEMORY
-        own = self.rung is not Rung.LANDLOCK  # the first process, which is not the program's
+        own = self.backend is not Backend.LANDLOCK  # the first process, which is not the program's
         if usage.tasks - own > self.limits.processes:
             return Ended.KILLED_PROCESSES
         return Ended.KILLED_FILES if self._files_broken() else None
 
     def _files_broken(self) -> bool:
-        if self.rung is Rung.LANDLOCK:
+        if self.backend is Backend.LANDLOCK:
             return folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
-        if self.rung is Rung.BUBBLEWRAP:  # has no option for the number of files
+        if self.backend is Backend.BUBBLEWRAP:  # has no option for the number of files
             with contextlib.suppress(OSError):
                 mount = os.statvfs(f"/proc/{self.first_pid}/root{self.folder}")
                 return mount.f_files - mount.f_ffree > MOST_FILES
@@ -311,10 +317,10 @@ class _Watch:
         stdout, stderr = map(bytes, self.outputs.values())
         exit_code = code if ended is Ended.EXITED else None
         number = -code if ended is Ended.SIGNALLED else None
-        return Finished(ended, exit_code, number, stdout, stderr, wall_s, cpu_s, self.rung)
+        return Finished(ended, exit_code, number, stdout, stderr, wall_s, cpu_s, self.backend)
 
     def _why_not_started(self) -> str:
         said = self.said.decode(errors="replace").partition("failed ")[2].strip()
         words = [bytes(output).decode(errors="replace").strip() for output in self.outputs.values()]
         why = said or " ".join(filter(None, words))[-500:] or f"nothing was heard for {START_TIMEOUT_S:g} s"
-        return f"the {self.rung.value} sandbox could not be set up: {why}"
+        return f"the {self.backend.value} sandbox could not be set up: {why}"

@@ -12,7 +12,7 @@ _LONGEST_PATH = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ResourceUsage:
     """Of a process and all that came from it."""
 
     cpu_s: float
@@ -23,7 +23,7 @@ class Usage:
     pids: tuple[int, ...]
 
 
-def usage_of(root: int) -> Usage:
+def usage_of(root: int) -> ResourceUsage:
     """Of the process `root`, its children, and so on; what ends meanwhile may be missed."""
     cpu_s, memory_bytes, tasks = 0.0, 0, 0
     pids, waiting = [], [root]
@@ -39,7 +39,7 @@ def usage_of(root: int) -> Usage:
             pids.append(pid)
             for task in os.listdir(f"/proc/{pid}/task"):
                 waiting += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return Usage(cpu_s, memory_bytes, tasks, tuple(pids))
+    return ResourceUsage(cpu_s, memory_bytes, tasks, tuple(pids))
 
 
 def unshared_bytes(pids: tuple[int, ...]) -> int:

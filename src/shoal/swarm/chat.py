@@ -8,7 +8,7 @@ import aiohttp
 
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.answer import written
-from shoal.net.chat import FIRST_PAUSE_S, ChatRefused, Choice, completion, wire_of
+from shoal.net.chat import FIRST_PAUSE_S, ChatChoice, ChatRefused, completion, wire_of
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
 from shoal.types import Message, Task
 
@@ -55,7 +55,7 @@ class ChatModel:
         found = await asyncio.gather(*(self.said(task.messages) for _ in range(n)))
         return [rollout for rollout in map(_offered, found) if rollout is not None]
 
-    async def said(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> Choice:
+    async def said(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> ChatChoice:
         """One answer. Raises `EngineUnavailable` or `RequestRefused`."""
         model = self._model
         request: dict[str, object] = {
@@ -74,7 +74,7 @@ class ChatModel:
             raise EngineUnavailable(f"model {model.url}: {error}") from None
 
 
-def _offered(choice: Choice) -> OfferedRollout | None:
+def _offered(choice: ChatChoice) -> OfferedRollout | None:
     said = written(choice.message.message)
     if not said:
         return None

@@ -3,7 +3,7 @@
 Of a procedural task the receipt is drawn again, in a process of its own that may be killed, with bounded memory and no
 files to write: question and truth then come from here, and a claim that differs is a lie, signed by its author, unless
 it was drawn with other libraries. By itself a node draws only the datasets that it trains on, with the settings that it
-trains on, so that what a peer can choose is a seed. `Bounds` say which other datasets and settings it draws as well.
+trains on, so that what a peer can choose is a seed. `DrawBounds` say which others it draws.
 Of a task without a receipt only the question is looked up among the node's own. Tasks that a function of the user's or
 a judge scores are nobody else's: what peers write does not get there.
 """
@@ -18,14 +18,14 @@ from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Claim, NotOurs, TaskService
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import Drawer, NoReply, Spec, libraries
+from shoal.tasks.procedural_client import NoReply, ProceduralClient, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
 
 REDRAW_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DrawBounds:
     """Which questions a node draws for others."""
 
     datasets: Literal["mine", "any"] | tuple[str, ...] = "mine"
@@ -42,9 +42,9 @@ class Bounds:
 class OwnTasks:
     """Knows the tasks of some services. Use as a context manager: it may own a process that draws."""
 
-    def __init__(self, services: Iterable[TaskService], bounds: Bounds | None = None) -> None:
+    def __init__(self, services: Iterable[TaskService], bounds: DrawBounds | None = None) -> None:
         services = list(services)
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or DrawBounds()
         self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
         for service in services:
@@ -53,7 +53,7 @@ class OwnTasks:
                     self._listed.update({_question(task): (split, task) for task in service.tasks(split)})
         # A drawer beside that of training: what a peer sends holds up nobody but peers.
         draws = bool(self._specs) or self._bounds.datasets != "mine"
-        self._drawer = Drawer(self._bounds.draw_s, boxed=True) if draws else None
+        self._drawer = ProceduralClient(self._bounds.draw_s, boxed=True) if draws else None
 
     def check(self) -> None:
         """Blocks. Raises `TaskError` for a dataset to be drawn for others that does not exist."""
@@ -108,7 +108,7 @@ class OwnTasks:
         told = next(iter(self._specs.values()), None)  # how to answer is said to the model as in the node's first task
         return Spec(receipt.dataset, receipt.config, told.system_prompt if told else "")
 
-    def _redrawn(self, drawer: Drawer, spec: Spec, claim: Claim) -> Task | NotOurs:
+    def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | NotOurs:
         """Blocks while it is drawn."""
         assert claim.receipt is not None
         most = None if spec in self._specs.values() else self._bounds.characters

@@ -68,7 +68,7 @@ class Envelope:
         return peer_id_of(self.author)
 
 
-class Seal:
+class Signer:
     """Numbers and signs what one node says in one swarm."""
 
     def __init__(self, identity: Identity, swarm: str, *, session: int) -> None:

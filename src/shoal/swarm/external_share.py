@@ -40,7 +40,7 @@ def most_external(groups: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SplitState:
     """What a split remembers of its steps."""
 
     supply: float
@@ -78,12 +78,12 @@ class AdaptiveSplit:
 
     def state(self) -> str:
         """What `restore` goes on from: JSON."""
-        return msgspec.json.encode(State(self._supply, self._cap, tuple(self._rewards))).decode()
+        return msgspec.json.encode(SplitState(self._supply, self._cap, tuple(self._rewards))).decode()
 
     def restore(self, text: str) -> None:
         """Goes on from a state; one that cannot be read, or of other settings, counts as far as it fits."""
         try:
-            state = msgspec.json.decode(text, type=State)
+            state = msgspec.json.decode(text, type=SplitState)
         except (msgspec.MsgspecError, RecursionError):
             return
         self._supply, self._cap = max(state.supply, 0.0), max(0, min(state.cap, self._most))

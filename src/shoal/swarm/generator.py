@@ -18,10 +18,10 @@ from shoal.interfaces import Exchange, Recogniser, TaskService
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import Tally
+from shoal.swarm.node_files import NodeCounts
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Peer
-from shoal.swarm.trust import Letter
+from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Split, Task, seed_for
 
 RETRY_S = 0.5
@@ -56,7 +56,7 @@ class Answerer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class GeneratorPace:
     """How much a generator makes."""
 
     rollouts: int = 8
@@ -80,19 +80,19 @@ class Generator(Peer):
         folder: Path,
         *,
         swarm: str,
-        pace: Pace | None = None,
+        pace: GeneratorPace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json."""
         super().__init__(exchange, swarm, identity, folder, clock=clock)
         self._own, self._answerer = own, answerer
         self._services = {service.name: service for service in services}
-        self._pace = pace or Pace()
+        self._pace = pace or GeneratorPace()
         self._rng = random.Random(seed_for("generator", identity.peer_id))
         self._needs: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._failure, self._failures = "", 0
         """Why the last group failed, and how many did in a row; the swarm's servers being away is none."""
-        self.tally = Tally()
+        self.tally = NodeCounts()
 
     async def run(self) -> None:
         """Shares as many groups as it is to, hearing what others lack meanwhile. Raises a `ShoalError`.
@@ -185,7 +185,7 @@ class Generator(Peer):
                     result[service] = max(result.get(service, 0.0), need)
         return result
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: VerifiedMessage) -> None:
         if isinstance(letter.content, Want):
             self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
             while len(self._needs) > MOST_HEARD:

@@ -8,7 +8,7 @@ from shoal.errors import ExchangeUnavailable
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Offer
 from shoal.swarm.options import options_of
-from shoal.swarm.trust import Door, Letter, Limits
+from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 
 UNLIMITED = 1e9
 
@@ -20,21 +20,21 @@ async def listed(
 
     Raises `ExchangeUnavailable` when no server was reached meanwhile.
     """
-    limits = Limits(
+    limits = TrustLimits(
         rate_per_s=UNLIMITED,
         burst=UNLIMITED,
         newcomers_rate_per_s=UNLIMITED,
         newcomers_burst=UNLIMITED,
         author_burst_s=UNLIMITED,
     )
-    door, found = Door(swarm, "", limits), list[dict[str, str | int | float]]()
+    door, found = IngressFilter(swarm, "", limits), list[dict[str, str | int | float]]()
     async with NatsExchange(options_of(servers, swarm)) as exchange:
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     for frame in await exchange.receive(256):
                         letter = door.admit(frame, time.time())
-                        if isinstance(letter, Letter) and isinstance(letter.content, Offer):
+                        if isinstance(letter, VerifiedMessage) and isinstance(letter.content, Offer):
                             found.append(_line(letter, letter.content))
         except TimeoutError:
             if not exchange.connections:
@@ -43,7 +43,7 @@ async def listed(
     return found, {reason.value: count for reason, count in door.refused.items()}
 
 
-def _line(letter: Letter, content: Offer) -> dict[str, str | int | float]:
+def _line(letter: VerifiedMessage, content: Offer) -> dict[str, str | int | float]:
     return {
         "id": letter.id,
         "peer": letter.peer_id,

@@ -33,12 +33,12 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import encoded, group_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, Means, Ready, Tally, ban_in, read_lines
+from shoal.swarm.node_files import BANNED_FILE, Intake, NodeCounts, NodeDeps, ReadyOffer, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import Peer
-from shoal.swarm.pending import Needs, Waiting
+from shoal.swarm.pending import Needs, PendingOffers
 from shoal.swarm.strategy import Candidate, Own, differ, sharer_of, taken, taker_of
-from shoal.swarm.trust import Letter, Reason
+from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import EXTERNAL, External, Group, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
@@ -67,7 +67,7 @@ class Node(Peer):
 
     def __init__(
         self,
-        means: Means,
+        means: NodeDeps,
         settings: SwarmConfig,
         identity: Identity,
         folder: Path,
@@ -94,9 +94,9 @@ class Node(Peer):
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._known_bans = set(self.door.banned)
-        self._pending = Waiting(self._rng)
+        self._pending = PendingOffers(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
-        self._ready: list[Ready] = []
+        self._ready: list[ReadyOffer] = []
         trained = list(trained)
         self._taken = dict.fromkeys(group.id.removeprefix(EXTERNAL).rpartition("/")[0] for group in trained)
         """Letters that are or were ready, the newest last; none is a second time."""
@@ -109,7 +109,7 @@ class Node(Peer):
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
         self._needs = Needs()
         self._work, self._mail = asyncio.Event(), asyncio.Event()
-        self.tally = Tally()
+        self.tally = NodeCounts()
 
     async def run(self) -> None:
         """Listens, verifies and speaks for ever."""
@@ -149,7 +149,7 @@ class Node(Peer):
         heard, self._supplied = self._supplied, 0
         return heard * self._useful_lately / self._decided_lately
 
-    async def encoded(self, chosen: Sequence[Ready], version: int, logprobs: Logprobs) -> list[Group]:
+    async def encoded(self, chosen: Sequence[ReadyOffer], version: int, logprobs: Logprobs) -> list[Group]:
         """The groups of what was chosen, under the weights being trained."""
         if not chosen:
             return []
@@ -200,7 +200,7 @@ class Node(Peer):
             "peers": peers,
         }
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: VerifiedMessage) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
         if isinstance(letter.content, Want):
             self._needs.heard(letter, letter.content)
@@ -239,10 +239,10 @@ class Node(Peer):
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 
-    def _decided(self, letter: Letter, found: Ready | Reason) -> None:
+    def _decided(self, letter: VerifiedMessage, found: ReadyOffer | Reason) -> None:
         """Keeps what can be trained on, and remembers of its author what it was."""
         self._decided_lately = NEED_DECAY * self._decided_lately + 1
-        self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, Ready)
+        self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, ReadyOffer)
         if isinstance(found, Reason):
             self.door.refuse(letter.peer_id, found)
             self._forget_banned()
@@ -255,7 +255,7 @@ class Node(Peer):
                 self.door.praise(letter.peer_id)
             self._ready.append(found)
 
-    async def _verified(self, letter: Letter, content: Offer) -> Ready | Reason:
+    async def _verified(self, letter: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
         """From dear to dearest: the question is drawn again, the text is encoded, the answers are scored."""
         if letter.sent_s < self._clock() - self._settings.fresh_s:
             return Reason.STALE
@@ -283,9 +283,9 @@ class Node(Peer):
             rewards += (reward,)
         if not differ(self._compared(task.service, rewards)):
             return Reason.UNINFORMATIVE
-        return Ready(letter, source, rewards)
+        return ReadyOffer(letter, source, rewards)
 
-    def chosen(self, wanted: int) -> list[Ready]:
+    def chosen(self, wanted: int) -> list[ReadyOffer]:
         """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
         self._drop_stale()
         now_s = self._clock()

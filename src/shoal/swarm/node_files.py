@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.interfaces import Exchange, Recogniser, Renderer, Scorer
 from shoal.swarm.encoding import Encoded
 from shoal.swarm.offer import MAX_ROLLOUTS
-from shoal.swarm.trust import Door, Letter, Reason
+from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
 from shoal.types import Reward
 
 BANNED_FILE = "banned.txt"
@@ -28,7 +28,7 @@ OWN_COST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class NodeDeps:
     """What a node works with."""
 
     exchange: Exchange
@@ -43,17 +43,17 @@ class Means:
 
 
 @dataclass(slots=True)
-class Ready:
+class ReadyOffer:
     """A verified offer with this node's rewards."""
 
-    letter: Letter
+    letter: VerifiedMessage
     source: Encoded
     rewards: tuple[Reward, ...]
     uses: int = 0
 
 
 @dataclass(slots=True)
-class Tally:
+class NodeCounts:
     """What a node did so far."""
 
     shared: int = 0
@@ -74,7 +74,7 @@ class Intake:
         self.timer = timer
         self._due_s = -math.inf  # when what was read so far would have been read at the average rate
 
-    def read(self, door: Door, frame: bytes, now_s: float) -> Letter | Reason:
+    def read(self, door: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
         """What a frame says, or why it is not heard; `now_s` is Unix time."""
         loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
         letter = door.admit(frame, now_s, loop_s)

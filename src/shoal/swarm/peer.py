@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.interfaces import Exchange
-from shoal.swarm.envelope import Seal
+from shoal.swarm.envelope import Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, Intake, next_session, read_lines, write_whole
-from shoal.swarm.trust import Door, Letter
+from shoal.swarm.trust import IngressFilter, VerifiedMessage
 
 INTAKE_BATCH = 32
 LOG = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ class Peer:
         self.swarm = swarm
         self._exchange, self._identity, self._folder, self._clock = exchange, identity, folder, clock
         self._intake = intake or Intake()
-        self.door = Door(swarm, identity.peer_id, timer=self._intake.timer)
+        self.door = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
         self.file_failures: dict[str, str] = {}
         """Why files of this peer could not be read or written last, by name."""
         self._read_bans()
         self._session = next_session(folder, clock())
-        self._seal = Seal(identity, swarm, session=self._session)
+        self._seal = Signer(identity, swarm, session=self._session)
 
     @property
     def peer_id(self) -> str:
@@ -84,7 +84,7 @@ class Peer:
             return path.read_text(errors="replace") if path.exists() else ""
         return ""
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: VerifiedMessage) -> None:
         """Something was let in. Returns at once."""
 
     async def _now_and_then(self) -> None:
@@ -94,7 +94,7 @@ class Peer:
         while True:
             for frame in await self._exchange.receive(INTAKE_BATCH):
                 letter = self._intake.read(self.door, frame, self._clock())
-                if isinstance(letter, Letter):
+                if isinstance(letter, VerifiedMessage):
                     self._heard(letter)
                 await asyncio.sleep(0)
             await self._intake.pause()

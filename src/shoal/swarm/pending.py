@@ -8,19 +8,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 
 from shoal.swarm.offer import Offer, Want
-from shoal.swarm.trust import Letter
+from shoal.swarm.trust import VerifiedMessage
 
 MOST = 512
 MOST_PER_AUTHOR = 32
 MOST_NEEDY = 512
 
 
-class Waiting:
+class PendingOffers:
     """Letters with their offers, in the order in which they came. Invariant: no more than the bounds above."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._offers: OrderedDict[str, tuple[Letter, Offer]] = OrderedDict()
+        self._offers: OrderedDict[str, tuple[VerifiedMessage, Offer]] = OrderedDict()
         self._of: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class Waiting:
     def __contains__(self, letter_id: str) -> bool:
         return letter_id in self._offers
 
-    def add(self, letter: Letter, content: Offer) -> list[str]:
+    def add(self, letter: VerifiedMessage, content: Offer) -> list[str]:
         """Takes an offer in, and gives the authors of those that had to make room."""
         pushed_out = []
         if self._of[letter.peer_id] >= MOST_PER_AUTHOR:
@@ -41,7 +41,7 @@ class Waiting:
         self._of[letter.peer_id] += 1
         return authors
 
-    def pop(self, letter_id: str) -> tuple[Letter, Offer]:
+    def pop(self, letter_id: str) -> tuple[VerifiedMessage, Offer]:
         """Takes one out."""
         letter, content = self._offers.pop(letter_id)
         self._of[letter.peer_id] -= 1
@@ -69,7 +69,7 @@ class Needs:
     def __init__(self) -> None:
         self._of: OrderedDict[str, tuple[float, Want]] = OrderedDict()
 
-    def heard(self, letter: Letter, want: Want) -> None:
+    def heard(self, letter: VerifiedMessage, want: Want) -> None:
         """Of one peer, in place of what it said before."""
         self._of[letter.peer_id] = (letter.sent_s, want)
         self._of.move_to_end(letter.peer_id)

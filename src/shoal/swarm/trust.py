@@ -12,7 +12,7 @@ nothing that anybody else could have done (replaying, forging, flooding with a s
 
 Identities cost nothing, so nothing is given to new ones that a thousand of them could take together: newcomers share
 one rate and one share of the processor; the memory kept for them is bounded, and they push out each other, never the
-established. The established, of whom there are no more than `Limits.authors` either, push out who was silent longest.
+established. The established, at most `TrustLimits.authors`, push out who was silent longest.
 """
 
 import time
@@ -85,7 +85,7 @@ again; a receipt that was not drawn in time, which may be this machine's fault, 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TrustLimits:
     """What the door lets through. Rates are envelopes per second; a burst is what a late joiner may read at once."""
 
     max_age_s: float = 3600.0
@@ -104,7 +104,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class VerifiedMessage:
     """What came through the door."""
 
     peer_id: str
@@ -141,7 +141,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Author:
+class PeerRecord:
     """What is known of one peer."""
 
     bucket: Bucket
@@ -194,7 +194,7 @@ class Author:
         self.bad = self.bad * DECAY + bad
 
 
-class Door:
+class IngressFilter:
     """Lets envelopes in, and remembers their authors.
 
     Invariant: each letter it returns was signed by its author, for this swarm, and was never returned before, as long
@@ -205,7 +205,7 @@ class Door:
         self,
         swarm: str,
         own_id: str,
-        limits: Limits | None = None,
+        limits: TrustLimits | None = None,
         *,
         banned: Iterable[str] = (),
         timer: Callable[[], float] = time.thread_time,
@@ -216,10 +216,10 @@ class Door:
         """
         self._swarm = swarm
         self._own_id = own_id
-        self._limits = limits or Limits()
+        self._limits = limits or TrustLimits()
         self._timer = timer
-        self._newcomers: OrderedDict[str, Author] = OrderedDict()
-        self._established: OrderedDict[str, Author] = OrderedDict()
+        self._newcomers: OrderedDict[str, PeerRecord] = OrderedDict()
+        self._established: OrderedDict[str, PeerRecord] = OrderedDict()
         self._newcomer_bucket = Bucket(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
         self._newcomer_processor = self._processor()
         self.banned = set(banned)
@@ -229,11 +229,11 @@ class Door:
         self.admitted = 0
 
     @property
-    def peers(self) -> dict[str, Author]:
+    def peers(self) -> dict[str, PeerRecord]:
         """Everybody who is remembered, by peer id."""
         return {**self._established, **self._newcomers}
 
-    def admit(self, frame: bytes, now_s: float, steady_s: float | None = None) -> Letter | Reason:
+    def admit(self, frame: bytes, now_s: float, steady_s: float | None = None) -> VerifiedMessage | Reason:
         """What a frame says, or why it is not heard.
 
         `now_s` is Unix time. `steady_s` is of a clock that is never set; without it `now_s` counts as one.
@@ -255,7 +255,7 @@ class Door:
             self._spend(self._record(found.peer_id), self._timer() - began_s)
         self.admitted += 1
         peer_id = found.peer_id
-        return Letter(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
+        return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
 
     def refuse(self, peer_id: str, reason: Reason) -> None:
         """Counts what turned out unusable behind the door, and holds it against its author where that is right."""
@@ -324,14 +324,14 @@ class Door:
         author.mark(envelope.session, envelope.sequence)
         return envelope
 
-    def _within_rate(self, author: Author, steady_s: float) -> bool:
+    def _within_rate(self, author: PeerRecord, steady_s: float) -> bool:
         if not (author.processor.take(steady_s, 0.0) and author.bucket.take(steady_s)):
             return False
         if not author.newcomer:
             return True
         return self._newcomer_processor.take(steady_s, 0.0) and self._newcomer_bucket.take(steady_s)
 
-    def _spend(self, author: Author, seconds: float) -> None:
+    def _spend(self, author: PeerRecord, seconds: float) -> None:
         author.processor.spend(seconds)
         if author.newcomer:
             self._newcomer_processor.spend(seconds)
@@ -339,12 +339,12 @@ class Door:
     def _processor(self) -> Bucket:
         return Bucket(self._limits.author_share, self._limits.author_burst_s)
 
-    def _record(self, peer_id: str) -> Author:
+    def _record(self, peer_id: str) -> PeerRecord:
         """What is known of a peer; a new record, which nobody remembers yet, of one that is not known."""
         known = self._established.get(peer_id) or self._newcomers.get(peer_id)
-        return known or Author(Bucket(self._limits.rate_per_s, self._limits.burst), self._processor())
+        return known or PeerRecord(Bucket(self._limits.rate_per_s, self._limits.burst), self._processor())
 
-    def _remember(self, peer_id: str, author: Author) -> Author:
+    def _remember(self, peer_id: str, author: PeerRecord) -> PeerRecord:
         """Only who passed the newcomers' rate gets here: else a crowd would push out everybody in a moment."""
         if peer_id in self._established:
             self._established.move_to_end(peer_id)

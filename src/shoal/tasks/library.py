@@ -13,9 +13,9 @@ from shoal.tasks.games import turns_service
 from shoal.tasks.holdout import check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
-from shoal.tasks.procedural_client import Drawer, Spec
+from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.tasks.remote_protocol import TOKEN_VARIABLE
-from shoal.tasks.remote_server import ServingHub
+from shoal.tasks.remote_server import TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import definition_at
 from shoal.types import Split, Task
@@ -31,7 +31,7 @@ def _settings(config: TaskConfig) -> tuple[str, int | None]:
 class ReasoningGymService:
     """One reasoning-gym dataset by name, with its settings or the level of its curriculum."""
 
-    def __init__(self, config: TaskConfig, seed: int, drawer: Drawer) -> None:
+    def __init__(self, config: TaskConfig, seed: int, drawer: ProceduralClient) -> None:
         """Raises `TaskError` naming the dataset or the setting that is wrong."""
         check_rewrite(config.name, config.rewrite)
         settings = drawer.config_json(config.name, *_settings(config))
@@ -58,7 +58,9 @@ class ReasoningGymService:
         return self._drawer.draw(self._spec, split, self._seed, index)
 
 
-def _service(config: TaskConfig, seed: int, drawer: Drawer | None, hub: ServingHub | None) -> TaskService:
+def _service(
+    config: TaskConfig, seed: int, drawer: ProceduralClient | None, hub: TaskServerThread | None
+) -> TaskService:
     """The one that a task names. Raises `TaskError`."""
     match config.service:
         case "jsonl":
@@ -92,10 +94,10 @@ class Library(Mixture):
         with ExitStack() as stack:
             drawer = hub = None
             if any(config.service == "reasoning_gym" for config in tasks):
-                drawer = stack.enter_context(Drawer())
+                drawer = stack.enter_context(ProceduralClient())
             if remote := [config.name for config in tasks if config.service == "remote"]:
                 (host, port), token = at or ("127.0.0.1", 0), os.environ.get(TOKEN_VARIABLE, "")
-                hub = stack.enter_context(ServingHub(remote, host=host, port=port, token=token))
+                hub = stack.enter_context(TaskServerThread(remote, host=host, port=port, token=token))
             services = [_service(config, seed, drawer, hub) for config in tasks]
             self.hub = hub
             super().__init__(services, [config.weight for config in tasks])

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.tasks.remote_protocol import PROTOCOL, Acknowledged, Ask, Hello, Results, Welcome, Work
+from shoal.tasks.remote_protocol import PROTOCOL, Acknowledged, Hello, Results, Welcome, Work, WorkRequest
 from shoal.types import Json
 
 REFERENCES = "#/components/schemas/{name}"
@@ -11,7 +11,7 @@ MEMBER: Json = {"name": "member", "in": "path", "required": True, "schema": {"ty
 
 def document() -> Json:
     """What is served at /openapi.json."""
-    kinds = (Hello, Welcome, Ask, Work, Results, Acknowledged)
+    kinds = (Hello, Welcome, WorkRequest, Work, Results, Acknowledged)
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
     of = dict(zip(kinds, schemas, strict=True))
     return {
@@ -23,7 +23,7 @@ def document() -> Json:
             "/v1/members": {"post": _operation("Register a process of a service", of[Hello], of[Welcome])},
             "/v1/members/{member}/work": {
                 "parameters": [MEMBER],
-                "post": _operation("Ask for work; the heartbeat", of[Ask], of[Work]),
+                "post": _operation("Ask for work; the heartbeat", of[WorkRequest], of[Work]),
             },
             "/v1/members/{member}/results": {
                 "parameters": [MEMBER],

@@ -53,7 +53,7 @@ class NoReply(TaskError):
     """The child took too long or died; whether there is such a question is not known."""
 
 
-class Check(msgspec.Struct, frozen=True, tag="check"):
+class CheckSettings(msgspec.Struct, frozen=True, tag="check"):
     """Are these settings right? `params` is a JSON object."""
 
     dataset: str
@@ -90,8 +90,8 @@ class Why(StrEnum):
 _ERRORS = {Why.OTHER_RELEASE: OtherRelease, Why.OUT_OF_BOUNDS: OutOfBounds, Why.ANY: TaskError}
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """The config of a `Check`, the task of a `Draw` or `Redraw`, or why there is none."""
+class ProceduralReply(msgspec.Struct, frozen=True):
+    """The config of a `CheckSettings`, the task of a `Draw` or `Redraw`, or why there is none."""
 
     config: str = ""
     task: Task | None = None
@@ -104,7 +104,7 @@ class Reply(msgspec.Struct, frozen=True):
     """Of an error."""
 
 
-class Drawer:
+class ProceduralClient:
     """One child process that draws; callers from any thread take turns. Use as a context manager.
 
     The child starts at once and imports while the caller does other things; it is started anew when it died. It ends
@@ -121,7 +121,7 @@ class Drawer:
         self._turn = threading.Lock()
         self._child: _Child | None = _Child(boxed)
 
-    def __enter__(self) -> "Drawer":
+    def __enter__(self) -> "ProceduralClient":
         return self
 
     def __exit__(
@@ -136,7 +136,7 @@ class Drawer:
 
     def config_json(self, dataset: str, params: str, level: int | None) -> str:
         """The dataset's checked settings as JSON. Raises `TaskError` naming what is wrong."""
-        return self._ask(Check(dataset, params, level), dataset).config
+        return self._ask(CheckSettings(dataset, params, level), dataset).config
 
     def draw(self, spec: Spec, split: Split, seed: int, index: int) -> Task:
         """A pure function of its arguments. Raises `TaskError` when there is no such question."""
@@ -163,7 +163,7 @@ class Drawer:
                 self._child.kill()
                 self._child = None
 
-    def _ask(self, request: Check | Draw | Redraw, dataset: str) -> Reply:
+    def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str) -> ProceduralReply:
         with self._turn:
             try:
                 reply = self._answer(wire.encode(request))
@@ -179,7 +179,7 @@ class Drawer:
             raise _ERRORS[reply.why](reply.error)
         return reply
 
-    def _answer(self, frame: bytes) -> Reply:
+    def _answer(self, frame: bytes) -> ProceduralReply:
         """The reply to a frame, of a second child when the first has died."""
         with contextlib.suppress(ConnectionError):
             return self._running().reply(frame, self._draw_timeout_s)
@@ -205,9 +205,9 @@ class _Child(BlockingChild):
         super().__init__("shoal.tasks.procedural_worker", arguments, {**os.environ, **ENVIRONMENT}, output=quiet)
         self._ready = False
 
-    def reply(self, frame: bytes, timeout_s: float) -> Reply:
+    def reply(self, frame: bytes, timeout_s: float) -> ProceduralReply:
         """Raises `TimeoutError` or `ConnectionError`."""
         if not self._ready:
             self.receive(START_TIMEOUT_S)
             self._ready = True
-        return wire.decode(self.ask(frame, timeout_s), Reply)
+        return wire.decode(self.ask(frame, timeout_s), ProceduralReply)

@@ -10,7 +10,7 @@ from shoal import procedural, wire
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.tasks.holdout import prompt, rewritten, split_of
-from shoal.tasks.procedural_client import Check, Draw, Redraw, Reply, Spec, Why
+from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Spec, Why
 from shoal.types import Receipt, Split, Task, seed_for
 
 EVAL_SHARE = 0.2
@@ -43,7 +43,7 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
     raise TaskError(f"{spec.dataset}: {reason}")
 
 
-def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> Reply:
+def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> ProceduralReply:
     """The question and the task of a receipt, of settings within bounds if there are any. Raises `TaskError`."""
     if most_characters is not None:
         procedural.check_bounds(receipt.dataset, receipt.config)
@@ -55,24 +55,24 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
     messages = prompt(procedural.system_prompt(spec.system_prompt), question)
     task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
     task = Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
-    return Reply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
+    return ProceduralReply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
 
 
-def reply_to(request: Check | Draw | Redraw) -> Reply:
+def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:
     """What the main process is told."""
     try:
-        if isinstance(request, Check):
+        if isinstance(request, CheckSettings):
             params = json.loads(request.params)
-            return Reply(config=procedural.config_json(request.dataset, params, request.level))
+            return ProceduralReply(config=procedural.config_json(request.dataset, params, request.level))
         if isinstance(request, Redraw):
             return redrawn(request.spec, request.receipt, request.most_characters)
-        return Reply(task=drawn_task(request.spec, request.split, request.seed, request.index))
+        return ProceduralReply(task=drawn_task(request.spec, request.split, request.seed, request.index))
     except OtherRelease as error:
-        return Reply(error=str(error), why=Why.OTHER_RELEASE)
+        return ProceduralReply(error=str(error), why=Why.OTHER_RELEASE)
     except OutOfBounds as error:
-        return Reply(error=str(error), why=Why.OUT_OF_BOUNDS)
+        return ProceduralReply(error=str(error), why=Why.OUT_OF_BOUNDS)
     except (TaskError, RecursionError, MemoryError) as error:
-        return Reply(error=str(error) or type(error).__name__)
+        return ProceduralReply(error=str(error) or type(error).__name__)
 
 
 def box() -> None:
@@ -94,12 +94,12 @@ def main() -> None:
     if parsed.boxed:
         box()
     with socket.socket(fileno=parsed.fd) as connection:
-        send_frame(connection, wire.encode(Reply()))
+        send_frame(connection, wire.encode(ProceduralReply()))
         serve(connection, lambda frame: [wire.encode(reply_to(_request(frame)))])
 
 
-def _request(frame: bytes) -> Check | Draw | Redraw:
-    request: Check | Draw | Redraw = wire.decode(frame, Check | Draw | Redraw)  # type: ignore[arg-type]
+def _request(frame: bytes) -> CheckSettings | Draw | Redraw:
+    request: CheckSettings | Draw | Redraw = wire.decode(frame, CheckSettings | Draw | Redraw)  # type: ignore[arg-type]
     return request
 
 

@@ -110,7 +110,7 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
 Job: TypeAlias = DrawJob | RolloutJob | ScoreJob
 
 
-class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
+class JobTask(msgspec.Struct, frozen=True, tag="drawn"):
     """What a `DrawJob` gave."""
 
     lease: str
@@ -124,7 +124,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     outcome: Outcome
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored"):
+class JobScores(msgspec.Struct, frozen=True, tag="scored"):
     """What a `ScoreJob` gave."""
 
     lease: str
@@ -138,7 +138,7 @@ class Whose(StrEnum):
     POLICY = "policy"
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Nothing came of a job, and why."""
 
     lease: str
@@ -148,10 +148,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Whether trying again may help."""
 
 
-Result: TypeAlias = Drawn | Played | Scored | Failed
+Result: TypeAlias = JobTask | Played | JobScores | JobFailed
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """POST /v1/members/MEMBER/work: the heartbeat, answered when there is work, or after `beat_s`."""
 
     holding: list[str] = []
@@ -260,7 +260,7 @@ class Registry:
         self.on_members(hello.name, len(service.members))
         return member.id
 
-    def heard(self, member_id: str, ask: Ask, now_s: float) -> None:
+    def heard(self, member_id: str, ask: WorkRequest, now_s: float) -> None:
         """A member asks for work. Raises `UnknownMember`. What it was sent and does not hold, it never got."""
         member = self._member(member_id)
         member.heard_s, member.due_s = now_s, now_s + self._lease_s

@@ -34,16 +34,16 @@ from shoal.tasks.remote_protocol import (
     BEAT_S,
     LEASE_S,
     Acknowledged,
-    Ask,
-    Failed,
     Hello,
     Job,
+    JobFailed,
     Lost,
     Registry,
     Result,
     Results,
     Welcome,
     Work,
+    WorkRequest,
 )
 
 MOST_BODY_BYTES = 64 << 20
@@ -59,7 +59,7 @@ class ServiceLate(TaskError):
     """Nothing came within the deadline."""
 
 
-class Hub:
+class TaskServer:
     """The registry and those who wait for it; everything runs on one event loop."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Hub:
         if isinstance(result, Lost):
             self.counts[name][f"{kind} lost"] += 1
             raise ServiceLost(f"{name}: {result.reason}")
-        if isinstance(result, Failed):
+        if isinstance(result, JobFailed):
             self.counts[name][f"{kind} failed: {result.whose}"] += 1
             if result.retry:
                 raise ServiceLost(f"{name}: {result.reason}")
@@ -150,7 +150,7 @@ class Hub:
         return json(Welcome(member, self._beat_s, self._lease_s))
 
     async def _work(self, http: Request) -> Response:
-        member, ask = http.path_params["member"], await _body(http, Ask)
+        member, ask = http.path_params["member"], await _body(http, WorkRequest)
         loop = asyncio.get_running_loop()
         event = self._events[member] = asyncio.Event()
         hangup = loop.create_task(_hangs_up(http), name="a task service waits for work")
@@ -203,7 +203,7 @@ class Hub:
         return json(document())
 
 
-class ServingHub:
+class TaskServerThread:
     """A hub in a thread. A context manager; `on_members` is called in that thread."""
 
     def __init__(
@@ -219,7 +219,7 @@ class ServingHub:
         """Listens at once. Raises `ConfigError` when the port is taken, or others reach it and there is no token."""
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
-        self.hub = Hub(names, token=token, beat_s=beat_s, lease_s=lease_s, host=host)
+        self.hub = TaskServer(names, token=token, beat_s=beat_s, lease_s=lease_s, host=host)
         self._listening = listening_socket(host, port)
         self.url = url_of(self._listening)
         self._loop = asyncio.new_event_loop()
@@ -227,7 +227,7 @@ class ServingHub:
         self._server = uvicorn.Server(uvicorn_config(self.hub.app, grace_s=STOP_GRACE_S))
         self._thread.start()
 
-    def __enter__(self) -> "ServingHub":
+    def __enter__(self) -> "TaskServerThread":
         return self
 
     def __exit__(
@@ -243,11 +243,11 @@ class ServingHub:
         self._thread.join()
 
     def call(self, name: str, job: Job, timeout_s: float) -> Result:
-        """As `Hub.call`, from any thread but the hub's; blocks."""
+        """As `TaskServer.call`, from any thread but the hub's; blocks."""
         return asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop).result()
 
     async def called(self, name: str, job: Job, timeout_s: float) -> Result:
-        """As `Hub.call`, from another event loop."""
+        """As `TaskServer.call`, from another event loop."""
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop)
         )

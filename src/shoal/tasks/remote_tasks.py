@@ -11,19 +11,19 @@ from shoal.interfaces import Scorer
 from shoal.tasks.remote_protocol import (
     Capability,
     DrawJob,
-    Drawn,
-    Failed,
     Hello,
     Job,
+    JobFailed,
+    JobScores,
+    JobTask,
     Played,
     Result,
     RolloutJob,
-    Scored,
     ScoreJob,
     SessionAt,
     Whose,
 )
-from shoal.tasks.remote_server import ServiceLate, ServiceLost, ServingHub
+from shoal.tasks.remote_server import ServiceLate, ServiceLost, TaskServerThread
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Split, Task
 
@@ -33,7 +33,7 @@ RETRIES = 3
 RETRY_S = 0.5
 POLL_S = 0.05
 
-R = TypeVar("R", Drawn, Played, Scored)
+R = TypeVar("R", JobTask, Played, JobScores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RemoteService:
     """Implements `interfaces.TaskService` by asking the processes that serve it. Everything they say is checked."""
 
     name: str
-    hub: ServingHub
+    hub: TaskServerThread
 
     def present(self, timeout_s: float) -> Hello:
         """What the first process says of itself, once there is one. Raises `TaskError` after `timeout_s`."""
@@ -97,7 +97,7 @@ class RemoteService:
         status = RewardStatus.FAILED
         try:
             result = await self._called(ScoreJob(task, list(answers)), SCORE_TIMEOUT_S)
-            rewards = _expected(result, Scored).rewards
+            rewards = _expected(result, JobScores).rewards
             if len(rewards) == len(answers):
                 return rewards
             why = f"{self.name}: expected {len(answers)} rewards, got {len(rewards)}"
@@ -119,7 +119,7 @@ class RemoteService:
     def _task(self, result: Result, split: Split, index: int) -> Task:
         """A task under a name of ours. Raises `TaskError`."""
         try:
-            task = _expected(result, Drawn).task
+            task = _expected(result, JobTask).task
         except (PolicyFailed, EnvironmentFailed) as error:
             raise TaskError(f"{self.name}: no question at {split}/{index}: {error}") from error
         if not task.messages:
@@ -158,6 +158,6 @@ def _expected(result: Result, kind: type[R]) -> R:
     """The result, when it is of the kind that was asked for."""
     if isinstance(result, kind):
         return result
-    if isinstance(result, Failed):
+    if isinstance(result, JobFailed):
         raise PolicyFailed(result.reason) if result.whose is Whose.POLICY else EnvironmentFailed(result.reason)
     raise EnvironmentFailed(f"expected {kind.__name__.lower()}, got {type(result).__name__.lower()}")

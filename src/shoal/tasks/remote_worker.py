@@ -19,21 +19,21 @@ from shoal.net.client import Retry, authorization, exchanged, session, words
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     Acknowledged,
-    Ask,
     DrawJob,
-    Drawn,
-    Failed,
     Hello,
     Job,
+    JobFailed,
+    JobScores,
+    JobTask,
     Played,
     Result,
     Results,
     RolloutJob,
-    Scored,
     SessionAt,
     Welcome,
     Whose,
     Work,
+    WorkRequest,
 )
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome
@@ -107,7 +107,7 @@ class _Desk:
             task.cancel()
 
 
-class Member:
+class RemoteWorker:
     """Serves a task for as long as it is not cancelled, whatever becomes of the orchestrator."""
 
     def __init__(self, served: Definition, url: str, *, token: str = "") -> None:
@@ -144,7 +144,7 @@ class Member:
         handing_in = asyncio.create_task(self._hand_in(http, at, desk), name="handing in results")
         try:
             while True:
-                asked = Ask(desk.holding)
+                asked = WorkRequest(desk.holding)
                 work = await self._posted(http, f"{at}/work", asked, Work, welcome.lease_s + welcome.beat_s)
                 for lease in work.cancelled:
                     desk.forget(lease)
@@ -196,21 +196,21 @@ class Member:
                 result = await self._done(http, job)
             if (size := len(msgspec.json.encode(result))) > MOST_RESULT_BYTES:
                 why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {size}"
-                return Failed(job.lease, Whose.ENVIRONMENT, why)
+                return JobFailed(job.lease, Whose.ENVIRONMENT, why)
             return result
         except PolicyFailed as failure:
-            return Failed(job.lease, Whose.POLICY, str(failure)[:4096])
+            return JobFailed(job.lease, Whose.POLICY, str(failure)[:4096])
         except EnvironmentFailed as failure:
-            return Failed(job.lease, Whose.ENVIRONMENT, str(failure)[:4096], failure.retry)
+            return JobFailed(job.lease, Whose.ENVIRONMENT, str(failure)[:4096], failure.retry)
         except TimeoutError:
-            return Failed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
+            return JobFailed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
         except Exception as error:  # an author's code is anybody's: its failure is a result
-            return Failed(job.lease, Whose.ENVIRONMENT, described(error))
+            return JobFailed(job.lease, Whose.ENVIRONMENT, described(error))
 
     async def _done(self, http: aiohttp.ClientSession, job: Job) -> Result:
         if isinstance(job, DrawJob):
-            return Drawn(job.lease, await asyncio.to_thread(self._served.draw, job.split, job.index))
+            return JobTask(job.lease, await asyncio.to_thread(self._served.draw, job.split, job.index))
         if isinstance(job, RolloutJob):
             outcome: Outcome = await self._served.rollout(job.task, HttpModel(job.session, http))
             return Played(job.lease, outcome)
-        return Scored(job.lease, await self._served.score(job.task, job.answers))
+        return JobScores(job.lease, await self._served.score(job.task, job.answers))

@@ -41,7 +41,7 @@ class TrainerProcess:
     ) -> m.Started:
         """Loads the model. `max_tokens` of one answer is needed with `train.loss_mean = "budget"`."""
         sections = (model.model_dump_json(), train.model_dump_json())
-        request = m.Start(str(model_dir), *sections, temperature, threads, max_tokens)
+        request = m.StartTrainer(str(model_dir), *sections, temperature, threads, max_tokens)
         return await self._ask(request, m.Started)
 
     async def step(
@@ -54,8 +54,8 @@ class TrainerProcess:
         self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> tuple[tuple[float, ...], ...]:
         """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
-        request = m.Logprobs(tuple(tuple(row) for row in rows), temperature)
-        return (await self._ask(request, m.Scored)).logprobs
+        request = m.ComputeLogprobs(tuple(tuple(row) for row in rows), temperature)
+        return (await self._ask(request, m.ComputedLogprobs)).logprobs
 
     async def publish(self, path: Path | None, *, push: bool = True) -> float:
         """Writes the weights to a safetensors file, if to any; seconds it took. `push`: whether it counts as a push."""
@@ -63,11 +63,11 @@ class TrainerProcess:
 
     async def save(self, directory: Path) -> float:
         """Writes weights, optimizer and counters into an existing directory; seconds it took."""
-        return (await self._ask(m.Save(str(directory)), m.Done)).seconds
+        return (await self._ask(m.SaveCheckpoint(str(directory)), m.Done)).seconds
 
     async def load(self, directory: Path) -> float:
         """Goes on from what `save` wrote; seconds it took."""
-        return (await self._ask(m.Load(str(directory)), m.Done)).seconds
+        return (await self._ask(m.LoadCheckpoint(str(directory)), m.Done)).seconds
 
     async def _ask(self, request: m.Request, expected: type[A]) -> A:
         try:
@@ -77,7 +77,7 @@ class TrainerProcess:
                 f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; {ADVICE}"
             ) from None
         answer = m.answer_from(frame)
-        if isinstance(answer, m.Failed):
+        if isinstance(answer, m.TrainerFailed):
             raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
         if not isinstance(answer, expected):
             raise TrainerError(f"the trainer answered {type(request).__name__} with {type(answer).__name__}")

@@ -1,7 +1,7 @@
 """What the main process and the trainer process say to one another; imports no torch.
 
 Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer;
-`Failed` is an answer to any of them. Requests are served in order, one at a time.
+`TrainerFailed` is an answer to any of them. Requests are served in order, one at a time.
 
     Start -> Started    Step -> Stepped    Logprobs -> Scored    Publish, Save, Load, Stop -> Done
 """
@@ -72,7 +72,7 @@ class StepStats:
     seconds: float
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartTrainer(msgspec.Struct, frozen=True, tag=True):
     """The first request. The sections travel as JSON because pydantic models are not msgpack."""
 
     model_path: str
@@ -96,7 +96,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Steps that were taken since it was."""
 
 
-class Logprobs(msgspec.Struct, frozen=True, tag=True):
+class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):
     """Asks for the logprobs of whole rows; at temperature 1 they are what `Engine.score` gives."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -112,19 +112,19 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
     """Whether it counts as a push; not when a resumed run serves again what was pushed before it ended."""
 
 
-class Save(msgspec.Struct, frozen=True, tag=True):
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Writes weights, optimizer and counters into an existing directory."""
 
     directory: str
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Goes on from what `Save` wrote."""
+class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Goes on from what `SaveCheckpoint` wrote."""
 
     directory: str
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopTrainer(msgspec.Struct, frozen=True, tag=True):
     """Ends the process after the answer."""
 
 
@@ -142,7 +142,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     stats: StepStats
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True):
+class ComputedLogprobs(msgspec.Struct, frozen=True, tag=True):
     """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
 
     logprobs: tuple[tuple[float, ...], ...]
@@ -154,14 +154,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
     """It was not done; the process goes on serving."""
 
     reason: str
 
 
-Request: TypeAlias = Start | Step | Logprobs | Publish | Save | Load | Stop
-Answer: TypeAlias = Started | Stepped | Scored | Done | Failed
+Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | Publish | SaveCheckpoint | LoadCheckpoint | StopTrainer
+Answer: TypeAlias = Started | Stepped | ComputedLogprobs | Done | TrainerFailed
 
 # The decoder takes unions, which `type[T]` cannot say.
 _REQUEST = cast("type[Request]", Request)

@@ -8,7 +8,7 @@ from types import FrameType
 
 from shoal.errors import ChildDied
 from shoal.net.process import BlockingChild, rank_environment
-from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, Failed, answer_from
+from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, TrainerFailed, answer_from
 
 
 class Followers:
@@ -41,9 +41,9 @@ class Followers:
             try:
                 answer = answer_from(follower.receive(ANSWER_TIMEOUT_S))
             except OSError:  # a timeout is one
-                answer, gone = Failed("it has ended"), True
-            if isinstance(answer, Failed) and (gone or not isinstance(own, Failed)):
-                own = Failed(f"rank {index} of the trainer: {answer.reason}")
+                answer, gone = TrainerFailed("it has ended"), True
+            if isinstance(answer, TrainerFailed) and (gone or not isinstance(own, TrainerFailed)):
+                own = TrainerFailed(f"rank {index} of the trainer: {answer.reason}")
         return own
 
     def _terminated(self, number: int, _: FrameType | None) -> None:

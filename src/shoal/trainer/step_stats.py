@@ -12,7 +12,7 @@ from shoal.trainer.ranks import Ranks
 from shoal.trainer.streams import TokenLoss
 
 
-class Totals:
+class StepTotals:
     """Adds up micro-batches; every mean is over tokens, so it does not depend on the packing."""
 
     def __init__(self, device: torch.device | str) -> None:

@@ -32,7 +32,7 @@ from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import even_slices, micro_batches, tokens_per_microbatch
 from shoal.trainer.ranks import ALONE, Ranks, like
 from shoal.trainer.regularisers import kl, to_go
-from shoal.trainer.step_stats import Totals
+from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.types import Sample
 
@@ -121,7 +121,7 @@ class Trainer:
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
-        totals = Totals(self.device)
+        totals = StepTotals(self.device)
         if self._value_head is not None:
             minibatches = self._judged(minibatches, totals)
         elif wants_prox:
@@ -292,7 +292,7 @@ class Trainer:
             batches = tuple(replace(batch, prox_N=self._outputs(batch).logp_N) for batch in minibatch.batches)
         return replace(minibatch, batches=batches)
 
-    def _judged(self, minibatches: Sequence[Minibatch], totals: Totals) -> list[Minibatch]:
+    def _judged(self, minibatches: Sequence[Minibatch], totals: StepTotals) -> list[Minibatch]:
         """With logprobs and values under the present weights, and advantages by GAE instead of the rewards.
 
         The advantages of the whole step are whitened together.
@@ -355,7 +355,7 @@ class Trainer:
     def accumulate(
         self,
         minibatch: Minibatch,
-        totals: Totals,
+        totals: StepTotals,
         *,
         at: "Moment | None" = None,
         fresh: bool,

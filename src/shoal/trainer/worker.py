@@ -1,7 +1,7 @@
 """The trainer process: `python -m shoal.trainer.worker --fd N`.
 
 Serves the requests of `shoal.trainer.messages` one after the other from an inherited socket, and ends when that socket
-closes, when it is told to, or when its parent is gone. What goes wrong with one request is answered with `Failed`.
+closes, when it is told to, or when its parent is gone. A request that fails is answered with `TrainerFailed`.
 With `train.ranks` it is the first of several: it starts the others, and passes on to them all that it is asked.
 """
 
@@ -23,19 +23,19 @@ from shoal.model.loading import resolve_device
 from shoal.net.process import die_with_parent, receive_frame, send_frame
 from shoal.trainer.messages import (
     Answer,
+    ComputedLogprobs,
+    ComputeLogprobs,
     Done,
-    Failed,
-    Load,
-    Logprobs,
+    LoadCheckpoint,
     Publish,
     Request,
-    Save,
-    Scored,
-    Start,
+    SaveCheckpoint,
     Started,
+    StartTrainer,
     Step,
     Stepped,
-    Stop,
+    StopTrainer,
+    TrainerFailed,
     request_from,
 )
 from shoal.trainer.rank_processes import Followers
@@ -67,7 +67,7 @@ class Server:
         self._trainer: Trainer | None = None
 
     def serve(self, connection: socket.socket) -> None:
-        """Answers each request until `Stop` or the end of the stream."""
+        """Answers each request until `StopTrainer` or the end of the stream."""
         while (received := receive_frame(connection)) is not None:
             number, frame = received
             answer, last = self._answer(frame)
@@ -81,9 +81,9 @@ class Server:
         """The answer to a request, on which all ranks agree, and whether it is the last."""
         try:
             request = request_from(frame)
-            if isinstance(request, Stop):  # the others end when their sockets close
+            if isinstance(request, StopTrainer):  # the others end when their sockets close
                 return Done(0.0), True
-            if isinstance(request, Start) and self._ranks.first:
+            if isinstance(request, StartTrainer) and self._ranks.first:
                 self._gather(request)
             if self._followers is not None:
                 self._followers.send(frame)
@@ -96,14 +96,14 @@ class Server:
 
     def _own_answer(self, request: Request) -> Answer:
         try:
-            if isinstance(request, Start):
+            if isinstance(request, StartTrainer):
                 self._trainer, started = start(request, self._ranks)
                 return started
             return answer_to(request, self._trainer)
         except (ShoalError, RuntimeError, ValueError, OSError, MemoryError) as error:
             return _failed(error)
 
-    def _gather(self, request: Start) -> None:
+    def _gather(self, request: StartTrainer) -> None:
         """Starts the other ranks and meets them."""
         if self._followers is not None:  # of a `Start` before this one, of which something failed
             self._followers.end()
@@ -116,16 +116,16 @@ class Server:
             self._ranks = join(0, count, self._followers.meeting, device)
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> TrainerFailed:
     if isinstance(error, ShoalError):
-        return Failed(str(error))
+        return TrainerFailed(str(error))
     # What torch, the disk or the memory refuse; the log keeps the traceback for our own bugs.
     traceback.print_exception(error, file=sys.stderr)
-    return Failed(f"{type(error).__name__}: {error}")
+    return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
-def start(request: Start, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
-    """The trainer that a `Start` asks for; ranks share the threads."""
+def start(request: StartTrainer, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
+    """The trainer that a `StartTrainer` asks for; ranks share the threads."""
     torch.set_num_threads(max(1, request.threads // ranks.count))
     trainer = Trainer(
         request.model_path,
@@ -139,23 +139,23 @@ def start(request: Start, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
 
 
 def answer_to(request: Request, trainer: Trainer | None) -> Answer:
-    """Does what a request asks. Raises `TrainerError` before `Start`."""
+    """Does what a request asks. Raises `TrainerError` before `StartTrainer`."""
     if trainer is None:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     started = time.perf_counter()
     match request:
         case Step(groups, version, since_push):
             return Stepped(trainer.step(groups, version, since_push))
-        case Logprobs(rows, temperature):
-            return Scored(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
+        case ComputeLogprobs(rows, temperature):
+            return ComputedLogprobs(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
         case Publish(path, push):
             if path is not None:
                 trainer.write_weights(Path(path))
             if push:
                 trainer.pushed()
-        case Save(directory):
+        case SaveCheckpoint(directory):
             trainer.save(Path(directory))
-        case Load(directory):
+        case LoadCheckpoint(directory):
             trainer.load(Path(directory))
     return Done(time.perf_counter() - started)
 

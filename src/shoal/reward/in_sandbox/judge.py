@@ -24,11 +24,11 @@ ITERATORS = []
 """Whether an iterator of the program's came in."""
 
 
-class Refused(BaseException):
+class TestsRefused(BaseException):
     """These tests cannot be judged, whatever the program is."""
 
 
-class Program:
+class JudgedProgram:
     """The other sandbox. `fault` says what the program did that no test can be run after; empty when nothing.
 
     `missing` is a name that a test wanted and the program does not have; `has_spoken` says that a value of the
@@ -40,13 +40,13 @@ class Program:
         self.fault, self.missing, self.has_spoken = "", "", False
 
     def ask(self, *request):
-        """The program's reply. Raises `Refused` for arguments that are no plain values, `RuntimeError`."""
+        """The program's reply. Raises `TestsRefused` for arguments that are no plain values, `RuntimeError`."""
         try:
             packed = marshal.dumps(request)
         except ValueError:
             if ITERATORS:
                 raise TypeError("the program gave an iterator, which cannot be handed back to it") from None
-            raise Refused(f"a test hands {request[0]} something that is no plain value") from None
+            raise TestsRefused(f"a test hands {request[0]} something that is no plain value") from None
         try:
             self.requests.write(packed)
             self.requests.flush()
@@ -135,7 +135,7 @@ def run_snippets(tests, program, report):
         try:
             scope = {"__name__": "test", **{name: program.attribute(name) for name in names}}
             exec(compile(text, "test", "exec"), scope)
-        except Refused:
+        except TestsRefused:
             raise
         except BaseException as error:
             why = f"{type(error).__name__}: {error}".strip(": ")
@@ -148,7 +148,7 @@ def run_file(tests, program, report):
     try:
         import pytest
     except ImportError:
-        raise Refused("pytest files need pytest: pip install pytest") from None
+        raise TestsRefused("pytest files need pytest: pip install pytest") from None
 
     class Solution(type(sys)):
         def __getattr__(self, name):
@@ -167,7 +167,7 @@ def run_file(tests, program, report):
 
         def pytest_exception_interact(self, call):
             kind = call.excinfo.type.__name__
-            if kind in ("FixtureLookupError", "Refused"):
+            if kind in ("FixtureLookupError", "TestsRefused"):
                 self.refused = f"{kind}: {call.excinfo.value}"
 
         def pytest_runtest_logreport(self, report):
@@ -184,13 +184,13 @@ def run_file(tests, program, report):
     pytest.main([*options, "test_solution.py"], plugins=[plugin])
     why = plugin.broken or ("" if plugin.count else "no test of the file was run to its end")
     if plugin.refused or (why and not (program.has_spoken or program.fault)):
-        raise Refused(plugin.refused or why)
+        raise TestsRefused(plugin.refused or why)
     if why or program.fault:
         report("the test file", program.fault or program.missing or why)
 
 
 def main():
-    program, out = Program(0), os.dup(1)
+    program, out = JudgedProgram(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -207,7 +207,7 @@ def main():
     try:
         (run_snippets if "snippets" in tests else run_file)(tests, program, report)
         say({"end": True})
-    except Refused as error:
+    except TestsRefused as error:
         say({"refused": str(error)})
 
 

@@ -29,7 +29,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.net.process import cores
 from shoal.plugins import own_code
-from shoal.rollout.agents.host import Seat
+from shoal.rollout.agents.host import AgentSession
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
@@ -122,7 +122,7 @@ async def function_play(function: AgentFunction) -> AsyncIterator[Play]:
 
     async with AsyncOpenAI(api_key="-", base_url="http://127.0.0.1") as shared:
 
-        async def play(task: Task, seat: Seat) -> Outcome:
+        async def play(task: Task, seat: AgentSession) -> Outcome:
             client = shared.with_options(base_url=seat.base_url, api_key=seat.api_key, timeout=seat.timeout_s)
             return outcome_of(await function(task, client))
 
@@ -136,7 +136,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
     The task is a line of its input, the session in its environment, which has `PASSED` and the variables `env` besides.
     """
 
-    async def play(task: Task, seat: Seat) -> Outcome:
+    async def play(task: Task, seat: AgentSession) -> Outcome:
         with TemporaryFile() as asked, TemporaryFile() as written, _Complaint() as complaint:
             asked.write(msgspec.json.encode(task) + b"\n")
             asked.seek(0)
@@ -160,7 +160,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
     yield play
 
 
-def _environment(seat: Seat, more: Sequence[str]) -> dict[str, str]:
+def _environment(seat: AgentSession, more: Sequence[str]) -> dict[str, str]:
     """What is passed, and what clients of OpenAI and Anthropic look for."""
     return {
         **{name: os.environ[name] for name in (*PASSED, *more) if name in os.environ},

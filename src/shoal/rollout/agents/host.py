@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from shoal.gateway import Bounds, Gateway, Limits, Session
-from shoal.gateway.sessions import Renderer
+from shoal.gateway import Gateway, Session, SessionBounds, SessionLimits
+from shoal.gateway.sessions import SessionRenderer
 from shoal.interfaces import Engine, Purpose
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
@@ -25,7 +25,7 @@ IDLE_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class AgentSession:
     """One rollout's place at the model. Whoever has the key or the URL speaks in its session, and in no other."""
 
     session: Session
@@ -54,7 +54,7 @@ class Host:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, engine: Engine, renderer: Renderer, *, max_model_len: int, sampling: Sampling, at: str = "127.0.0.1"
+        cls, engine: Engine, renderer: SessionRenderer, *, max_model_len: int, sampling: Sampling, at: str = "127.0.0.1"
     ) -> "AsyncIterator[Host]":
         """A host on `engine` until the context is left, at a free port of an address. Raises `ConfigError`.
 
@@ -66,7 +66,7 @@ class Host:
             max_model_len=max_model_len,
             admin_key=secrets.token_urlsafe(24),
             host=at,
-            bounds=Bounds(idle_s=24 * 3600.0),
+            bounds=SessionBounds(idle_s=24 * 3600.0),
         )
         with listening_socket(at, 0) as listening:
             server = _Server(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S))
@@ -77,16 +77,16 @@ class Host:
                 server.should_exit = True
                 await serving
 
-    def seat(self, task: Task, i: int, purpose: Purpose, timeout_s: float) -> Seat:
+    def seat(self, task: Task, i: int, purpose: Purpose, timeout_s: float) -> AgentSession:
         """A session for rollout `i` of a task. Raises `EngineUnavailable` when there are too many."""
         sampling = sampled_for(purpose, self._sampling)
         session = self.gateway.sessions.open(
             sampling=replace(sampling, seed=seed_for("rollout", self._sampling.seed or 0, task.id, i)),
-            limits=Limits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s),
+            limits=SessionLimits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s),
             priority=priority_of(purpose),
         )
         root = f"{self._url}/s/{session.token}"
-        return Seat(session, task, purpose, timeout_s, f"{root}/v1", root)
+        return AgentSession(session, task, purpose, timeout_s, f"{root}/v1", root)
 
 
 class _Server(uvicorn.Server):

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.gateway.sessions import Ask, Session
+from shoal.gateway.sessions import AnswerRequest, Session
 from shoal.gateway.token_tree import Conversation
 from shoal.interfaces import Playable
-from shoal.rollout.agents.host import Seat
+from shoal.rollout.agents.host import AgentSession
 from shoal.rollout.agents.runner import Play
 from shoal.types import Message, Outcome, Task
 
@@ -21,7 +21,7 @@ class SessionChat:
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """What the model says next; messages that go on from an answer are not tokenised again."""
-        asked = Ask(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
+        asked = AnswerRequest(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
         generation = await self.session.generation(asked)
         self.session.deliver(generation)
         return generation.message
@@ -30,7 +30,7 @@ class SessionChat:
 def native_play(service: Playable) -> Play:
     """Has a task service hold the conversation itself."""
 
-    async def play(task: Task, seat: Seat) -> Outcome:
+    async def play(task: Task, seat: AgentSession) -> Outcome:
         return await service.play(task, SessionChat(seat.session, seat.base_url, seat.api_key))
 
     return play

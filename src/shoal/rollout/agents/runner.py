@@ -8,16 +8,16 @@ from typing import TypeAlias
 
 from shoal.errors import EngineError, EngineUnavailable, ShoalError
 from shoal.gateway.sessions import ContextOverflow
-from shoal.gateway.token_tree import Ledger
+from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import Purpose, Scorer
 from shoal.model.answer import written
 from shoal.plugins import described
-from shoal.rollout.agents.host import Host, Seat
+from shoal.rollout.agents.host import AgentSession, Host
 from shoal.rollout.single_turn import failed, unscored
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task, Turn
 
-Play: TypeAlias = Callable[[Task, Seat], Awaitable[Outcome]]
+Play: TypeAlias = Callable[[Task, AgentSession], Awaitable[Outcome]]
 """Works on a task through a seat's session until it is done. Whatever it raises makes the rollout a failed one."""
 
 OVERFLOW = "context: the conversation did not fit any more"
@@ -84,7 +84,7 @@ class AgentRunner:
                     await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
         return await self._judged(task, i, seat.session.ledger, end)
 
-    async def _played(self, task: Task, seat: Seat) -> _End:
+    async def _played(self, task: Task, seat: AgentSession) -> _End:
         """How the agent ended. Raises `AgentLost`."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -113,7 +113,7 @@ class AgentRunner:
                 return _End(Outcome(reward=0.0), OVERFLOW)
             return _End(None, f"agent: {described(error)}")
 
-    async def _judged(self, task: Task, i: int, ledger: Ledger, end: _End) -> Rollout:
+    async def _judged(self, task: Task, i: int, ledger: TokenTree, end: _End) -> Rollout:
         """The rollout that the ledger shows, with its reward and status."""
         turns, outcome, reason = ledger.turns(), end.outcome, end.reason
         if outcome is not None and ledger.truncated:
@@ -133,7 +133,7 @@ class AgentRunner:
                 status, reason = RolloutStatus.FAILED, unscored(reward)
         return Rollout(f"{task.id}#{i}", ledger.messages(), _rewarded(turns, given), reward, status, reason)
 
-    async def _reward(self, task: Task, ledger: Ledger, outcome: Outcome) -> Reward:
+    async def _reward(self, task: Task, ledger: TokenTree, outcome: Outcome) -> Reward:
         """As the agent says, else as the scorer says."""
         if outcome.reward is not None:
             return Reward(outcome.reward)
@@ -163,6 +163,6 @@ def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn
     )
 
 
-def _answer(ledger: Ledger) -> str:
+def _answer(ledger: TokenTree) -> str:
     """The newest answer."""
     return next((written(message) for message in reversed(ledger.messages()) if message.role is Role.ASSISTANT), "")

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import TaskError
-from shoal.rollout.agents.host import Seat
+from shoal.rollout.agents.host import AgentSession
 from shoal.rollout.agents.runner import AgentFailed, AgentLost, Play
 from shoal.rollout.orchestrator import Source
 from shoal.rollout.single_turn import failed
 from shoal.tasks.remote_protocol import SessionAt
-from shoal.tasks.remote_server import ServiceLate, ServiceLost, ServingHub
+from shoal.tasks.remote_server import ServiceLate, ServiceLost, TaskServerThread
 from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Outcome, Rollout, RolloutStatus, Split, Task
@@ -33,7 +33,7 @@ ANOTHER = 1 << 32
 def remote_play(service: RemoteService) -> Play:
     """Has a rollout played by one of the service's processes."""
 
-    async def play(task: Task, seat: Seat) -> Outcome:
+    async def play(task: Task, seat: AgentSession) -> Outcome:
         at = SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key)
         try:
             return await service.play(task, at, seat.timeout_s - min(MARGIN_S, 0.1 * seat.timeout_s))
@@ -154,7 +154,7 @@ class RemoteSource:
             self.on_presence(self.name, before)
 
 
-def attend(hub: ServingHub, sources: Sequence[Source], wake: Callable[[], None]) -> None:
+def attend(hub: TaskServerThread, sources: Sequence[Source], wake: Callable[[], None]) -> None:
     """Tells the sources, on the event loop that calls this, how many processes serve them; `wake` hears of it too."""
     loop = asyncio.get_running_loop()
     served = {source.name: source for source in sources if isinstance(source, RemoteSource)}

@@ -22,11 +22,11 @@ from shoal.errors import ExchangeUnavailable, WireError
 from shoal.interfaces import Exchange, Recogniser, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind
-from shoal.swarm.human.questions import Given, NotTaken, Other, Pace, Question, Questions, State
+from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, Other, QuestionPace, QuestionState
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Peer
-from shoal.swarm.trust import Letter, Reason
+from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import RewardStatus, Task
 
 HEARD = 64
@@ -41,7 +41,7 @@ MODEL = "people"
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class HumanNodeDeps:
     """What a desk works with."""
 
     exchange: Exchange
@@ -52,7 +52,7 @@ class Means:
 
 
 @dataclass(slots=True)
-class Tally:
+class HumanNodeCounts:
     """What a desk did so far."""
 
     answers: int = 0
@@ -69,31 +69,31 @@ class Outgoing:
     frame: bytes | None = None
 
 
-class Desk(Peer):
+class HumanNode(Peer):
     """One event loop; `run` has to run for anything to be shared."""
 
     def __init__(
         self,
-        means: Means,
+        means: HumanNodeDeps,
         swarm: str,
         identity: Identity,
         folder: Path,
-        pace: Pace | None = None,
+        pace: QuestionPace | None = None,
         *,
         clock: Callable[[], float] = time.time,
         seed: int | None = None,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
         super().__init__(means.exchange, swarm, identity, folder, clock=clock)
-        self.questions = Questions(pace or Pace())
-        self.tally = Tally()
+        self.questions = OpenQuestions(pace or QuestionPace())
+        self.tally = HumanNodeCounts()
         self._means = means
         self._rng = random.Random(seed)
-        self._offered: deque[tuple[Letter, Offer]] = deque(maxlen=HEARD)
+        self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=HEARD)
         self._outbox: deque[Outgoing] = deque()
         self._peers_turn = True
         self._opening = asyncio.Lock()
-        self._unweighed: asyncio.Queue[tuple[Question, Offer]] = asyncio.Queue(HEARD)
+        self._unweighed: asyncio.Queue[tuple[OpenQuestion, Offer]] = asyncio.Queue(HEARD)
 
     async def run(self) -> None:
         """Listens and shares for ever."""
@@ -113,7 +113,7 @@ class Desk(Peer):
             **asdict(self.tally),
         }
 
-    async def question_for(self, visitor: str) -> Question:
+    async def question_for(self, visitor: str) -> OpenQuestion:
         """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
         async with self._opening:  # else a crowd that comes at once gets a question each
             found = self.questions.next_for(visitor)
@@ -122,7 +122,7 @@ class Desk(Peer):
                 self.questions.add(found)
             return found
 
-    async def answer(self, question: Question, visitor: str, text: str) -> Given:
+    async def answer(self, question: OpenQuestion, visitor: str, text: str) -> Given:
         """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
         self.questions.check(question, visitor, text)
         if sum(len(one.scoring) for one in self.questions) >= MOST_SCORING:
@@ -133,13 +133,13 @@ class Desk(Peer):
         finally:
             question.scoring.remove(visitor)
         given = Given(visitor, text, reward, self._clock())
-        if self.questions.state(question.id) is not State.OPEN:
+        if self.questions.state(question.id) is not QuestionState.OPEN:
             raise NotTaken("this question is closed")
         self.questions.take(question, given)
         self.tally.answers += 1
         return given
 
-    async def _opened(self) -> Question:
+    async def _opened(self) -> OpenQuestion:
         """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
         self._peers_turn, peers = not self._peers_turn, self._peers_turn
         while peers and self._offered:
@@ -155,9 +155,9 @@ class Desk(Peer):
             self.door.refuse(letter.peer_id, Reason(task.value))
         return await self._question(await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32)))
 
-    async def _question(self, task: Task) -> Question:
+    async def _question(self, task: Task) -> OpenQuestion:
         claim = await self._means.recogniser.claim(task)
-        return Question(secrets.token_urlsafe(12), task, claim, self._clock())
+        return OpenQuestion(secrets.token_urlsafe(12), task, claim, self._clock())
 
     async def _weigh(self) -> None:
         """One text at a time: an answer that hangs keeps visitors waiting no longer than one of their own."""
@@ -172,7 +172,7 @@ class Desk(Peer):
                 question.others = (*question.others, other)
                 await asyncio.sleep(time.monotonic() - began_s)
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: VerifiedMessage) -> None:
         if isinstance(letter.content, Offer):
             self._offered.append((letter, letter.content))
 
@@ -208,7 +208,7 @@ class Desk(Peer):
         return True
 
 
-def offer_of_people(question: Question, now_s: float) -> Offer:
+def offer_of_people(question: OpenQuestion, now_s: float) -> Offer:
     """The answers to a question as an offer. Of the people nothing is in it but what they wrote."""
     rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
     return Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, now_s)

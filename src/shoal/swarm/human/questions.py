@@ -24,7 +24,7 @@ REMEMBERED = 1024
 """Questions whose end is remembered, for whoever waits for it."""
 
 
-class State(StrEnum):
+class QuestionState(StrEnum):
     """What became of a question."""
 
     OPEN = "open"
@@ -39,7 +39,7 @@ class NotTaken(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class QuestionPace:
     """When answers become an offer."""
 
     answers: int = 4
@@ -71,7 +71,7 @@ class Other:
 
 
 @dataclass(slots=True)
-class Question:
+class OpenQuestion:
     """One question and what people said to it."""
 
     id: str
@@ -108,43 +108,43 @@ def is_right(reward: Reward) -> bool:
     return reward.status is RewardStatus.SCORED and reward.value >= 1
 
 
-class Questions:
+class OpenQuestions:
     """The open ones, oldest first. Invariant: at most `MOST_OPEN`, each with at most `MOST_ANSWERS` answers."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: QuestionPace) -> None:
         self._pace = pace
-        self._open: OrderedDict[str, Question] = OrderedDict()
-        self._ended: OrderedDict[str, State] = OrderedDict()
+        self._open: OrderedDict[str, OpenQuestion] = OrderedDict()
+        self._ended: OrderedDict[str, QuestionState] = OrderedDict()
         self.dropped = 0
         """Questions that people answered, and that are in no offer."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Question]:
+    def __iter__(self) -> Iterator[OpenQuestion]:
         return iter(self._open.values())
 
-    def add(self, question: Question) -> None:
+    def add(self, question: OpenQuestion) -> None:
         """Opens a question; the oldest makes room, one without answers if there is any."""
         if len(self._open) >= MOST_OPEN:
-            self._end(next((one for one in self if not one.answers), next(iter(self))), State.DROPPED)
+            self._end(next((one for one in self if not one.answers), next(iter(self))), QuestionState.DROPPED)
         self._open[question.id] = question
 
-    def get(self, id_: str) -> Question | None:
+    def get(self, id_: str) -> OpenQuestion | None:
         """An open question by id."""
         return self._open.get(id_)
 
-    def state(self, id_: str) -> State | None:
+    def state(self, id_: str) -> QuestionState | None:
         """What became of a question; None when nobody remembers it."""
-        return State.OPEN if id_ in self._open else self._ended.get(id_)
+        return QuestionState.OPEN if id_ in self._open else self._ended.get(id_)
 
-    def next_for(self, visitor: str) -> Question | None:
+    def next_for(self, visitor: str) -> OpenQuestion | None:
         """What to ask a visitor: what it was at, else what others have answered; None when it has seen everything."""
         seen = [one for one in self if visitor not in one.passed_by and one.tries_left(visitor)]
         seen = [one for one in seen if len(one.answers) + len(one.scoring) < MOST_ANSWERS]
         return max(seen, key=lambda one: (len(one.of(visitor)), len(one.answers)), default=None)
 
-    def check(self, question: Question, visitor: str, text: str) -> None:
+    def check(self, question: OpenQuestion, visitor: str, text: str) -> None:
         """Raises `NotTaken` for an answer that needs no verdict."""
         if not text.strip():
             raise NotTaken("write an answer first")
@@ -159,31 +159,31 @@ class Questions:
         if len(question.answers) + len(question.scoring) >= MOST_ANSWERS:
             raise NotTaken("this question has all the answers that it can have")
 
-    def take(self, question: Question, given: Given) -> None:
+    def take(self, question: OpenQuestion, given: Given) -> None:
         """Keeps an answer with its verdict; one that could not be scored is no evidence of anything."""
         if given.reward.status is RewardStatus.SCORED:
             question.answers.append(given)
         else:
             question.unscored[given.visitor] += 1
 
-    def due(self, now_s: float) -> list[Question]:
+    def due(self, now_s: float) -> list[OpenQuestion]:
         """The questions that are complete, which are open no more; what has expired is dropped."""
         complete = [one for one in self if not one.scoring and self._is_complete(one, now_s)]
         for one in complete:
-            self._end(one, State.SHARED)
+            self._end(one, QuestionState.SHARED)
         for one in [one for one in self if one.opened_s + self._pace.open_s < now_s and not one.scoring]:
-            self._end(one, State.DROPPED)
+            self._end(one, QuestionState.DROPPED)
         return complete
 
-    def _is_complete(self, question: Question, now_s: float) -> bool:
+    def _is_complete(self, question: OpenQuestion, now_s: float) -> bool:
         if not question.differs:
             return False
         waited_s = now_s - question.answers[-1].at_s
         return len(question.answers) >= self._pace.answers or waited_s >= self._pace.wait_s
 
-    def _end(self, question: Question, state: State) -> None:
+    def _end(self, question: OpenQuestion, state: QuestionState) -> None:
         del self._open[question.id]
-        self.dropped += state is State.DROPPED and bool(question.answers)
+        self.dropped += state is QuestionState.DROPPED and bool(question.answers)
         self._ended[question.id] = state
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)

@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from shoal.errors import ChildDied, ShoalError, TaskError
 from shoal.net.server import Refused, body, decoded, guarded
-from shoal.swarm.human.human_node import Desk
-from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, Question, is_right
+from shoal.swarm.human.human_node import HumanNode
+from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, OpenQuestion, is_right
 from shoal.swarm.trust import Bucket
 from shoal.types import Reward, Role
 
@@ -56,13 +56,13 @@ _STATIC = {
 T = TypeVar("T")
 
 
-class Next(msgspec.Struct, forbid_unknown_fields=True):
+class NextRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Wants a question."""
 
     passed: str | None = msgspec.field(default=None, name="pass")
 
 
-class Said(msgspec.Struct, forbid_unknown_fields=True):
+class UserAnswer(msgspec.Struct, forbid_unknown_fields=True):
     """Answers a question."""
 
     question: str
@@ -96,10 +96,10 @@ class Rates:
         return bucket
 
 
-class DeskServer:
+class HumanServer:
     """`app` is the ASGI application."""
 
-    def __init__(self, desk: Desk, rates: Rates | None = None) -> None:
+    def __init__(self, desk: HumanNode, rates: Rates | None = None) -> None:
         self._desk = desk
         self._rates = rates or Rates(time.monotonic)
         self._key = secrets.token_bytes(32)
@@ -117,7 +117,7 @@ class DeskServer:
         )
 
     async def _question(self, http: Request) -> Response:
-        wanted, visitor = await _read(http, Next), self._visitor(http)
+        wanted, visitor = await _read(http, NextRequest), self._visitor(http)
         fresh = not visitor
         if fresh:
             visitor = secrets.token_urlsafe(16)
@@ -137,7 +137,7 @@ class DeskServer:
         return answer
 
     async def _answer(self, http: Request) -> Response:
-        said, visitor = await _read(http, Said), self._visitor(http)
+        said, visitor = await _read(http, UserAnswer), self._visitor(http)
         if not visitor:
             raise Refused(403, "ask for a question first")
         self._rates.check(visitor, _address(http))
@@ -181,7 +181,7 @@ class DeskServer:
         )
 
 
-def _asked(question: Question, visitor: str) -> dict[str, object]:
+def _asked(question: OpenQuestion, visitor: str) -> dict[str, object]:
     system = [message.content for message in question.task.messages if message.role is Role.SYSTEM]
     return {
         "id": question.id,
@@ -193,7 +193,7 @@ def _asked(question: Question, visitor: str) -> dict[str, object]:
     }
 
 
-def _verdict(question: Question, visitor: str, given: Given) -> dict[str, object]:
+def _verdict(question: OpenQuestion, visitor: str, given: Given) -> dict[str, object]:
     """Others are shown to who is done, or they would be copied."""
     left = question.tries_left(visitor)
     own = {one.text for one in question.of(visitor)}

@@ -15,23 +15,23 @@ from shoal.net.client import ONCE, exchanged, words
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.commitment import opens
-from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.condition import Condition
 from shoal.swarm.judge.judging import drawn, marked
 from shoal.swarm.judge.messages import (
     MOST_ANSWER_CHARACTERS,
     MOST_BYTES,
     Answers,
-    Ask,
     Challenge,
-    Ledger,
+    ChallengeRequest,
+    ChallengeVerdict,
+    PublicLedger,
     Revealed,
-    Sitting,
+    Round,
     Transcript,
-    Verdict,
     opened,
     signed,
 )
-from shoal.tasks.procedural_client import Drawer
+from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Message
 
 JUDGE_TIMEOUT_S = 300.0
@@ -47,12 +47,12 @@ async def take(
     model: ModelAt,
     identity: Identity,
     *,
-    arm: Arm,
+    arm: Condition,
     round_: int,
     judge: str | None = None,
     clock: Callable[[], float] = time.time,
     retry_s: float = 1.0,
-) -> tuple[Challenge, Verdict, int]:
+) -> tuple[Challenge, ChallengeVerdict, int]:
     """Has a model judged once; gives how many questions it did not answer, which count as wrong.
 
     Raises `JudgeError` or `WireError`, also when the judge is not `judge`, and an `EngineError` when the model refuses
@@ -60,7 +60,7 @@ async def take(
     """
     async with aiohttp.ClientSession() as http, ChatModel(model) as chat:
         sittings, judge_id = statements(await _ledger(http, judge_url), judge)
-        ask = Ask(judge_id, model.name, arm, round_, clock())
+        ask = ChallengeRequest(judge_id, model.name, arm, round_, clock())
         data = await _exchanged(http, f"{judge_url}/challenge", signed(identity, ask))
         _, challenge = opened(data, Challenge, author=judge_id)
         sitting = sittings.get(challenge.sitting)
@@ -73,7 +73,7 @@ async def take(
             raise failures[0]
         answers = Answers(judge_id, challenge.id, fitting(texts))
         data = await _exchanged(http, f"{judge_url}/verdict", signed(identity, answers))
-        _, verdict = opened(data, Verdict, author=judge_id)
+        _, verdict = opened(data, ChallengeVerdict, author=judge_id)
         return challenge, verdict, len(failures)
 
 
@@ -86,9 +86,9 @@ def fitting(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(text.encode()[: room // len(texts)].decode(errors="ignore") for text in texts)
 
 
-def statements(ledger: Ledger, judge: str | None) -> tuple[dict[int, Sitting], str]:
+def statements(ledger: PublicLedger, judge: str | None) -> tuple[dict[int, Round], str]:
     """The sittings of a ledger by number, and the one judge that signed them. Raises `WireError`."""
-    found = [opened(data, Sitting, author=judge) for data in ledger.sittings]
+    found = [opened(data, Round, author=judge) for data in ledger.sittings]
     authors = {peer_id for peer_id, _ in found}
     if len(authors) != 1:
         raise WireError(f"ledger: expected one judge's commitments, got {len(authors)}")
@@ -98,7 +98,9 @@ def statements(ledger: Ledger, judge: str | None) -> tuple[dict[int, Sitting], s
     return numbered, authors.pop()
 
 
-async def audited(judge_url: str, drawer: Drawer, scorer: Scorer, *, judge: str | None = None) -> tuple[int, list[str]]:
+async def audited(
+    judge_url: str, drawer: ProceduralClient, scorer: Scorer, *, judge: str | None = None
+) -> tuple[int, list[str]]:
     """How many challenges of sittings that are over were checked, and everything that is wrong with them.
 
     Seeds are held against the commitments, the takers' words against their signatures and against the judge, the
@@ -136,7 +138,7 @@ class _Asked:
     """A transcript whose signed words are of this judge and this challenge."""
 
     peer_id: str
-    ask: Ask
+    ask: ChallengeRequest
     attempt: int
     answers: Answers | None
     passed: tuple[bool, ...]
@@ -144,14 +146,16 @@ class _Asked:
 
 def _asked(id_: str, transcript: Transcript, judge: str) -> _Asked:
     """Raises `WireError`."""
-    peer_id, ask = opened(transcript.ask, Ask)
+    peer_id, ask = opened(transcript.ask, ChallengeRequest)
     answers = None if transcript.answers is None else opened(transcript.answers, Answers, author=peer_id)[1]
     if ask.judge != judge or (answers is not None and (answers.judge, answers.challenge) != (judge, id_)):
         raise WireError("the taker said this to another judge, or in another challenge")
     return _Asked(peer_id, ask, transcript.attempt, answers, tuple(mark.passed for mark in transcript.marks))
 
 
-async def _complaints(one: _Asked, sitting: Sitting, seed: bytes, drawer: Drawer, scorer: Scorer) -> Sequence[str]:
+async def _complaints(
+    one: _Asked, sitting: Round, seed: bytes, drawer: ProceduralClient, scorer: Scorer
+) -> Sequence[str]:
     """Raises `TaskError`."""
     if one.answers is None:
         return []
@@ -165,7 +169,7 @@ async def _complaints(one: _Asked, sitting: Sitting, seed: bytes, drawer: Drawer
 
 
 def _uncounted(sitting: Iterable[_Asked]) -> list[str]:
-    """A judge that skips attempts chooses questions; one that counts an `Ask` twice makes up challenges."""
+    """A judge that skips attempts chooses questions; one that counts a request twice makes up challenges."""
     attempts: dict[tuple[str, str], list[int]] = {}
     moments: dict[str, list[float]] = {}
     for one in sitting:
@@ -185,8 +189,8 @@ def _uncounted(sitting: Iterable[_Asked]) -> list[str]:
     ]
 
 
-async def _ledger(http: aiohttp.ClientSession, judge_url: str) -> Ledger:
-    return wire.decode(await _exchanged(http, f"{judge_url}/ledger", most=MOST_LEDGER_BYTES), Ledger)
+async def _ledger(http: aiohttp.ClientSession, judge_url: str) -> PublicLedger:
+    return wire.decode(await _exchanged(http, f"{judge_url}/ledger", most=MOST_LEDGER_BYTES), PublicLedger)
 
 
 async def _exchanged(

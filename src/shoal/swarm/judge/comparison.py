@@ -19,7 +19,7 @@ from statistics import fmean
 
 from scipy import stats
 
-from shoal.swarm.judge.condition import Arm, Judged
+from shoal.swarm.judge.condition import Condition, Judged
 
 EXACT_WAYS = 20_000
 """Ways to deal the nodes to the arms, up to which p is exact: 8 nodes against 8. Beyond it is of the normal
@@ -113,23 +113,23 @@ def compared(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 
     )
 
 
-def binned(results: Sequence[Judged], bin_rounds: int) -> dict[Arm, dict[str, dict[int, float]]]:
+def binned(results: Sequence[Judged], bin_rounds: int) -> dict[Condition, dict[str, dict[int, float]]]:
     """By arm and node, the mean score in each bin in which it was judged. A node in two arms is two nodes."""
-    first: dict[tuple[Arm, str], int] = {}
+    first: dict[tuple[Condition, str], int] = {}
     for one in results:
         key = one.arm, one.node
         first[key] = min(first.get(key, one.round), one.round)
-    scores: dict[tuple[Arm, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    scores: dict[tuple[Condition, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
         key = one.arm, one.node
         scores[key][(one.round - first[key]) // bin_rounds].append(one.score)
-    curves: dict[Arm, dict[str, dict[int, float]]] = {arm: {} for arm in Arm}
+    curves: dict[Condition, dict[str, dict[int, float]]] = {arm: {} for arm in Condition}
     for (arm, node), bins in sorted(scores.items()):
         curves[arm][node] = {index: fmean(values) for index, values in sorted(bins.items())}
     return curves
 
 
-def _horizon(curves: Mapping[Arm, Mapping[str, Mapping[int, float]]], reached_by: float) -> int | None:
+def _horizon(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], reached_by: float) -> int | None:
     if not all(curves.values()):
         return None
     lasts = [sorted((max(bins) for bins in nodes.values()), reverse=True) for nodes in curves.values()]
@@ -149,11 +149,13 @@ def _carried(nodes: Mapping[str, Mapping[int, float]], horizon: int) -> dict[str
     return cohort
 
 
-def _points(curves: Mapping[Arm, Mapping[str, Mapping[int, float]]], bin_rounds: int) -> tuple[Point, ...]:
+def _points(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], bin_rounds: int) -> tuple[Point, ...]:
     indices = sorted({index for nodes in curves.values() for bins in nodes.values() for index in bins})
     found = []
     for index in indices:
-        swarm, solo = ([bins[index] for bins in curves[arm].values() if index in bins] for arm in (Arm.SWARM, Arm.SOLO))
+        swarm, solo = (
+            [bins[index] for bins in curves[arm].values() if index in bins] for arm in (Condition.SWARM, Condition.SOLO)
+        )
         test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
         found.append((index * bin_rounds, _band(swarm), _band(solo), test))
     p = [test.p for *_, test in found if test is not None]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Arm(StrEnum):
+class Condition(StrEnum):
     """What the comparison sets against each other."""
 
     SWARM = "swarm"
@@ -16,6 +16,6 @@ class Judged:
     """The score of one challenge, 0..1, taken by a node after so many of its rounds."""
 
     node: str
-    arm: Arm
+    arm: Condition
     round: int
     score: float

@@ -20,22 +20,22 @@ from shoal.swarm.judge.commitment import SEED_BYTES, commitment_of, question_ind
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,
-    Ask,
     Challenge,
-    Ledger,
-    Mark,
-    Question,
+    ChallengeQuestion,
+    ChallengeRequest,
+    ChallengeVerdict,
+    GradedAnswer,
+    PublicLedger,
     Revealed,
-    Sitting,
+    Round,
     Specialty,
     Transcript,
-    Verdict,
     opened,
     signed,
 )
-from shoal.swarm.judge.store import Book, KeptSitting, Record
+from shoal.swarm.judge.store import JudgeStore, KeptSitting, Record
 from shoal.swarm.trust import Bucket
-from shoal.tasks.procedural_client import Drawer, Spec
+from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task
 
 SKEW_S = 300.0
@@ -71,7 +71,7 @@ class Rules:
     """Challenges of one peer."""
 
 
-class Refused(JudgeError):
+class ChallengeRefused(JudgeError):
     """A request that is not granted; `status` is HTTP's."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -84,10 +84,10 @@ class Judge:
 
     def __init__(
         self,
-        book: Book,
+        book: JudgeStore,
         identity: Identity,
         specialties: Sequence[Specialty],
-        drawer: Drawer,
+        drawer: ProceduralClient,
         scorer: Scorer,
         rules: Rules | None = None,
         *,
@@ -113,9 +113,9 @@ class Judge:
 
     def rehearse(self) -> None:
         """Draws a challenge that nobody gets. Blocks. Raises `ConfigError` when such would not fit into a message."""
-        sitting = Sitting(0, 0.0, 0.0, 0.0, b"", self.rules.each, self._specialties)
+        sitting = Round(0, 0.0, 0.0, 0.0, b"", self.rules.each, self._specialties)
         tasks = drawn(self._drawer, sitting, bytes(SEED_BYTES), self.peer_id, "", 0)
-        size = sum(len(wire.encode(Question(task.service, task.messages))) for task in tasks)
+        size = sum(len(wire.encode(ChallengeQuestion(task.service, task.messages))) for task in tasks)
         if size > MOST_CHALLENGE * MOST_BYTES:
             raise ConfigError(
                 f"questions: expected fewer of every specialty: {len(tasks)} are {size} bytes of at most {MOST_BYTES}"
@@ -130,49 +130,49 @@ class Judge:
         """Unix time, as the judge's clock has it."""
         return self._clock()
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> PublicLedger:
         """The newest commitments, that of the next sitting among them, and the seeds of those that are over."""
         self._current()
         kept = self.book.newest_sittings(PUBLISHED)
         over = [one for one in kept if one.reveals_s < self._clock()]
         seeds = tuple(signed(self._identity, Revealed(one.number, one.seed)) for one in over)
-        return Ledger(tuple(one.statement for one in kept), seeds)
+        return PublicLedger(tuple(one.statement for one in kept), seeds)
 
     async def challenge(self, data: bytes) -> bytes:
-        """A signed `Challenge` for a signed `Ask`. Raises `Refused`."""
-        peer_id, ask = _read(data, Ask)
+        """A signed `Challenge` for a signed `ChallengeRequest`. Raises `ChallengeRefused`."""
+        peer_id, ask = _read(data, ChallengeRequest)
         if ask.judge != self.peer_id:
-            raise Refused(403, f"this is for the judge {ask.judge[:64]}; here is {self.peer_id}")
+            raise ChallengeRefused(403, f"this is for the judge {ask.judge[:64]}; here is {self.peer_id}")
         if abs(ask.sent_s - self._clock()) > SKEW_S:
-            raise Refused(403, f"sent at {ask.sent_s:.0f}, and it is {self._clock():.0f} here: set your clock")
+            raise ChallengeRefused(403, f"sent at {ask.sent_s:.0f}, and it is {self._clock():.0f} here: set your clock")
         self._admit(peer_id)
         async with self._turn:  # an attempt's number is given once its questions are there
             now_s = self._clock()
             kept = self._current()
             if ask.sent_s <= self.book.last_asked_s(peer_id):
-                raise Refused(409, "you asked for this challenge before; sign a new message for a new one")
+                raise ChallengeRefused(409, "you asked for this challenge before; sign a new message for a new one")
             if self.book.open_challenges(peer_id, now_s) >= self.rules.open_at_once:
-                raise Refused(429, f"answer one of your {self.rules.open_at_once} open challenges first")
+                raise ChallengeRefused(429, f"answer one of your {self.rules.open_at_once} open challenges first")
             attempt = self.book.attempts(kept.number, peer_id, ask.model)
             tasks = await self._tasks(kept, peer_id, ask.model, attempt)
-            questions = tuple(Question(task.service, task.messages) for task in tasks)
+            questions = tuple(ChallengeQuestion(task.service, task.messages) for task in tasks)
             id_, deadline_s = secrets.token_hex(16), now_s + self.rules.answer_s
             challenge = Challenge(id_, kept.number, peer_id, ask, attempt, deadline_s, questions)
             self.book.issue(challenge, data)
         return signed(self._identity, challenge)
 
     async def verdict(self, data: bytes) -> bytes:
-        """A signed `Verdict` for signed `Answers`. Raises `Refused`."""
+        """A signed `ChallengeVerdict` for signed `Answers`. Raises `ChallengeRefused`."""
         peer_id, answers = _read(data, Answers)
         record = self.book.challenge(answers.challenge)
         if record is None or record.peer_id != peer_id or answers.judge != self.peer_id:
-            raise Refused(404, "you have no such challenge of this judge")
+            raise ChallengeRefused(404, "you have no such challenge of this judge")
         if record.score is not None:
-            raise Refused(409, "this challenge is answered")
+            raise ChallengeRefused(409, "this challenge is answered")
         if record.deadline_s < self._clock():
-            raise Refused(409, "the deadline of this challenge is over")
+            raise ChallengeRefused(409, "the deadline of this challenge is over")
         if record.id in self._marking:  # else the same answers sent often would keep the scorer busy
-            raise Refused(409, "this challenge is being marked")
+            raise ChallengeRefused(409, "this challenge is being marked")
         self._marking.add(record.id)
         try:
             marks = await self._marks(record, answers)
@@ -180,42 +180,42 @@ class Judge:
             self.book.mark(record.id, data, marks, score)
         finally:
             self._marking.remove(record.id)
-        return signed(self._identity, Verdict(record.id, score, tuple(marks)))
+        return signed(self._identity, ChallengeVerdict(record.id, score, tuple(marks)))
 
-    async def _marks(self, record: Record, answers: Answers) -> list[Mark]:
+    async def _marks(self, record: Record, answers: Answers) -> list[GradedAnswer]:
         kept = self.book.sitting(record.sitting)
         assert kept is not None
         async with self._turn:
             tasks = await self._tasks(kept, record.peer_id, record.model, record.attempt)
         if len(answers.texts) != len(tasks):
-            raise Refused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
+            raise ChallengeRefused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
         return await marked(self._scorer, tasks, answers.texts)
 
     def transcripts(self, sitting: int) -> list[str]:
-        """The ids of the challenges of a sitting that is over. Raises `Refused`."""
+        """The ids of the challenges of a sitting that is over. Raises `ChallengeRefused`."""
         kept = self.book.sitting(sitting)
         if kept is None or kept.reveals_s >= self._clock():
-            raise Refused(404, "there is no such sitting, or it is not over")
+            raise ChallengeRefused(404, "there is no such sitting, or it is not over")
         return [record.id for record in self.book.challenges(sitting)]
 
     def transcript(self, id_: str) -> Transcript:
-        """Everything said about a challenge of a sitting that is over. Raises `Refused`."""
+        """Everything said about a challenge of a sitting that is over. Raises `ChallengeRefused`."""
         record: Record | None = self.book.challenge(id_)
         kept = self.book.sitting(record.sitting) if record else None
         if record is None or kept is None or kept.reveals_s >= self._clock():
-            raise Refused(404, "there is no such challenge, or its sitting is not over")
+            raise ChallengeRefused(404, "there is no such challenge, or its sitting is not over")
         return Transcript(record.sitting, record.attempt, record.ask, record.answers, self.book.marks(id_))
 
     def _admit(self, peer_id: str) -> None:
-        """Raises `Refused` for who asks too often."""
+        """Raises `ChallengeRefused` for who asks too often."""
         bucket = self._peers.setdefault(peer_id, Bucket(1 / self.rules.peer_every_s, self.rules.peer_burst))
         self._peers.move_to_end(peer_id)
         if len(self._peers) > PEERS:
             self._peers.popitem(last=False)
         if not bucket.take(self._steady()):
-            raise Refused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
+            raise ChallengeRefused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
         if not self.book.has_answered(peer_id) and not self._newcomers.take(self._steady()):
-            raise Refused(429, "too many newcomers ask; try again in a minute")
+            raise ChallengeRefused(429, "too many newcomers ask; try again in a minute")
 
     def _current(self) -> KeptSitting:
         """The sitting that is going on; that and the next one are committed to if they are not yet."""
@@ -230,20 +230,20 @@ class Judge:
         seed = secrets.token_bytes(SEED_BYTES)
         closes_s = opens_s + self.rules.sitting_s
         reveals_s = closes_s + self.rules.answer_s
-        sitting = Sitting(number, opens_s, closes_s, reveals_s, commitment_of(seed), self.rules.each, self._specialties)
+        sitting = Round(number, opens_s, closes_s, reveals_s, commitment_of(seed), self.rules.each, self._specialties)
         kept = KeptSitting(number, opens_s, closes_s, reveals_s, seed, signed(self._identity, sitting))
         self.book.put_sitting(kept)
         return kept
 
     async def _tasks(self, kept: KeptSitting, peer_id: str, model: str, attempt: int) -> list[Task]:
-        _, sitting = opened(kept.statement, Sitting)
+        _, sitting = opened(kept.statement, Round)
         try:
             return await asyncio.to_thread(drawn, self._drawer, sitting, kept.seed, peer_id, model, attempt)
         except TaskError as error:
-            raise Refused(503, f"a question could not be drawn: {error}") from error
+            raise ChallengeRefused(503, f"a question could not be drawn: {error}") from error
 
 
-def drawn(drawer: Drawer, sitting: Sitting, seed: bytes, peer_id: str, model: str, attempt: int) -> list[Task]:
+def drawn(drawer: ProceduralClient, sitting: Round, seed: bytes, peer_id: str, model: str, attempt: int) -> list[Task]:
     """The questions of a challenge, from what the judge stated and the seed. Blocks. Raises `TaskError`."""
     return [
         drawer.draw(
@@ -257,20 +257,20 @@ def drawn(drawer: Drawer, sitting: Sitting, seed: bytes, peer_id: str, model: st
     ]
 
 
-async def marked(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) -> list[Mark]:
+async def marked(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) -> list[GradedAnswer]:
     """One mark per question. One at a time, so that no taker has more than one of the scorer's processes."""
-    marks: list[Mark] = []
+    marks: list[GradedAnswer] = []
     for task, text in zip(tasks, texts, strict=True):
         if sum(mark.status is RewardStatus.TIMED_OUT for mark in marks) >= MOST_TIMEOUTS:
-            marks.append(Mark(task.service, 0.0, RewardStatus.TIMED_OUT))
+            marks.append(GradedAnswer(task.service, 0.0, RewardStatus.TIMED_OUT))
             continue
         (reward,) = await scorer.score(task, [text])
         status = RewardStatus.TIMED_OUT if reward.exhausted else reward.status
-        marks.append(Mark(task.service, reward.value, status))
+        marks.append(GradedAnswer(task.service, reward.value, status))
     return marks
 
 
-def pass_at_1(marks: Sequence[Mark]) -> float:
+def pass_at_1(marks: Sequence[GradedAnswer]) -> float:
     """The share of the questions that were answered right at the first and only try."""
     return sum(mark.passed for mark in marks) / len(marks)
 
@@ -279,4 +279,4 @@ def _read(data: bytes, type_: type[T]) -> tuple[str, T]:
     try:
         return opened(data, type_)
     except WireError as error:
-        raise Refused(400, str(error)) from error
+        raise ChallengeRefused(400, str(error)) from error

@@ -18,7 +18,7 @@ from msgspec import Meta
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
-from shoal.swarm.judge.condition import Arm
+from shoal.swarm.judge.condition import Condition
 from shoal.types import Message, RewardStatus
 
 MOST_BYTES = 256 * 1024
@@ -43,7 +43,7 @@ class Specialty:
 
 
 @dataclass(frozen=True, slots=True)
-class Sitting:
+class Round:
     """What the judge says before any challenge of a sitting: all that its questions depend on, the seed as a hash."""
 
     number: int
@@ -65,13 +65,13 @@ class Revealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChallengeRequest:
     """Wants a challenge for a model, as it is after `round` training rounds."""
 
     judge: str
     """Peer id."""
     model: str
-    arm: Arm
+    arm: Condition
     round: int
     sent_s: float  # Unix time
 
@@ -85,7 +85,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ChallengeQuestion:
     """What is asked, as chat messages."""
 
     specialty: str
@@ -99,11 +99,11 @@ class Challenge:
     id: str
     sitting: int
     peer_id: str
-    ask: Ask
+    ask: ChallengeRequest
     attempt: int
     """Of this peer and model in this sitting, from 0."""
     deadline_s: float  # Unix time
-    questions: tuple[Question, ...]
+    questions: tuple[ChallengeQuestion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class GradedAnswer:
     """What one answer is worth; it passes with 1."""
 
     specialty: str
@@ -131,17 +131,17 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChallengeVerdict:
     """What became of a challenge. `score` is pass@1: the share of its questions that were answered right."""
 
     challenge: str
     score: float
-    marks: tuple[Mark, ...]
+    marks: tuple[GradedAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """What a judge committed to and revealed: signed `Sitting`s, newest first, and signed `Revealed`s."""
+class PublicLedger:
+    """What a judge committed to and revealed: signed `Round`s, newest first, and signed `Revealed`s."""
 
     sittings: tuple[bytes, ...]
     seeds: tuple[bytes, ...]
@@ -155,7 +155,7 @@ class Transcript:
     attempt: int
     ask: bytes
     answers: bytes | None
-    marks: tuple[Mark, ...]
+    marks: tuple[GradedAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 from shoal.errors import RunDirError
-from shoal.swarm.judge.condition import Arm, Judged
-from shoal.swarm.judge.messages import Challenge, Mark
+from shoal.swarm.judge.condition import Condition, Judged
+from shoal.swarm.judge.messages import Challenge, GradedAnswer
 from shoal.types import RewardStatus
 
 FILE = "judge.sqlite"
@@ -65,7 +65,7 @@ class Record:
     sitting: int
     peer_id: str
     model: str
-    arm: Arm
+    arm: Condition
     round: int
     attempt: int
     sent_s: float
@@ -83,7 +83,7 @@ class Standing:
 
     peer_id: str
     model: str
-    arm: Arm
+    arm: Condition
     round: int
     """Of the newest challenge, as the model and the arm."""
     challenges: int
@@ -96,7 +96,7 @@ class Standing:
     """Share passed of the questions of the newest `NEWEST`."""
 
 
-class Book:
+class JudgeStore:
     """One connection, used by one thread. Invariant: what is returned by a method was committed."""
 
     def __init__(self, folder: Path) -> None:
@@ -198,7 +198,7 @@ class Book:
         ).fetchone()
         return float(last)
 
-    def mark(self, id_: str, answers: bytes, marks: Sequence[Mark], score: float) -> None:
+    def mark(self, id_: str, answers: bytes, marks: Sequence[GradedAnswer], score: float) -> None:
         """Keeps what became of a challenge; a second time is refused by the primary key of its marks."""
         with self._transaction():
             self._connection.execute("UPDATE challenges SET answers = ?, score = ? WHERE id = ?", (answers, score, id_))
@@ -210,12 +210,12 @@ class Book:
                 ],
             )
 
-    def marks(self, id_: str) -> tuple[Mark, ...]:
+    def marks(self, id_: str) -> tuple[GradedAnswer, ...]:
         """Of the answers to a challenge, in order; none of one that was not answered."""
         rows = self._connection.execute(
             "SELECT specialty, value, status FROM marks WHERE challenge = ? ORDER BY position", (id_,)
         )
-        return tuple(Mark(specialty, value, RewardStatus(status)) for specialty, value, status in rows)
+        return tuple(GradedAnswer(specialty, value, RewardStatus(status)) for specialty, value, status in rows)
 
     def judged(self, now_s: float) -> list[Judged]:
         """Every challenge that is over, for the comparison of the arms; a node is a peer."""
@@ -223,7 +223,7 @@ class Book:
             f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid",
             (now_s,),
         )
-        return [Judged(peer_id, Arm(arm), round_, score) for peer_id, arm, round_, score in rows]
+        return [Judged(peer_id, Condition(arm), round_, score) for peer_id, arm, round_, score in rows]
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
         """The leaderboard, best first."""
@@ -241,7 +241,14 @@ class Book:
         bound = partial(lower_bound, peers=len(rows))
         found = [
             Standing(
-                peer_id, model, Arm(arm), round_, count, unanswered, score, bound(score, each * min(count, NEWEST))
+                peer_id,
+                model,
+                Condition(arm),
+                round_,
+                count,
+                unanswered,
+                score,
+                bound(score, each * min(count, NEWEST)),
             )
             for peer_id, model, arm, round_, count, unanswered, score, each in rows
         ]
@@ -284,5 +291,5 @@ def lower_bound(share: float, questions: int, peers: int) -> float:
 
 def _record(row: Sequence[object]) -> Record:
     values = dict(zip(Record.__dataclass_fields__, row, strict=True))
-    values["arm"] = Arm(str(values["arm"]))
+    values["arm"] = Condition(str(values["arm"]))
     return Record(**values)  # type: ignore[arg-type]  # columns of the table above

@@ -14,9 +14,9 @@ from shoal.tasks.games.calculator import Calculator
 from shoal.tasks.games.guess_number import GuessNumber
 from shoal.tasks.games.hanoi import Hanoi
 from shoal.tasks.games.repair import Repair
-from shoal.tasks.games.seeded_game import DrawnGame
+from shoal.tasks.games.seeded_game import SeededGame
 
-GAMES: Mapping[str, type[DrawnGame]] = {
+GAMES: Mapping[str, type[SeededGame]] = {
     "guess_number": GuessNumber,
     "hanoi": Hanoi,
     "calculator": Calculator,
@@ -24,7 +24,7 @@ GAMES: Mapping[str, type[DrawnGame]] = {
 }
 
 
-def turns_service(config: TaskConfig, seed: int) -> DrawnGame:
+def turns_service(config: TaskConfig, seed: int) -> SeededGame:
     """The task that `path` names, or else `name`. Raises `TaskError`."""
     chosen = config.path or config.name
     if chosen not in GAMES:

@@ -10,7 +10,7 @@ from fractions import Fraction
 import msgspec
 
 from shoal.interfaces import Chat
-from shoal.tasks.games.seeded_game import DrawnGame, Posed
+from shoal.tasks.games.seeded_game import Posed, SeededGame
 from shoal.types import Message, Outcome, Role, Task, ToolCall
 
 TOOLS = msgspec.json.encode(
@@ -57,7 +57,7 @@ class Nothing(msgspec.Struct, frozen=True):
     """No more is hidden than the answer."""
 
 
-class Calculator(DrawnGame):
+class Calculator(SeededGame):
     """The reward is 1 when the last number of the first answer without a call is the value."""
 
     parameters = CalculatorParameters

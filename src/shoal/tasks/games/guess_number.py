@@ -6,7 +6,7 @@ import re
 import msgspec
 
 from shoal.interfaces import Chat
-from shoal.tasks.games.seeded_game import DrawnGame, Posed, hidden_of
+from shoal.tasks.games.seeded_game import Posed, SeededGame, hidden_of
 from shoal.types import Outcome, Task
 
 _NUMBER = re.compile(r"\d+")
@@ -38,7 +38,7 @@ class Secret(msgspec.Struct, frozen=True):
     number: int
 
 
-class GuessNumber(DrawnGame):
+class GuessNumber(SeededGame):
     """The reward is 1 when the number is found within the tries."""
 
     parameters = GuessParameters

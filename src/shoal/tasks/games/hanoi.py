@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.interfaces import Chat
-from shoal.tasks.games.seeded_game import DrawnGame, Posed, hidden_of
+from shoal.tasks.games.seeded_game import Posed, SeededGame, hidden_of
 from shoal.types import Outcome, Task
 
 PEGS = "ABC"
@@ -27,13 +27,13 @@ class HanoiParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("expected 1 to 12 disks and spare >= 0")
 
 
-class Start(msgspec.Struct, frozen=True):
+class HanoiStart(msgspec.Struct, frozen=True):
     """The peg of each disk, the smallest first."""
 
     pegs: str
 
 
-class Hanoi(DrawnGame):
+class Hanoi(SeededGame):
     """The reward is 1 when all disks are on peg C in time. A move against the rules is told so, and counts."""
 
     parameters = HanoiParameters
@@ -48,11 +48,11 @@ class Hanoi(DrawnGame):
             f"Towers of Hanoi with disks 1 (smallest) to {n}. Only the top disk of a peg moves, and never onto a "
             f"smaller one. Bring all disks to peg {GOAL}. Answer with one move at a time, such as A -> B."
         )
-        return Posed(f"{rules}\n{_shown(pegs)}", Start(pegs))
+        return Posed(f"{rules}\n{_shown(pegs)}", HanoiStart(pegs))
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
         """Ends when all disks are where they belong, or the moves are used up."""
-        pegs, messages = hidden_of(task, Start).pegs, list(task.messages)
+        pegs, messages = hidden_of(task, HanoiStart).pegs, list(task.messages)
         for moves_left in reversed(range(2 ** len(pegs) - 1 + self._parameters.spare)):
             said = await chat.answer(messages)
             match = _MOVE.search(said.content[-200:])

@@ -10,14 +10,14 @@ from functools import cached_property
 import msgspec
 
 from shoal.interfaces import Chat
-from shoal.sandbox.program import Ended, Limits, Program
+from shoal.sandbox.program import Ended, Program, ProgramLimits
 from shoal.sandbox.runner import run_async
 from shoal.tasks.games.programs import PROGRAMS
-from shoal.tasks.games.seeded_game import DrawnGame, Posed, hidden_of
+from shoal.tasks.games.seeded_game import Posed, SeededGame, hidden_of
 from shoal.types import Outcome, Task
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-LIMITS = Limits(wall_s=5.0, cpu_s=5.0, output_bytes=1 << 16, file_bytes=1 << 16)
+LIMITS = ProgramLimits(wall_s=5.0, cpu_s=5.0, output_bytes=1 << 16, file_bytes=1 << 16)
 DRIVER = """
 import contextlib, io, json, sys
 source, calls = json.loads(sys.stdin.read())
@@ -53,7 +53,7 @@ class Tests(msgspec.Struct, frozen=True):
     values: list[object]
 
 
-class Repair(DrawnGame):
+class Repair(SeededGame):
     """The reward is 1 when all tests pass within the attempts."""
 
     parameters = RepairParameters

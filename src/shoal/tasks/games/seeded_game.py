@@ -27,7 +27,7 @@ class Posed:
     answer: str | None = None
 
 
-class DrawnGame(ABC):
+class SeededGame(ABC):
     """Implements `interfaces.Playable`. A question is what is asked and what is hidden, and is in one split by both."""
 
     parameters: ClassVar[type[msgspec.Struct]]
