@@ -98,7 +98,7 @@ class Page:
 
 
 @asynccontextmanager
-async def chromium(folder: Path, *, width: int = 360, height: int = 640) -> AsyncIterator[Page]:
+async def chromium(folder: Path, *, width: int = 360, height: int = 640, scale: int = 2) -> AsyncIterator[Page]:
     """A page of the size of a small phone, in a browser of its own."""
     arguments = [
         browser_path(),
@@ -122,7 +122,11 @@ async def chromium(folder: Path, *, width: int = 360, height: int = 640) -> Asyn
                 for domain in ("Page", "Runtime", "Log"):
                     await page.command(f"{domain}.enable")
                 await page.command(
-                    "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=True
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width,
+                    height=height,
+                    deviceScaleFactor=scale,
+                    mobile=width < 600,
                 )
                 yield page
                 listening.cancel()

@@ -16,6 +16,7 @@ from shoal.cli import rewards as rewards_commands
 from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
 from shoal.cli import task as task_commands
+from shoal.cli import view as view_command
 from shoal.cli.output import JsonFlag, fail, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
@@ -196,6 +197,7 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
 
 
 app.command()(status_command.status)
+app.command()(view_command.view)
 
 
 @app.command()

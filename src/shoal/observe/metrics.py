@@ -109,10 +109,14 @@ LABELS = {"ratio_share": "bounds", "staleness": "versions"}
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl, in order; a line torn by a crash is left out. Raises `RunDirError`."""
     try:
-        lines = path.read_bytes().splitlines()
+        return records_in(path.read_bytes())
     except OSError as error:
         raise RunDirError(f"{path}: expected a metrics file, got {error.strerror}") from error
-    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def records_in(data: bytes) -> list[Record]:
+    """The records among the lines of a metrics.jsonl."""
+    return [record for line in data.splitlines() if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> Record | None:

@@ -35,20 +35,20 @@ def status(run_dir: Path) -> dict[str, object]:
             "dropped": dict(task.dropped),
             "share": task.consumed / consumed if consumed and name in own else None,
             "target": weights[name] / sum(weights.values()) if name in weights else None,
-            "reward": _lately(run, f"reward/{name}"),
-            "solve_rate": _lately(run, f"solve_rate/{name}"),
-            "tokens_per_s": _lately(run, f"tokens_per_s/{name}"),
+            "reward": lately(run, f"reward/{name}"),
+            "solve_rate": lately(run, f"solve_rate/{name}"),
+            "tokens_per_s": lately(run, f"tokens_per_s/{name}"),
         }
     return {
         "steps": len(run.steps),
         "of": run.config.train.steps if run.config else None,
-        "version": _lately(run, "version", 1),
-        "reward": _lately(run, "reward"),
-        "tokens_per_s": _lately(run, "tokens_per_s"),
-        "staleness_mean": _lately(run, "staleness_mean"),
-        "engine_busy": _lately(run, "engine_busy"),
-        "trainer_busy": _lately(run, "trainer_busy"),
-        "warnings": _warnings(run),
+        "version": lately(run, "version", 1),
+        "reward": lately(run, "reward"),
+        "tokens_per_s": lately(run, "tokens_per_s"),
+        "staleness_mean": lately(run, "staleness_mean"),
+        "engine_busy": lately(run, "engine_busy"),
+        "trainer_busy": lately(run, "trainer_busy"),
+        "warnings": warnings_of(run),
         "ratio_changes": [event for event in run.events if event.get("name") == "ratio"],
         "tasks": tasks,
     }
@@ -80,13 +80,13 @@ def status_lines(values: dict[str, object]) -> list[str]:
     return lines
 
 
-def _warnings(run: RunRecords) -> list[str]:
+def warnings_of(run: RunRecords) -> list[str]:
     """What the run told of failures and of steps that teach nothing, each text once, the newest last."""
     told = [str(event.get("reason")) for event in run.events if event.get("name") in WARNINGS]
     return list(dict.fromkeys(reversed(told)))[:MOST_WARNINGS][::-1]
 
 
-def _lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:
+def lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:
     """The mean over the last steps that have the value; None when there is none."""
     known = [value for value in run.column(name)[-steps:] if not isnan(value)]
     return sum(known) / len(known) if known else None

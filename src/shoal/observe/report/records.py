@@ -85,7 +85,12 @@ def read_run(run_dir: Path) -> RunRecords:
     metrics, resolved = run_dir / "metrics.jsonl", run_dir / "resolved.toml"
     if not metrics.is_file() and not resolved.is_file():
         raise RunDirError(f"{run_dir}: expected a run directory, with metrics.jsonl or resolved.toml, got neither")
-    records = read_records(metrics) if metrics.is_file() else []
+    return run_of(run_dir, read_records(metrics) if metrics.is_file() else [])
+
+
+def run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
+    """The run of a directory whose metrics.jsonl has these records."""
+    resolved = run_dir / "resolved.toml"
     try:
         config = load(resolved)
     except ConfigError:

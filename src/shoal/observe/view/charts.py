@@ -1,0 +1,112 @@
+"""Numbers of runs as lines over the steps, for the page to draw."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES, Record
+from shoal.observe.report.records import RunRecords, column, mean, tasks_of
+
+MOST_POINTS = 1000
+"""Longest line that is drawn; in longer runs each point is the mean of several steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture: names of numbers over the steps or the evaluations. A name that ends with / stands for all below."""
+
+    title: str
+    steps: tuple[str, ...] = ()
+    evals: tuple[str, ...] = ()
+    is_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart; `means` explains the number."""
+
+    run: str
+    name: str
+    means: str
+    x: list[float]
+    y: list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A chart with its lines."""
+
+    title: str
+    is_share: bool
+    lines: list[Line] = field(default_factory=list)
+
+
+OVERVIEW = (
+    Chart("Reward", ("reward",)),
+    Chart("Held-out reward", evals=("sampled_reward", "greedy_reward")),
+    Chart("Held-out full marks", evals=("sampled", "greedy"), is_share=True),
+    Chart("Solved, by task", ("solve_rate/",), is_share=True),
+    Chart("Staleness, versions", ("staleness_mean", "staleness_max")),
+    Chart("Tokens per second", ("tokens_per_s",)),
+    Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
+    Chart("Mismatch of engine and trainer, nats", ("mismatch_fresh", "mismatch")),
+    Chart("Answer length, tokens", ("length_mean",)),
+    Chart("Groups whose rewards differ", ("informative_share",), is_share=True),
+    Chart("Entropy, nats per token", ("entropy",)),
+)
+WAITS = (
+    Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
+    Chart("Finished groups that wait for a step", ("waiting",)),
+    Chart("Time to a group's rewards, s", ("scorer_p50_s", "scorer_p99_s")),
+    Chart("Time a group waits for a reward worker, s", ("scorer_queue_p50_s", "scorer_queue_p99_s")),
+    Chart("Tokens per second", ("tokens_per_s/",)),
+    Chart("Tokens of groups that were dropped", ("wasted_tokens",)),
+)
+SWARM = (
+    Chart("Offers", ("offers_shared", "offers_admitted", "offers_refused")),
+    Chart("Peers' groups in a step", ("external", "external_missing")),
+    Chart("Reward of own and of peers' answers", ("reward", "reward_external")),
+    Chart("Peers remembered", ("peers",)),
+)
+
+
+def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Drawn]:
+    """The charts of which some run has numbers."""
+    found = []
+    for chart in charts:
+        lines = [line for name, run in runs.items() for line in _lines(chart, name, run)]
+        if lines:
+            found.append(Drawn(chart.title, chart.is_share, lines))
+    return found
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float | None]]:
+    """At most `MOST_POINTS` points, each the mean of its neighbours; None where there is no number.
+
+    >>> thinned([1, 2], [0.5, float("nan")])
+    ([1, 2], [0.5, None])
+    """
+    span = -(-len(x) // MOST_POINTS) or 1
+    starts = range(0, len(x), span)
+    means = [mean(y[i : i + span]) for i in starts]
+    return [x[min(i + span, len(x)) - 1] for i in starts], [round(v, 6) if math.isfinite(v) else None for v in means]
+
+
+def _lines(chart: Chart, run_name: str, run: RunRecords) -> list[Line]:
+    wanted = [(run.steps, name, STEP_NAMES) for name in chart.steps]
+    wanted += [(run.evals, name, EVAL_NAMES) for name in chart.evals]
+    lines = []
+    for records, name, meanings in wanted:
+        names = [name + task for task in tasks_of(records, name[:-1])] if name.endswith("/") else [name]
+        for one in names:
+            line = _line(run_name, one, meanings.get(f"{name}<task>" if name.endswith("/") else name, ""), records)
+            lines += [line] if line else []
+    return lines
+
+
+def _line(run: str, name: str, means: str, records: Sequence[Record]) -> Line | None:
+    values = column(records, name)
+    if not any(map(math.isfinite, values)):
+        return None
+    x, y = thinned(column(records, "step"), values)
+    return Line(run, name, means, x, y)

@@ -1,0 +1,229 @@
+"""The pages of `shoal view`, over HTTP. Nothing here writes to a run, and every text is escaped where it is shown.
+
+    GET /                 the overview of all runs
+    GET /waits, /swarm    what a run waits for; whom it learns with
+    GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
+    GET /static/NAME      style.css, view.js and plotly.js
+
+Beyond loopback a token is wanted: `/?token=...` once, which becomes a cookie.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from hashlib import blake2b
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import jinja2
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shoal.errors import ShoalError
+from shoal.net.listening import is_loopback, listening_socket, url_of
+from shoal.net.server import Refused, guarded, uvicorn_config
+from shoal.observe.report.records import RunRecords
+from shoal.observe.status import lately, warnings_of
+from shoal.observe.view.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
+from shoal.observe.view.runs import WatchedRun, differences, watched
+from shoal.observe.view.waits import bottleneck
+
+COOKIE = "shoal_view"
+SWARM_STATUS = Path("swarm") / "status.json"
+# plotly.js lays its charts out with styles of its own; scripts come from here alone, and none is inline.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+CHARTS: Mapping[str, Sequence[Chart]] = {"overview": OVERVIEW, "waits": WAITS, "swarm": SWARM}
+_HIDDEN = {
+    **{code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(0x7F, 0xA0))},
+    **{
+        code: f"\\u{code:04x}"
+        for code in (0x61C, 0xFEFF, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070))
+    },
+}
+
+
+def visible(text: object) -> str:
+    """A text whose control, direction and zero-width characters are seen instead of obeyed.
+
+    >>> visible("a\\u202eb")
+    'a\\\\u202eb'
+    """
+    return str(text).translate(_HIDDEN).replace("\r\n", "\n").replace("\r", "\\r")
+
+
+class ViewServer:
+    """`app` is the ASGI application over some runs."""
+
+    def __init__(self, runs: Mapping[str, WatchedRun], *, token: str = "", host: str = "") -> None:
+        self._runs = runs
+        templates = jinja2.PackageLoader("shoal.observe.view")
+        self._pages = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
+        self._pages.filters["visible"] = visible
+        self.app = Starlette(
+            routes=[
+                Route("/", self._overview),
+                Route("/waits", self._waits),
+                Route("/swarm", self._swarm),
+                Route("/charts/{name}", self._charts),
+                Route("/static/{name}", _static),
+            ],
+            middleware=[Middleware(guarded, host=host), Middleware(_known, token=token)],
+            exception_handlers={ShoalError: self._refusal},
+        )
+
+    def _run(self, http: Request) -> WatchedRun:
+        """The run that a request names; the first one when it names none."""
+        name = http.query_params.get("run", next(iter(self._runs)))
+        if name not in self._runs:
+            raise Refused(404, f"run: expected one of {', '.join(self._runs)}, got {name[:200]!r}")
+        return self._runs[name]
+
+    def _page(self, http: Request, template: str, *, code: int = 200, **values: object) -> Response:
+        shown = {"runs": list(self._runs), "page": http.url.path, "run": None, **values}
+        return Response(self._pages.get_template(template).render(shown), code, HEADERS, "text/html")
+
+    async def _refusal(self, http: Request, error: Exception) -> Response:
+        assert isinstance(error, ShoalError)
+        return self._page(http, "refused.html", code=error.http_status, why=str(error))
+
+    def _overview(self, http: Request) -> Response:
+        records = {name: run.records() for name, run in self._runs.items()}
+        facts = [(name, _facts(run), warnings_of(run)) for name, run in records.items()]
+        changed = differences(records) if len(records) > 1 else []
+        return self._page(http, "overview.html", facts=facts, changed=changed)
+
+    def _waits(self, http: Request) -> Response:
+        run = self._run(http)
+        return self._page(http, "waits.html", run=run.name, sentence=bottleneck(run.records()))
+
+    def _swarm(self, http: Request) -> Response:
+        run = self._run(http)
+        return self._page(http, "swarm.html", run=run.name, status=_swarm_status(run.run_dir))
+
+    def _charts(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        if name not in CHARTS:
+            raise Refused(404, f"charts: expected one of {', '.join(CHARTS)}, got {name[:200]!r}")
+        runs = self._runs if name == "overview" else {(run := self._run(http)).name: run}
+        stamp = " ".join(run.stamp for run in runs.values())
+        if http.query_params.get("since") == stamp:
+            return Response(b"", 204, HEADERS)
+        charts = drawn(CHARTS[name], {name: run.records() for name, run in runs.items()})
+        return Response(msgspec.json.encode({"stamp": stamp, "charts": charts}), 200, HEADERS, "application/json")
+
+
+def _facts(run: RunRecords) -> list[tuple[str, str]]:
+    """Where a run stands, as label and figure."""
+    of = f" of {run.config.train.steps}" if run.config else ""
+    figures = [("step", f"{len(run.steps)}{of}")]
+    lately_known = {
+        "reward": ("reward", "{:.3f}"),
+        "tokens/s": ("tokens_per_s", "{:,.0f}"),
+        "staleness": ("staleness_mean", "{:.2f}"),
+        "engine busy": ("engine_busy", "{:.0%}"),
+        "trainer busy": ("trainer_busy", "{:.0%}"),
+    }
+    for label, (name, form) in lately_known.items():
+        value = lately(run, name)
+        figures += [] if value is None else [(label, form.format(value))]
+    last = run.evals[-1] if run.evals else {}
+    for label, name in (("held-out reward", "sampled_reward"), ("held-out full marks", "sampled")):
+        score = last.get(name)
+        figures += [(label, f"{score:.3f}")] if isinstance(score, int | float) else []
+    return figures
+
+
+def _swarm_status(run_dir: Path) -> dict[str, object] | None:
+    """A node's newest status of its swarm; None when the run is in none."""
+    try:
+        found = json.loads((run_dir / SWARM_STATUS).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@cache
+def _asset(name: str) -> tuple[bytes, str] | None:
+    """A file of the page and its type; plotly.js is found without importing its package, which takes long."""
+    if name == "plotly.js":
+        spec = find_spec("plotly")
+        assert spec is not None
+        assert spec.origin is not None
+        return Path(spec.origin).with_name("package_data").joinpath("plotly.min.js").read_bytes(), "text/javascript"
+    if name not in ("view.js", "style.css"):
+        return None
+    kind = "text/javascript" if name.endswith(".js") else "text/css"
+    return files("shoal.observe.view").joinpath("static", name).read_bytes(), kind
+
+
+def _static(http: Request) -> Response:
+    found = _asset(http.path_params["name"])
+    if found is None:
+        raise Refused(404, "no such file")
+    etag = f'"{blake2b(found[0], digest_size=12).hexdigest()}"'
+    headers = {**HEADERS, "Cache-Control": "no-cache", "ETag": etag}
+    if http.headers.get("if-none-match") == etag:
+        return Response(b"", 304, headers)
+    return Response(found[0], 200, headers, found[1])
+
+
+class _known:  # noqa: N801 - an ASGI middleware, used as a function
+    """Lets those in who know the token, by a cookie that the first visit with `?token=` sets."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or passes it on."""
+        if scope["type"] != "http" or not self._token:
+            await self._app(scope, receive, send)
+            return
+        http = Request(scope)
+        if self._is(http.cookies.get(COOKIE, "")):
+            await self._app(scope, receive, send)
+        elif self._is(http.query_params.get("token", "")):
+            answer: Response = RedirectResponse(
+                str(http.url.remove_query_params("token").replace(scheme="", netloc=""))
+            )
+            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            await answer(scope, receive, send)
+        else:
+            why = "expected the token: open the address that shoal view printed"
+            await Response(why, 401, HEADERS, "text/plain")(scope, receive, send)
+
+    def _is(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+async def serve_view(run_dirs: Sequence[Path], *, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serves the page until told to stop (SIGTERM, SIGINT); `announce` gets its address. Raises a `ShoalError`."""
+    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    with ExitStack() as stack:
+        runs = watched(run_dirs)
+        listening = stack.enter_context(listening_socket(host, port))
+        os.nice(10)  # the runs that are watched come first
+        url = url_of(listening)
+        if not is_loopback(host) and host in ("0.0.0.0", "::", ""):
+            url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
+        announce(f"{url}/?token={token}" if token else url)
+        server = uvicorn.Server(uvicorn_config(ViewServer(runs, token=token, host=host).app, grace_s=1))
+        await server.serve(sockets=[listening])

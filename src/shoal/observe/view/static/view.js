@@ -1,0 +1,99 @@
+"use strict";
+// Draws the charts and follows a run that is written. Texts of a run only ever become text nodes.
+const EVERY_MS = 3000;
+const COLORS = ["#2f6fd6", "#e0762b", "#2c9c69", "#b054c4", "#c9433f", "#8a7a1f", "#2a9db0", "#7a6be0"];
+const DASHES = ["solid", "dot", "dash", "dashdot"];
+const holder = document.getElementById("charts");
+let stamp = "", charts = [];
+
+function smoothed(y, span) {
+  const window = [];
+  let sum = 0;
+  return y.map((value) => {
+    if (value === null) return null;
+    window.push(value);
+    sum += value;
+    if (window.length > span) sum -= window.shift();
+    return sum / window.length;
+  });
+}
+
+function trace(line, chart, span) {
+  const runs = [...new Set(charts.flatMap((one) => one.lines.map((other) => other.run)))];
+  const names = [...new Set(chart.lines.map((other) => other.name))];
+  const several = runs.length > 1;
+  const color = COLORS[(several ? runs.indexOf(line.run) : names.indexOf(line.name)) % COLORS.length];
+  const label = several ? (names.length > 1 ? `${line.run} ${line.name}` : line.run) : line.name;
+  return {
+    x: line.x, y: smoothed(line.y, span), name: label.replaceAll("<", "\u2039"), type: "scatter", mode: line.x.length < 60 ? "lines+markers" : "lines",
+    line: { color, width: 2, dash: several ? DASHES[names.indexOf(line.name) % DASHES.length] : "solid" },
+    marker: { size: 4 }, connectgaps: true, hovertemplate: chart.is_share ? "%{y:.1%}" : "%{y:.4~g}",
+  };
+}
+
+function draw(chart, index, span) {
+  let box = holder.children[index];
+  if (!box || box.dataset.title !== chart.title) {
+    box = document.createElement("section");
+    box.className = "chart";
+    box.dataset.title = chart.title;
+    const title = document.createElement("h2"), plot = document.createElement("div");
+    title.textContent = chart.title;
+    title.title = [...new Set(chart.lines.map((line) => `${line.name}: ${line.means}`))].join("\n");
+    plot.className = "plot";
+    box.append(title, plot);
+    holder.children[index] ? holder.children[index].replaceWith(box) : holder.append(box);
+  }
+  const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
+  const axis = { gridcolor: of("--line"), zerolinecolor: of("--line"), color: of("--muted"), automargin: true };
+  const layout = {
+    margin: { l: 44, r: 12, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "x unified",
+    font: { family: "system-ui, sans-serif", size: 12, color: of("--ink") }, uirevision: "kept", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    hoverlabel: { bgcolor: of("--paper"), bordercolor: of("--line"), font: { color: of("--ink") } },
+    xaxis: { ...axis, title: { text: "step", standoff: 4 } }, yaxis: { ...axis, tickformat: chart.is_share ? ".0%" : "", rangemode: "tozero" },
+    showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
+  };
+  Plotly.react(box.querySelector(".plot"), chart.lines.map((line) => trace(line, chart, span)), layout, { responsive: true, displayModeBar: false });
+}
+
+function drawAll() {
+  if (!charts.length) return;
+  const span = Number(document.getElementById("smooth").value);
+  holder.querySelectorAll(":scope > p").forEach((one) => one.remove());
+  charts.forEach((chart, index) => draw(chart, index, span));
+  while (holder.children.length > charts.length) holder.lastElementChild.remove();
+  holder.dataset.drawn = charts.length;
+}
+
+async function refreshed() {
+  const live = document.getElementById("live");
+  const answer = live && (await fetch(location.href));
+  if (!answer || !answer.ok) return;
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("live");
+  if (page) live.replaceWith(document.adoptNode(page));
+}
+
+async function follow() {
+  try {
+    const at = new URL(holder.dataset.source, location.href);
+    at.searchParams.set("since", stamp);
+    const answer = await fetch(at);
+    if (answer.status === 200) {
+      const first = stamp === "";
+      ({ stamp, charts } = await answer.json());
+      drawAll();
+      if (!first) await refreshed();
+    }
+    document.body.classList.remove("lost");
+  } catch {
+    document.body.classList.add("lost"); // shoal view was stopped; what is drawn stays
+  }
+  setTimeout(follow, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+}
+
+for (const select of document.querySelectorAll("[data-submit]")) select.addEventListener("change", () => select.form.submit());
+if (holder) {
+  document.getElementById("smooth").addEventListener("change", drawAll);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  follow();
+}

@@ -1,0 +1,167 @@
+"""`shoal view` in a real browser, on runs that have ended and on one that is still written."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import uvicorn
+
+from browser import Page, browser_path, chromium
+from shoal.errors import RunDirError
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import uvicorn_config
+from shoal.observe.view.charts import MOST_POINTS, thinned
+from shoal.observe.view.runs import differences, watched
+from shoal.observe.view.server import ViewServer, visible
+from shoal.observe.view.waits import bottleneck
+from view_run import MadeRun
+
+DRAWN = "document.querySelectorAll('.plot .main-svg').length > 3"
+
+
+@asynccontextmanager
+async def viewing(*run_dirs: Path, token: str = "") -> AsyncIterator[str]:
+    """Where the page of some runs is served."""
+    with listening_socket("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn_config(ViewServer(watched(run_dirs), token=token).app, grace_s=1))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield url_of(listening)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+@asynccontextmanager
+async def seen(folder: Path, *run_dirs: Path, width: int = 1440) -> AsyncIterator[tuple[Page, str]]:
+    """A browser beside the page of some runs; the page complains of nothing."""
+    browser_path()
+    async with viewing(*run_dirs) as url, chromium(folder / "browser", width=width, height=900, scale=1) as page:
+        yield page, url
+        assert page.complaints == []
+
+
+async def made(run_dir: Path, steps: int, **settings: object) -> Path:
+    run = MadeRun(run_dir, **settings)
+    for _ in range(steps):
+        await run.step()
+    await run.close()
+    return run_dir
+
+
+def lines_of(title: str) -> str:
+    """JavaScript for the names of a chart's lines."""
+    return f"""[...document.querySelectorAll('.chart')].find(one => one.dataset.title == '{title}')
+        .querySelector('.plot').data.map(line => line.name)"""
+
+
+def test_the_overview_draws_two_runs_over_one_another_and_says_what_differs(tmp_path: Path) -> None:
+    async def check() -> None:
+        first = await made(tmp_path / "first", 12, train={"lr": 1e-3})
+        second = await made(tmp_path / "second", 6, train={"lr": 1e-4})
+        async with seen(tmp_path, first, second) as (page, url):
+            await page.goto(url)
+            await page.until(DRAWN)
+            assert await page.value(lines_of("Reward")) == ["first", "second"]
+            assert "train.lr" in await page.value("document.querySelector('table').innerText")
+            assert "run_dir" not in await page.value("document.querySelector('table').innerText")
+            loaded = await page.value("performance.getEntriesByType('resource').map(one => one.name)")
+            assert loaded
+            assert all(one.startswith(url) or one.startswith("data:") for one in loaded)
+
+    asyncio.run(check())
+
+
+def test_the_overview_follows_a_run_that_is_still_written(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "live")
+        await run.step()
+        async with seen(tmp_path, run.run_dir) as (page, url):
+            await page.goto(url)
+            await page.until(DRAWN)
+            await run.step()
+            await page.until("document.querySelector('.plot').data[0].x.length == 2")
+            await page.until("document.querySelector('dd').textContent.startsWith('2 of')")
+        await run.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("view", ["/", "/waits", "/swarm"])
+def test_a_view_fits_a_phone(tmp_path: Path, view: str) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 3)
+        async with seen(tmp_path, run_dir, width=390) as (page, url):
+            await page.goto(url + view)
+            await page.until("document.querySelector('h1') !== null")
+            assert await page.value("document.documentElement.scrollWidth") <= 390
+
+    asyncio.run(check())
+
+
+def test_a_run_that_is_viewed_is_not_written(tmp_path: Path) -> None:
+    def files(folder: Path) -> dict[str, tuple[int, int]]:
+        return {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in folder.iterdir()}
+
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 3)
+        before = files(run_dir)
+        async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
+            for path in ("/", "/waits", "/swarm", "/charts/overview"):
+                async with http.get(url + path) as answer:
+                    assert answer.status == 200, path
+        assert files(run_dir) == before
+
+    asyncio.run(check())
+
+
+def test_beyond_loopback_only_those_come_in_who_know_the_token(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 1)
+        jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of addresses too
+        async with viewing(run_dir, token="secret") as url, aiohttp.ClientSession(cookie_jar=jar) as http:
+            for path, status in (("/", 401), ("/charts/overview", 401), ("/?token=wrong", 401)):
+                async with http.get(url + path) as answer:
+                    assert answer.status == status
+            async with http.get(f"{url}/?token=secret") as answer:
+                assert (answer.status, str(answer.url)) == (200, f"{url}/")
+            async with http.get(f"{url}/waits") as answer:
+                assert answer.status == 200
+
+    asyncio.run(check())
+
+
+def test_the_bottleneck_names_the_slower_side_and_its_setting(tmp_path: Path) -> None:
+    run_dir = asyncio.run(made(tmp_path / "run", 3))
+    sentence = bottleneck(next(iter(watched([run_dir]).values())).records())
+    assert sentence.startswith("Generation is the slower side (over the last 3 steps: engine busy 90%")
+    assert "engine.max_running, now 128" in sentence
+
+
+def test_settings_that_are_equal_do_not_differ(tmp_path: Path) -> None:
+    runs = watched([asyncio.run(made(tmp_path / name, 1, train={"lr": lr})) for name, lr in (("a", 0.1), ("b", 0.2))])
+    assert differences({name: run.records() for name, run in runs.items()}) == [("train.lr", ["0.1", "0.2"])]
+
+
+def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=str(tmp_path)):
+        watched([tmp_path])
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    runs = [asyncio.run(made(tmp_path / parent / "run", 0)) for parent in "ab" if (tmp_path / parent).mkdir() is None]
+    assert list(watched(runs)) == ["a/run", "b/run"]
+
+
+def test_a_long_line_keeps_its_last_step_and_its_mean() -> None:
+    x, y = thinned(range(2501), [1.0] * 2501)
+    assert len(x) <= MOST_POINTS
+    assert x[-1] == 2500
+    assert set(y) == {1.0}
+
+
+def test_characters_that_turn_or_hide_text_are_shown() -> None:
+    assert visible("\x1b[2J \u202eabc\u200b\r\n\x00") == "\\x1b[2J \\u202eabc\\u200b\n\\x00"
