@@ -6,7 +6,6 @@ from pathlib import Path
 
 from buffer_values import META, RECEIPT, open_buffer
 from shoal.config import parse, to_toml
-from shoal.experience import RunMeta
 from shoal.observe.metrics import JsonlTracker
 from shoal.types import (
     Completion,
@@ -44,7 +43,7 @@ class MadeRun:
         self, run_dir: Path, model: Path | str = "demo", *, task: str = "chain_sum", **settings: object
     ) -> None:
         self.run_dir, self.task = run_dir, task
-        self.buffer = open_buffer(run_dir, RunMeta(eta=1, late="drop", groups_per_step=GROUPS, push_every=1))
+        self.buffer = open_buffer(run_dir)
         config = {"run_dir": str(run_dir), "tasks": [{"name": task}], "model": {"path": str(model)}, **settings}
         (run_dir / "resolved.toml").write_text(to_toml(parse(config)))
         self.tracker = JsonlTracker(run_dir / "metrics.jsonl", clock=count().__next__)
