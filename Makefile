@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz growth services adapters tito architectures check lint docs site constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz chaos growth services adapters tito architectures check lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -37,6 +37,12 @@ fuzz: $(VENV)/dev-installed
 # What a run of 20,000 tiny steps keeps in memory and on the disk, and how long its steps take.
 growth: $(VENV)/dev-installed
 	$(BIN)/python -m benchmarks.growth 20000
+
+# Faults at random instants of real runs; each call adds to benchmarks/chaos/results.jsonl, and the sum is printed.
+MINUTES := 60
+chaos: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
+	$(BIN)/shoal bench chaos --minutes $(MINUTES) --json
+	$(BIN)/python -m benchmarks.chaos
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,7 @@ BEGAN_S = time.monotonic()
 Report = dict[str, object]
 MODULES = {
     "async": "asynchrony",
+    "chaos": "chaos",
     "cli": "cli",
     "engine": "engine",
     "gateway": "gateway",
@@ -41,13 +43,15 @@ def on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))}
 
 
-def run_bench(name: str, *, quick: bool) -> Report:
-    """The figures of one benchmark. Raises `ConfigError` for an unknown name."""
+def run_bench(name: str, *, quick: bool, **options: float) -> Report:
+    """The figures of one benchmark; `chaos` alone has options. Raises `ConfigError` for an unknown name."""
     if name not in MODULES:
         raise ConfigError(f"bench: expected one of {', '.join(sorted(MODULES))}, got {name!r}")
-    measure: Callable[[bool], Report] = import_module(f"benchmarks.{MODULES[name]}").measure
+    if options and name != "chaos":
+        raise ConfigError(f"bench: expected no --{' and no --'.join(options)} for {name}, which chaos alone has")
+    measure: Callable[..., Report] = import_module(f"benchmarks.{MODULES[name]}").measure
     say(f"bench {name}{' --quick' if quick else ''} begins")
-    return figures_of(name, measure, quick)
+    return figures_of(name, partial(measure, **options), quick)
 
 
 def figures_of(name: str, measure: Callable[[bool], Report], quick: bool) -> Report:

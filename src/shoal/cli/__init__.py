@@ -214,12 +214,14 @@ def bench(
         str, typer.Argument(help="async, cli, engine, gateway, ...; a wrong one is answered with the list.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="How long chaos lasts; 10 when unset.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Where chaos begins; the first new one when unset.")] = None,
     json_: JsonFlag = False,
 ) -> None:
     """Measure ratios side by side on this machine.
 
     async, engine and trl take 15 to 17 minutes each on two quiet cores; --quick shortens them. How far a bench is
-    stands on standard error.
+    stands on standard error. chaos kills, stops and starves real runs and counts what they lose.
     """
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "__init__.py").is_file():
@@ -230,7 +232,8 @@ def bench(
     sys.path.insert(0, str(root))
     from benchmarks import run_bench
 
-    show(run_bench(name, quick=quick), json_)
+    options = {name: value for name, value in (("minutes", minutes), ("seed", seed)) if value is not None}
+    show(run_bench(name, quick=quick, **options), json_)
 
 
 @contextmanager

@@ -1,0 +1,179 @@
+"""A real run that is kept going: `shoal train`, started again with `--resume` whenever it ended."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks import on_path
+from benchmarks.chaos.schedule import Role
+from shoal.config import Config, to_toml
+from shoal.errors import ChildDied
+from shoal.net.process import PARENT
+
+STANDSTILL_S = 60.0
+"""Without a change of the log or of metrics.jsonl, and without an end."""
+POLL_S = 0.1
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MODULES = {
+    Role.ENGINE: "shoal.engine.http_server",
+    Role.TRAINER: "shoal.trainer.worker",
+    Role.REWARDS: "shoal.reward.worker",
+    Role.DRAWER: "shoal.tasks.procedural_worker",
+    Role.SANDBOX: "shoal.sandbox.launcher",
+}
+"""Part of the command line of each process but the main one."""
+WATCHED = ("metrics.jsonl", "log.sqlite", "log.sqlite-wal")
+MOST_BEGINNINGS = 10
+"""Starts without a log."""
+MOST_WORDS = 3000
+"""Kept of what an unnamed end said."""
+
+
+@dataclass(slots=True)
+class Victim:
+    """The run, its present process, and how the earlier ones ended."""
+
+    config: Config
+    folder: Path
+    """For what is not the run's: its terminal."""
+    extra: Mapping[str, str]
+    """Environment variables."""
+    on_end: Callable[[], None]
+    """Is called between two processes."""
+    resumed: int = 0
+    standstills: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
+    """Ends without a sentence, with the last words."""
+    sentences: list[str] = field(default_factory=list)
+    killed: bool = False
+    """Whether the main process was killed on purpose."""
+    ending: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+    _steps_before: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """Of the run."""
+        return Path(self.config.run_dir)
+
+    @property
+    def steps(self) -> int:
+        """Recorded in metrics.jsonl so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b'"kind":"step"') if path.exists() else 0
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the present process made a step."""
+        return self._process is not None and self.steps > self._steps_before
+
+    @property
+    def pid(self) -> int | None:
+        """Of the main process, while it lives."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def processes(self, role: Role | None = None) -> list[psutil.Process]:
+        """Those of a role that live now; all when none is named."""
+        if (pid := self.pid) is None:
+            return []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            main = psutil.Process(pid)
+            if role is Role.MAIN:
+                return [main]
+            below = main.children(recursive=True)
+            return [one for one in below if _is(one, role)] if role else [main, *below]
+        return []
+
+    async def live(self) -> None:
+        """Starts the run and starts it again, until `ending`; then interrupts it."""
+        (self.folder / "config.toml").write_text(to_toml(self.config))
+        first, beginnings = True, 0
+        while not self.ending:
+            terminal = self.folder / "terminal"
+            self.killed, self._steps_before = False, self.steps
+            begun = (self.run_dir / "log.sqlite").exists()
+            beginnings += not begun
+            if beginnings > MOST_BEGINNINGS:
+                raise ChildDied(f"chaos: the run never begins: {self.sentences[-1:] or self.unnamed[-1:]}")
+            with terminal.open("wb") as output:
+                self._process = self._started(output.fileno(), resume=begun)
+            try:
+                await self._watch(self._process, terminal)
+            finally:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
+            self._judge(self._process.returncode, _text(terminal))
+            self.resumed += not first
+            first = False
+            await asyncio.to_thread(self.on_end)
+
+    def _started(self, output: int, *, resume: bool) -> subprocess.Popen[bytes]:
+        arguments = ["train", str(self.folder / "config.toml"), *(["--resume"] if resume else [])]
+        return subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=self.folder,
+            env={**on_path(os.environ), **self.extra, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
+
+    async def _watch(self, process: subprocess.Popen[bytes], terminal: Path) -> None:
+        """Returns when the run has ended, or has stood still for too long."""
+        seen, since_s, interrupted = list(self._marks()), time.monotonic(), False
+        while process.poll() is None:
+            await asyncio.sleep(POLL_S)
+            if self.ending and not interrupted:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+            if (now := list(self._marks())) != seen:
+                seen, since_s = now, time.monotonic()
+            elif time.monotonic() - since_s > STANDSTILL_S:
+                process.send_signal(signal.SIGUSR1)  # has it say who waits for whom
+                await asyncio.sleep(1.0)
+                self.standstills.append((await asyncio.to_thread(_text, terminal))[-MOST_WORDS:])
+                self.killed = True
+                return
+
+    def _marks(self) -> Iterator[tuple[int, int]]:
+        for name in WATCHED:
+            with contextlib.suppress(FileNotFoundError):
+                status = (self.run_dir / name).stat()
+                yield status.st_size, status.st_mtime_ns
+
+    def _judge(self, code: int, said: str) -> None:
+        """Notes how a process ended: it was killed, or it says why in a sentence."""
+        lines = [line for line in said.splitlines() if line.startswith("shoal: ")]
+        if self.killed and code in (-signal.SIGKILL, -signal.SIGUSR1):
+            return
+        if lines and code in (2, 130) and "Traceback" not in said:
+            self.sentences.append(lines[-1])
+            return
+        self.unnamed.append(f"code {code}: {said[-MOST_WORDS:]}")
+
+    def events(self) -> list[str]:
+        """The names of all events of the run."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["name"] for line in lines if '"kind":"event"' in line and line.endswith("}")]
+
+
+def _text(terminal: Path) -> str:
+    return terminal.read_text(errors="replace")
+
+
+def _is(process: psutil.Process, role: Role) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(MODULES[role] in word for word in process.cmdline())
+    return False

@@ -1,0 +1,129 @@
+"""Chaos: the schedule, the second judge, and a short campaign of real faults against a real run."""
+
+import asyncio
+import json
+import sqlite3
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run_bench
+from benchmarks.chaos import QUICK_FAULTS, lines, next_seed, summed
+from benchmarks.chaos.campaign import Report, as_values, campaign
+from benchmarks.chaos.schedule import LONGEST_HOLD_S, PROCESS_KINDS, Kind, Role, schedule
+from benchmarks.chaos.victim import STANDSTILL_S
+from benchmarks.chaos.witness import Witness
+from shoal.errors import ConfigError
+from shoal.experience import Buffer, RunMeta
+from shoal.types import Completion, FinishReason, Group, Message, Reward, Rollout, Task, Turn
+from shoal.types import Role as Speaker
+
+SHORT_SEED = 1
+
+
+def test_a_seed_replays_its_schedule_and_another_seed_has_another_one() -> None:
+    first = list(islice(schedule(3), 500))
+    assert first == list(islice(schedule(3), 500))
+    assert first != list(islice(schedule(4), 500))
+
+
+def test_a_schedule_has_every_kind_of_fault_and_of_process() -> None:
+    faults = list(islice(schedule(0), 1000))
+    assert {fault.kind for fault in faults} == set(Kind)
+    for kind in PROCESS_KINDS:
+        assert {fault.role for fault in faults if fault.kind is kind} == set(Role)
+    assert all((fault.role is None) == (fault.kind not in PROCESS_KINDS) for fault in faults)
+    assert max(LONGEST_HOLD_S.values()) < STANDSTILL_S / 4, "what is held that long is no standstill of the run's own"
+
+
+def test_several_runs_add_up(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    assert next_seed(lines(results)) == 0
+    reports = [Report(4, 2, {"kill main": 2}, audit_ok=True), Report(5, 3, {"kill main": 1, "clock": 2}, lost=1)]
+    results.write_text("".join(json.dumps(as_values(report)) + "\n" for report in reports))
+    assert next_seed(lines(results)) == 6
+    total = summed(lines(results))
+    assert total["faults"] == 5
+    assert total["lost"] == 1
+    assert total["kinds"] == {"clock": 2, "kill main": 3}
+    assert total["audit_ok"] is False
+    assert total["seeds"] == [4, 5]
+
+
+def test_options_of_chaos_are_refused_for_others() -> None:
+    with pytest.raises(ConfigError, match="expected no --minutes for cli"):
+        run_bench("cli", quick=True, minutes=1.0)
+
+
+def rollout(name: str, version: int) -> Rollout:
+    drawn = Completion((1, 2), (-0.5, -0.5), (version, version), FinishReason.STOP)
+    return Rollout(name, (Message(Speaker.USER, "?"),), (Turn((1,), drawn),), Reward(1.0))
+
+
+async def trained(run_dir: Path, steps: int) -> None:
+    """A log of so many steps, of one group each."""
+    buffer = Buffer.open(run_dir, RunMeta(1, "drop", 1, 1), max_running=4, resume=False)
+    for step in range(steps):
+        admitted = await buffer.admit(f"g{step}", "a")
+        rollouts = tuple(rollout(f"g{step}/{i}", admitted) for i in range(2))
+        await buffer.add(Group(f"g{step}", Task(f"g{step}", "a", ()), rollouts, admitted))
+        (group,) = await buffer.take(1, step)
+        await buffer.consumed(step, step, [group.id], version_after=step + 1)
+        buffer.publish(step + 1)
+        if step == 2:
+            await buffer.archive(1)
+    await buffer.close()
+
+
+def edited(run_dir: Path, statement: str) -> None:
+    with sqlite3.connect(run_dir / "log.sqlite") as connection:
+        connection.execute(statement)
+
+
+def seen(run_dir: Path) -> Witness:
+    witness = Witness("drop", 1)
+    witness.look(run_dir)
+    assert witness.lost == witness.doubled == witness.stale == []
+    return witness
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("DELETE FROM groups WHERE group_id = 'g4'", "lost"),
+        ("DELETE FROM started WHERE group_id = 'g4'", "lost"),
+        ("DELETE FROM steps WHERE step = 3", "lost"),
+        ("DELETE FROM consumed WHERE step = 3", "lost"),
+        ("UPDATE rollouts SET body = zeroblob(9) WHERE finished_seq = 5 AND position = 0", "lost"),
+        ("INSERT INTO consumed VALUES (1, 9, 0, 4, 0, 0)", "doubled"),
+        ("INSERT INTO ended VALUES ('g4', 'dropped', 'stale', 2)", "doubled"),
+        ("UPDATE steps SET version = version + 5 WHERE step = 4", "stale"),
+    ],
+)
+def test_the_witness_sees_what_a_log_lost_repeated_or_trained_too_late(
+    tmp_path: Path, statement: str, found: str
+) -> None:
+    asyncio.run(trained(tmp_path, 5))
+    witness = seen(tmp_path)
+    edited(tmp_path, statement)
+    witness.look(tmp_path)
+    assert getattr(witness, found)
+
+
+def test_the_witness_sees_a_step_that_the_loop_took_twice_and_one_that_the_log_lost(tmp_path: Path) -> None:
+    asyncio.run(trained(tmp_path, 3))
+    witness = seen(tmp_path)
+    told = [{"kind": "step", "step": step} for step in (1, 2, 2, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
+    witness.look(tmp_path)
+    assert witness.doubled == ["step 2 was taken 2 times"]
+    assert witness.lost == ["step 8, which metrics.jsonl tells of"]
+
+
+def test_a_run_under_faults_loses_doubles_and_outdates_nothing_and_always_says_why_it_ended() -> None:
+    report = asyncio.run(campaign(SHORT_SEED, 200.0, QUICK_FAULTS))
+    assert report.ok, report.evidence
+    assert report.faults == QUICK_FAULTS
+    assert report.resumed >= 1
+    assert report.steps >= 4
