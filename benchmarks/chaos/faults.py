@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import nats
@@ -88,7 +88,6 @@ class Faults:
     """Subjects and frames."""
     full: bool = False
     """Whether the disk is full now."""
-    _stopped: list[psutil.Process] = field(default_factory=list)
 
     def left_out(self) -> Mapping[str, str]:
         """Kinds that this machine does not allow, and why."""
@@ -114,17 +113,17 @@ class Faults:
         }
         return await does[fault.kind](fault)
 
-    async def _found(self, role: Role | None) -> psutil.Process | None:
-        """A process of a role; sandboxes live for a moment only."""
+    async def _found(self, role: Role | None, seed: int) -> psutil.Process | None:
+        """One process of a role; sandboxes live for a moment only."""
         deadline_s = time.monotonic() + SEARCH_S
         while time.monotonic() < deadline_s:
             if found := self.victim.processes(role):
-                return found[0]
+                return random.Random(seed).choice(found)
             await asyncio.sleep(TICK_S)
         return None
 
     async def _kill(self, fault: Fault) -> bool:
-        process = await self._found(fault.role)
+        process = await self._found(fault.role, fault.seed)
         if process is None:
             return False
         if fault.role is Role.MAIN:
@@ -132,7 +131,7 @@ class Faults:
         return _signalled(process, signal.SIGKILL)
 
     async def _stop(self, fault: Fault) -> bool:
-        process = await self._found(fault.role)
+        process = await self._found(fault.role, fault.seed)
         if process is None or not _signalled(process, signal.SIGSTOP):
             return False
         try:
@@ -142,7 +141,7 @@ class Faults:
         return True
 
     async def _slow(self, fault: Fault) -> bool:
-        process = await self._found(Role.ENGINE)
+        process = await self._found(Role.ENGINE, fault.seed)
         deadline_s = time.monotonic() + fault.hold_s
         while process is not None and time.monotonic() < deadline_s:
             try:
@@ -187,7 +186,7 @@ class Faults:
 
     async def _cut(self, fault: Fault) -> bool:
         dice = random.Random(fault.seed)
-        process = await self._found(Role.ENGINE)
+        process = await self._found(Role.ENGINE, fault.seed)
         if process is None:
             return False
         with contextlib.suppress(psutil.Error):

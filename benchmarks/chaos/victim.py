@@ -32,6 +32,8 @@ MODULES = {
     Role.SANDBOX: "shoal.sandbox.launcher",
 }
 """Part of the command line of each process but the main one."""
+BOXED_WORKER = MODULES[Role.REWARDS].encode().hex()
+"""In the command line of a box, when it is no program's, but a reward worker's."""
 WATCHED = ("metrics.jsonl", "log.sqlite", "log.sqlite-wal")
 MOST_BEGINNINGS = 10
 """Starts without a log."""
@@ -175,5 +177,6 @@ def _text(terminal: Path) -> str:
 
 def _is(process: psutil.Process, role: Role) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return any(MODULES[role] in word for word in process.cmdline())
+        words = " ".join(process.cmdline())
+        return MODULES[role] in words and not (role is Role.SANDBOX and BOXED_WORKER in words)
     return False

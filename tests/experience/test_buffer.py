@@ -1,6 +1,7 @@
 """What the buffer promises to generation, to training and to a resumed run."""
 
 import asyncio
+import resource
 import sqlite3
 from dataclasses import replace
 
@@ -358,6 +359,17 @@ def test_a_file_that_is_no_log_is_one_clear_sentence(tmp_path):
     (tmp_path / FILE).write_bytes(b"hello" * 1000)
     with pytest.raises(RunDirError, match="is not a log"):
         open_buffer(tmp_path, resume=True)
+
+
+def test_a_log_that_finds_no_room_when_it_is_opened_is_called_no_other_thing(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(RunDirError, match=r"cannot be written: .*; free space, then --resume"):
+            open_buffer(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    asyncio.run(open_buffer(tmp_path, resume=True).close())
 
 
 def test_a_log_cut_off_while_it_was_created_starts_over(tmp_path):

@@ -174,6 +174,28 @@ def test_a_worker_killed_in_the_middle_of_a_group_is_replaced_and_every_answer_s
     assert values(run(work)) == [1.0] * 60
 
 
+def test_a_worker_killed_before_it_is_ready_is_started_again(drawn: Callable[[str], Task]) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> list[Reward]:
+        (first,) = scorer.pids
+        os.kill(first, signal.SIGKILL)
+        scoring = asyncio.create_task(scorer.score(coin, [coin.answer or ""]))
+        await until(lambda: bool(others(first)))
+        for child in others(first):
+            child.kill()
+        return await scoring
+
+    def others(first: int) -> list[psutil.Process]:
+        return [
+            child
+            for child in psutil.Process().children()
+            if child.pid != first and "shoal.sandbox" in " ".join(child.cmdline())
+        ]
+
+    assert values(run(work)) == [1.0]
+
+
 def test_an_answer_that_kills_its_worker_twice_is_failed_and_the_next_one_scored(drawn: Callable[[str], Task]) -> None:
     coin = drawn("coin_flip")
 

@@ -29,6 +29,8 @@ INTERRUPTED = "interrupted"
 """The reason of groups that were in flight when the process that ran them ended."""
 OPEN_TIMEOUT_S = 30.0
 """How long opening a log waits for another program's lock."""
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+"""What a full disk, or one that nobody may write, makes of a statement."""
 BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
@@ -164,6 +166,8 @@ def unusable(path: Path, error: sqlite3.Error) -> RunDirError:
     """What to say of a log that cannot be opened."""
     if is_locked(error):
         return RunDirError(f"{path} is locked by another program; end that one, then --resume")
+    if error.sqlite_errorcode & 0xFF in _NO_ROOM:
+        return RunDirError(f"{path} cannot be written: {error}; free space, then --resume")
     return RunDirError(f"{path} is not a log: {error}")
 
 

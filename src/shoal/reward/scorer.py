@@ -42,6 +42,7 @@ RECYCLE_AFTER = 20_000
 WINDOW = 4096
 """Answers and groups that the percentiles are taken over."""
 
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 KILLED_BY_BOUND = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 """How a worker ends whose judgement was deaf to signals: by itself, and within a sandbox."""
 
@@ -261,21 +262,26 @@ class WorkerScorer:
             work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
 
     async def _worker(self, slot: _Slot) -> "_Worker":
-        """The slot's worker, started when there is none."""
+        """The slot's worker, started when there is none; one that is killed before it is ready is started again."""
         await self._reap()
-        if slot.worker is None:
+        for attempt in range(START_RETRIES + 1):
+            if slot.worker is not None:
+                break
             worker = await self._started()
             try:
                 await worker.receive(START_TIMEOUT_S)
+                slot.worker = worker
             except BaseException as error:
                 worker.kill()
                 self._ended.append(worker)
                 if isinstance(error, TimeoutError):
                     raise ChildDied(f"a reward worker was not ready after {START_TIMEOUT_S:g} s") from None
-                raise
-            slot.worker = worker
+                if not isinstance(error, ChildDied) or not worker.was_killed or attempt == START_RETRIES:
+                    raise
+                continue
             slot.started += 1
             slot.scored = 0
+        assert slot.worker is not None
         return slot.worker
 
     async def _started(self) -> "_Worker":
@@ -336,6 +342,11 @@ class _Worker(Child):
             packages=[*installed_packages(), own_package().parent],
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
         )
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it, with its box or within it: no fault of its own."""
+        return self._process.returncode in KILLED
 
     async def _death(self) -> ChildDied:
         """Tells the end that the kernel made of a judgement deaf to signals from all others."""
