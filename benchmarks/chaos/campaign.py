@@ -23,7 +23,7 @@ from shoal.experience.audit import audit
 from shoal.experience.findings import AuditReport, Check
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_generator import generate
-from shoal.swarm.generator import Pace
+from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.rules import RuleSolver
 from shoal.swarm.server import NatsServer, ServerOptions
 
@@ -138,7 +138,7 @@ async def _swarm(root: Path, seed: int) -> AsyncIterator[str]:
         return
     async with NatsServer(ServerOptions(root / "server")) as server:
         honest = config_of(seed, root, root / "honest", server.url)
-        giving = asyncio.create_task(generate(honest, RuleSolver("truth", 0), Pace(2, 0.5)))
+        giving = asyncio.create_task(generate(honest, RuleSolver("truth", 0), GeneratorPace(2, 0.5)))
         try:
             yield server.url
         finally:
