@@ -225,7 +225,7 @@ class _Bench:
             self._prepared,
             listeners=[keep],
             scorer=CoinScorer(),
-            desk=FixedLengths,
+            single_turn=FixedLengths,
             threads=threads,
         )
         assert len(steps) == self._work.steps
@@ -246,15 +246,15 @@ class _Bench:
         tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
         config, folder = self._config(work.max_staleness, "keep", work.rollouts_per_step), self._new_folder()
         async with (
-            serving(config, self._prepared, folder, scorer=CoinScorer(), desk=FixedLengths, threads=threads) as (
+            serving(config, self._prepared, folder, scorer=CoinScorer(), single_turn=FixedLengths, threads=threads) as (
                 engine,
-                desk,
+                single_turn,
             ),
             asyncio.TaskGroup() as tasks,
         ):
             began_s, before = time.monotonic(), await engine.info()
             answering = [
-                tasks.create_task(desk.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
+                tasks.create_task(single_turn.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
                 for index in range(work.groups)
             ]
             rate = await _rate_while_full(engine, answering, began_s, before.tokens_drawn)

@@ -23,7 +23,7 @@ from shoal.interfaces import Claim, NotOurs
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemoryHub
+from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.node_files import INTAKE_PER_S, Intake, NodeDeps
@@ -74,11 +74,11 @@ def _admission(count: int) -> tuple[float, float]:
         claim = Claim("bench", f"question {i}", "truth")
         made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
         frames.append(seals[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
-    door = IngressFilter("reef", "", UNLIMITED)
+    ingress = IngressFilter("reef", "", UNLIMITED)
     began_s = time.process_time()
-    admitted = sum(isinstance(door.admit(frame, now_s), VerifiedMessage) for frame in frames)
+    admitted = sum(isinstance(ingress.admit(frame, now_s), VerifiedMessage) for frame in frames)
     took_s = time.process_time() - began_s
-    assert admitted == count, door.refused
+    assert admitted == count, ingress.refused
     return count / took_s, sum(map(len, frames)) / count
 
 
@@ -94,17 +94,17 @@ def _with_receipts(count: int) -> float:
 
 async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     rng, now_s = random.Random(0), 1.8e9
-    seal, door = Signer(Identity.fresh(), "reef", session=1), IngressFilter("reef", "", UNLIMITED)
+    seal, ingress = Signer(Identity.fresh(), "reef", session=1), IngressFilter("reef", "", UNLIMITED)
     frames = []
     for task in tasks:
         made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
         frames.append(seal.frame(Kind.OFFER, offers.encode(made), now_s))
     began_s = time.perf_counter()
     for frame in frames:
-        letter = door.admit(frame, now_s)
-        assert isinstance(letter, VerifiedMessage)
-        assert isinstance(letter.content, Offer)
-        assert isinstance(await own.task(letter.content.claim), Task)
+        message = ingress.admit(frame, now_s)
+        assert isinstance(message, VerifiedMessage)
+        assert isinstance(message.content, Offer)
+        assert isinstance(await own.task(message.content.claim), Task)
     return len(frames) / (time.perf_counter() - began_s)
 
 
@@ -148,8 +148,8 @@ def _simulation(count: int) -> tuple[float, int]:
 
 
 async def _swarm(count: int, folder: Path) -> int:
-    hub = MemoryHub()
-    nodes = [_member(hub.join(), folder / str(i), i) for i in range(count)]
+    hub = MemorySwarm()
+    nodes = [_peer(hub.join(), folder / str(i), i) for i in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(node.run()) for node in nodes]
         steps = [tasks.create_task(_steps(node, i)) for i, node in enumerate(nodes)]
@@ -159,7 +159,7 @@ async def _swarm(count: int, folder: Path) -> int:
     return sum(node.tally.taken for node in nodes)
 
 
-def _member(exchange: MemoryExchange, folder: Path, i: int) -> Node:
+def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
     """Reads two frames a second: a small node in a large swarm."""
     coins = _Coins()
     loop = asyncio.get_running_loop()

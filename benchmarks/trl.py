@@ -236,7 +236,7 @@ class _Comparison:
                 Prepared(self.model_dir, renderer, service, CONTEXT, len(prompt)),
                 listeners=[keep],
                 scorer=CoinScorer(),
-                desk=SingleTurn if self.case.ends else Endless,
+                single_turn=SingleTurn if self.case.ends else Endless,
             )
         )
         return shoal_figures(steps, outcome.staleness_max)

@@ -9,7 +9,7 @@ from shoal.config import parse
 from shoal.experience import Buffer
 from shoal.run.loop import TrainLoop
 from shoal.run.training import run_meta
-from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
@@ -71,7 +71,7 @@ def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
         node = Node(
-            NodeDeps(MemoryHub().join(), cast(Any, None), cast(Any, None), cast(Any, None), 64, "tiny"),
+            NodeDeps(MemorySwarm().join(), cast(Any, None), cast(Any, None), cast(Any, None), 64, "tiny"),
             config.swarm,
             Identity.fresh(),
             tmp_path / "swarm",

@@ -97,7 +97,7 @@ def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop) -> Recording:
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         parts: Any = SimpleNamespace(
             config=CONFIG, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
-            store=WeightStore(run_dir / "weights"), desk=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
+            store=WeightStore(run_dir / "weights"), single_turn=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
         )  # fmt: skip
         loop = kind(parts, first_step=0, version=0)
         async with asyncio.TaskGroup() as tasks:

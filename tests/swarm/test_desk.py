@@ -20,7 +20,7 @@ from shoal.net.server import uvicorn_config
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemoryHub
+from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
 from shoal.swarm.human.questions import (
     MOST_ANSWERS,
@@ -52,8 +52,8 @@ def question(id_: str = "q", opened_s: float = 0.0) -> OpenQuestion:
     return OpenQuestion(id_, TASK, CLAIM, opened_s)
 
 
-def said(value: float, visitor: str = "ann", at_s: float = 0.0, text: str = "?") -> Given:
-    return Given(visitor, text, Reward(value), at_s)
+def said(value: float, user: str = "ann", at_s: float = 0.0, text: str = "?") -> Given:
+    return Given(user, text, Reward(value), at_s)
 
 
 def asked(*values: float, at_s: float = 0.0) -> tuple[OpenQuestions, OpenQuestion]:
@@ -175,8 +175,8 @@ class ExactScorer:
 class Site:
     """A running desk, its URL, and the swarm's other side."""
 
-    def __init__(self, url: str, desk: HumanNode, member: MemoryExchange, other: MemoryExchange) -> None:
-        self.url, self.desk, self.member, self._other = url, desk, member, other
+    def __init__(self, url: str, node: HumanNode, member: MemoryExchange, other: MemoryExchange) -> None:
+        self.url, self.node, self.member, self._other = url, node, member, other
         self._door = IngressFilter("reef", PEER.peer_id)
 
     async def offer(self) -> tuple[str, Offer]:
@@ -184,9 +184,9 @@ class Site:
         async with asyncio.timeout(10):
             while True:
                 for frame in await self._other.receive(1):
-                    letter = self._door.admit(frame, 1e9)
-                    if isinstance(letter, VerifiedMessage) and isinstance(letter.content, Offer):
-                        return letter.peer_id, letter.content
+                    message = self._door.admit(frame, 1e9)
+                    if isinstance(message, VerifiedMessage) and isinstance(message.content, Offer):
+                        return message.peer_id, message.content
 
 
 @asynccontextmanager
@@ -195,26 +195,26 @@ async def site(
     *,
     rates: Rates | None = None,
     before: Sequence[Offer] = (),
-    joined: Callable[[MemoryHub], MemoryExchange] = MemoryHub.join,
+    joined: Callable[[MemorySwarm], MemoryExchange] = MemorySwarm.join,
 ) -> AsyncIterator[Site]:
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
     options = {"scorer": "exact", "eval_share": 0.4, "system_prompt": "One letter."}
     config = TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options})
-    service, hub = JsonlService(config, 0), MemoryHub()
+    service, hub = JsonlService(config, 0), MemorySwarm()
     own, member, other = OwnTasks([service]), joined(hub), hub.join()
     seal = Signer(PEER, "reef", session=1)
     for content in before:
         hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, offers.encode(content), 1e9))
     means = HumanNodeDeps(member, own, ExactScorer(), lambda index: service.draw(Split.TRAIN, index))
-    desk = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
+    node = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
     with listening_socket("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn_config(HumanServer(desk, rates).app))
+        server = uvicorn.Server(uvicorn_config(HumanServer(node, rates).app))
         async with asyncio.TaskGroup() as parts:
-            running = parts.create_task(desk.run())
+            running = parts.create_task(node.run())
             serving = parts.create_task(server.serve(sockets=[listening]))
-            yield Site(url, desk, member, other)
+            yield Site(url, node, member, other)
             server.should_exit = True
             await serving
             running.cancel()
@@ -254,21 +254,21 @@ def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_path: Pa
             first, second = await ann.ask(), await bob.ask()
             assert first["question"] == second["question"]  # both get the same one, so that there can be a group
             assert first["instructions"] == "One letter."
-            letter = str(first["question"])[-1]
-            assert letter not in first.values()
+            message = str(first["question"])[-1]
+            assert message not in first.values()
             wrong = await ann.say(first, "?")
             assert (wrong["right"], wrong["tries_left"], wrong["truth"], wrong["others"]) == (False, 2, None, [])
-            right = await bob.say(second, letter)
-            assert (right["right"], right["tries_left"], right["truth"]) == (True, 0, letter)
+            right = await bob.say(second, message)
+            assert (right["right"], right["tries_left"], right["truth"]) == (True, 0, message)
             assert right["others"] == [
                 {"generator": "person", "model": "", "text": "?", "status": "scored", "reward": 0.0, "right": False}
             ]
             author, offer = await at.offer()
             assert author == HERE.peer_id
-            assert offer.claim == Claim("letters", f"say {letter}", letter)
+            assert offer.claim == Claim("letters", f"say {message}", message)
             assert (offer.generator, offer.rollouts) == (
                 GeneratorKind.PERSON,
-                (OfferedRollout("?"), OfferedRollout(letter)),
+                (OfferedRollout("?"), OfferedRollout(message)),
             )
             async with ann.http.get(f"{at.url}/api/state/{first['id']}") as reply:
                 assert await reply.json() == {"state": "shared"}
@@ -285,7 +285,7 @@ def test_an_offer_waits_for_an_exchange_that_is_away(tmp_path: Path) -> None:
             await ann.say(found, "?")
             await ann.say(found, str(found["question"])[-1])
             await asyncio.sleep(0.6)
-            assert at.desk.tally.shared == 0
+            assert at.node.tally.shared == 0
             at.member.away = False
             _, offer = await at.offer()
             assert len(offer.rollouts) == 2
@@ -311,7 +311,7 @@ def test_an_offer_whose_acknowledgement_was_lost_is_the_same_bytes_the_next_time
             found = await ann.ask()
             await ann.say(found, "?")
             await ann.say(found, str(found["question"])[-1])
-            await until(lambda: at.desk.tally.shared == 1)
+            await until(lambda: at.node.tally.shared == 1)
             assert isinstance(at.member, FirstAcknowledgementLost)
             assert at.member.sent == at.member.sent[:1] * 2
 
@@ -326,12 +326,12 @@ def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) 
     async def main() -> None:
         lies = [of_peer("say nothing", "x"), of_peer("say b", "c")] * 20
         async with site(tmp_path, before=lies) as at, Visitor(at.url) as ann:
-            await until(lambda: len(at.desk._offered) == len(lies))
+            await until(lambda: len(at.node._offered) == len(lies))
             seen = await ann.ask()
             for _ in range(6):
                 seen = await ann.ask(seen["id"])
                 assert seen["question"] != "say nothing"
-            assert at.desk.door.refused[Reason.UNKNOWN_TASK] > 0
+            assert at.node.ingress.refused[Reason.UNKNOWN_TASK] > 0
 
     asyncio.run(main())
 
@@ -343,8 +343,8 @@ def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with site(tmp_path, before=[offer]) as at:
-            await until(lambda: bool(at.desk.status()["refused"]))
-            assert at.desk.status()["refused"] == {"banned": 1}
+            await until(lambda: bool(at.node.status()["refused"]))
+            assert at.node.status()["refused"] == {"banned": 1}
             assert json.loads((tmp_path / "status.json").read_text())["peer_id"] == HERE.peer_id
 
     asyncio.run(main())
@@ -389,7 +389,7 @@ def test_a_page_refuses_with_a_sentence(tmp_path: Path) -> None:
 
 def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp_path: Path) -> None:
     async def main() -> None:
-        rates = Rates(lambda: 0.0, visitor_per_s=1, burst=4)
+        rates = Rates(lambda: 0.0, user_per_s=1, burst=4)
         async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
             statuses = [(await ann.post("question"))[0] for _ in range(6)]
             assert statuses == [200] * 4 + [429] * 2
@@ -403,7 +403,7 @@ def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp
 
 def test_a_made_up_cookie_is_nobodys_and_a_forwarded_address_is_no_new_allowance(tmp_path: Path) -> None:
     async def main() -> None:
-        rates = Rates(lambda: 0.0, visitor_per_s=0.1, burst=2)  # an address may ask ten times
+        rates = Rates(lambda: 0.0, user_per_s=0.1, burst=2)  # an address may ask ten times
         async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
             found = await ann.ask()
             body = {"question": found["id"], "text": "a"}

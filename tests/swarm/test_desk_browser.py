@@ -50,7 +50,7 @@ questions = 2
 external_groups = 1
 """
 EVIL = "<img src=x onerror=\"document.title='owned'\"></pre><script>document.title='owned'</script>"
-QUESTIONS = {f"say {letter}{n}": letter for letter in "abcdefgh" for n in range(4)}
+QUESTIONS = {f"say {message}{n}": message for message in "abcdefgh" for n in range(4)}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 
 @asynccontextmanager
-async def desk(config: Path, server: str, *options: str) -> AsyncIterator[tuple[str, str]]:
+async def node(config: Path, server: str, *options: str) -> AsyncIterator[tuple[str, str]]:
     """URL and peer id of a desk as a user starts it."""
     command = [SHOAL, "swarm", "desk", str(config), "--port", "0", f'--swarm.servers=["{server}"]', *options]
     process = await asyncio.create_subprocess_exec(*command, cwd=config.parent, stdout=subprocess.PIPE)
@@ -104,7 +104,7 @@ def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_
     async def main() -> None:
         async with (
             NatsServer(ServerOptions(config.parent / "server")) as server,
-            desk(config, server.url, "--wait-s", "0") as (url, peer),
+            node(config, server.url, "--wait-s", "0") as (url, peer),
             chromium(config.parent / "profile") as page,
         ):
             await page.goto(url)
@@ -152,7 +152,7 @@ async def offered(server: str, question: str) -> None:
 
 def test_what_peers_wrote_is_shown_as_text_to_those_who_have_answered(config: Path) -> None:
     async def main() -> None:
-        async with NatsServer(ServerOptions(config.parent / "server")) as server, desk(config, server.url) as (url, _):
+        async with NatsServer(ServerOptions(config.parent / "server")) as server, node(config, server.url) as (url, _):
             # Half of the questions are peers'; more than enough offers for one of them to be asked soon.
             for question in list(QUESTIONS)[::4]:
                 await offered(server.url, question)

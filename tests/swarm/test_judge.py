@@ -24,7 +24,8 @@ from shoal.net.listening import listening_socket
 from shoal.run.serve_judge import NINE
 from shoal.swarm.chat import ModelAt
 from shoal.swarm.identity import Identity
-from shoal.swarm.judge.client import audited, fitting, statements, take
+from shoal.swarm.judge.client import audit as audit_judge
+from shoal.swarm.judge.client import fitting, statements, take
 from shoal.swarm.judge.commitment import opens
 from shoal.swarm.judge.condition import Condition
 from shoal.swarm.judge.judging import ChallengeRefused, Judge, Rules
@@ -43,7 +44,7 @@ from shoal.swarm.judge.messages import (
 )
 from shoal.swarm.judge.page import leaderboard_html
 from shoal.swarm.judge.server import JudgeServer
-from shoal.swarm.judge.store import FILE, JudgeStore, KeptSitting
+from shoal.swarm.judge.store import FILE, JudgeStore, KeptRound
 from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Reward, RewardStatus, Task
 
@@ -88,9 +89,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def judge(tmp_path: Path, drawer: ProceduralClient, clock: Clock) -> Iterator[Judge]:
-    book = JudgeStore(tmp_path)
-    yield Judge(book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock, steady=clock)
-    book.close()
+    store = JudgeStore(tmp_path)
+    yield Judge(store, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock, steady=clock)
+    store.close()
 
 
 def ask(judge: Judge, identity: Identity = ME, model: str = "m") -> bytes:
@@ -135,42 +136,42 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
         assert (verdict.score, [mark.passed for mark in verdict.marks]) == (0.5, [True, True, False, False])
 
     asyncio.run(main())
-    (standing,) = judge.book.standings(judge.now_s())
+    (standing,) = judge.store.standings(judge.now_s())
     assert (standing.peer_id, standing.score, standing.round) == (ME.peer_id, 0.5, 7)
     assert standing.specialties == (("chain_sum", 1.0), ("gcd", 0.0))
 
 
-def kept(book: JudgeStore, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
+def kept(store: JudgeStore, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
     """Answered challenges of ten questions each."""
     for i, score in enumerate(scores):
         asked = ChallengeRequest(HERE.peer_id, model, Condition.SOLO, 1, start_s + i)
         id_ = f"{peer_id}/{model}/{i}"
-        book.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
+        store.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
         marks = [GradedAnswer("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
-        book.mark(id_, b"", marks, score)
+        store.mark(id_, b"", marks, score)
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Iterator[JudgeStore]:
+def store(tmp_path: Path) -> Iterator[JudgeStore]:
     one = JudgeStore(tmp_path)
-    one.put_sitting(KeptSitting(0, 0.0, 1.0, 2.0, b"", b""))
+    one.put_round(KeptRound(0, 0.0, 1.0, 2.0, b"", b""))
     yield one
     one.close()
 
 
-def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(book: JudgeStore) -> None:
+def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(store: JudgeStore) -> None:
     for i in range(60):
-        kept(book, "many", f"name{i}", [0.9 if i == 7 else 0.5], float(i))
-    kept(book, "honest", "coin", [0.5] * 10)
-    assert [(one.peer_id, one.score) for one in book.standings(1e9)] == [("honest", 0.5), ("many", 0.5)]
-    assert {one.node for one in book.judged(1e9)} == {"many", "honest"}
+        kept(store, "many", f"name{i}", [0.9 if i == 7 else 0.5], float(i))
+    kept(store, "honest", "coin", [0.5] * 10)
+    assert [(one.peer_id, one.score) for one in store.standings(1e9)] == [("honest", 0.5), ("many", 0.5)]
+    assert {one.node for one in store.judged(1e9)} == {"many", "honest"}
 
 
-def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(book: JudgeStore) -> None:
+def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(store: JudgeStore) -> None:
     for i in range(60):
-        kept(book, f"key{i:02}", "coin", [0.9 if i == 7 else 0.5])
-    kept(book, "better", "m", [0.7] * 10)
-    first, second = book.standings(1e9)[:2]
+        kept(store, f"key{i:02}", "coin", [0.9 if i == 7 else 0.5])
+    kept(store, "better", "m", [0.7] * 10)
+    first, second = store.standings(1e9)[:2]
     assert (first.peer_id, second.peer_id) == ("better", "key07")
     assert second.at_least < 0.5 < first.at_least
 
@@ -217,7 +218,7 @@ def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
         other = await challenged(judge, OTHER)
         texts = [tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other)]
         assert len(set(texts)) == 3
-        again = Judge(judge.book, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
+        again = Judge(judge.store, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
         _, verdict = opened(await again.verdict(answers(first, right(first))), ChallengeVerdict)
         assert verdict.score == 0.5
 
@@ -227,11 +228,11 @@ def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
 def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judge, clock: Clock) -> None:
     async def main() -> None:
         challenge = await challenged(judge)
-        assert judge.book.standings(clock.now_s) == []
+        assert judge.store.standings(clock.now_s) == []
         clock.now_s = challenge.deadline_s + 1
-        (standing,) = judge.book.standings(clock.now_s)
+        (standing,) = judge.store.standings(clock.now_s)
         assert (standing.score, standing.unanswered) == (0.0, 1)
-        assert [one.score for one in judge.book.judged(clock.now_s)] == [0.0]
+        assert [one.score for one in judge.store.judged(clock.now_s)] == [0.0]
         with pytest.raises(ChallengeRefused, match="deadline"):
             await judge.verdict(answers(challenge, right(challenge)))
 
@@ -361,7 +362,7 @@ def test_the_leaderboard_shows_names_as_text(judge: Judge) -> None:
         await judge.verdict(answers(challenge, right(challenge)))
 
     asyncio.run(main())
-    html = leaderboard_html(HERE.peer_id, judge.book.standings(judge.now_s()), ["chain_sum", "gcd"])
+    html = leaderboard_html(HERE.peer_id, judge.store.standings(judge.now_s()), ["chain_sum", "gcd"])
     assert "<script" not in html
     assert "&lt;script&gt;" in html
     assert "0.500" in html
@@ -414,7 +415,7 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
             await serving
 
     asyncio.run(main())
-    assert judge.book.standings(judge.now_s()) == []
+    assert judge.store.standings(judge.now_s()) == []
 
 
 def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
@@ -428,14 +429,14 @@ def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, dr
     judge.rehearse()
     wordy = replace(SUMS, system_prompt="x" * 16_000)
     with pytest.raises(ConfigError, match="expected fewer of every specialty"):
-        Judge(judge.book, HERE, [wordy], drawer, ExactScorer(), Rules(each=20)).rehearse()
+        Judge(judge.store, HERE, [wordy], drawer, ExactScorer(), Rules(each=20)).rehearse()
 
 
 def test_an_audit_finds_a_judge_that_cheats(
     judge: Judge, drawer: ProceduralClient, clock: Clock, model_url: str, tmp_path: Path
 ) -> None:
-    async def audit(url: str) -> tuple[int, list[str]]:
-        return await audited(url, drawer, ExactScorer(), judge=HERE.peer_id)
+    async def audited(url: str) -> tuple[int, list[str]]:
+        return await audit_judge(url, drawer, ExactScorer(), judge=HERE.peer_id)
 
     async def main() -> None:
         with listening_socket("127.0.0.1", 0) as listening:
@@ -448,24 +449,24 @@ def test_an_audit_finds_a_judge_that_cheats(
             assert (verdict.score, silent) == (0.5, 0)
             with pytest.raises(WireError, match="expected one of"):
                 await take(url, ModelAt(model_url, "m"), ME, arm=Condition.SOLO, round_=1, judge=OTHER.peer_id)
-            assert await audit(url) == (0, [])
+            assert await audited(url) == (0, [])
             unanswered = await challenged(judge)
             clock.now_s += 3600 + 601
-            assert await audit(url) == (2, [])
-            book = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-            (asked,) = book.execute("SELECT ask FROM challenges WHERE attempt = 1").fetchone()
+            assert await audited(url) == (2, [])
+            store = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+            (asked,) = store.execute("SELECT ask FROM challenges WHERE attempt = 1").fetchone()
             for change, words in CHEATS:
-                book.execute(f"UPDATE challenges SET {change} WHERE id = ?", (unanswered.id,))
-                _, (complaint,) = await audit(url)
+                store.execute(f"UPDATE challenges SET {change} WHERE id = ?", (unanswered.id,))
+                _, (complaint,) = await audited(url)
                 assert words in complaint, change
                 back = "UPDATE challenges SET answers = NULL, attempt = 1, ask = ? WHERE id = ?"
-                book.execute(back, (asked, unanswered.id))
-            book.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
-            _, (complaint,) = await audit(url)
+                store.execute(back, (asked, unanswered.id))
+            store.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
+            _, (complaint,) = await audited(url)
             assert "other marks" in complaint
-            book.execute("UPDATE sittings SET seed = zeroblob(32) WHERE number = 0")
-            book.close()
-            assert await audit(url) == (0, ["sitting 0: the seed is not the one that was committed to"])
+            store.execute("UPDATE sittings SET seed = zeroblob(32) WHERE number = 0")
+            store.close()
+            assert await audited(url) == (0, ["sitting 0: the seed is not the one that was committed to"])
             server.should_exit = True
             await serving
 
@@ -515,7 +516,7 @@ def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
 ) -> None:
     async def main() -> None:
         await challenged(judge)
-        other = Judge(judge.book, HERE, [GCD], drawer, ExactScorer(), Rules(each=1), clock=clock)
+        other = Judge(judge.store, HERE, [GCD], drawer, ExactScorer(), Rules(each=1), clock=clock)
         assert len((await challenged(other)).questions) == 4
         clock.now_s = statements(judge.ledger(), None)[0][1].closes_s + 1
         assert len((await challenged(other)).questions) == 1

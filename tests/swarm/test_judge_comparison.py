@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from shoal.swarm.judge.comparison import binned, compared, mann_whitney
+from shoal.swarm.judge.comparison import binned, compare, mann_whitney
 from shoal.swarm.judge.condition import Condition, Judged
 
 SAMPLES = st.lists(st.integers(0, 1000).map(float), min_size=2, max_size=5)
@@ -63,7 +63,7 @@ def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> Non
     flat = [Judged(f"solo{i}", Condition.SOLO, 10 * at, 0.5) for i in range(4) for at in range(5)]
     strong = [one for i in range(2) for one in curve(f"strong{i}", Condition.SWARM, [0.8] * 5)]
     weak = [one for i in range(2) for one in curve(f"weak{i}", Condition.SWARM, [0.2] * 2)]
-    found = compared([*flat, *strong, *weak], bin_rounds=10)
+    found = compare([*flat, *strong, *weak], bin_rounds=10)
     assert [point.swarm.mean for point in found.raw] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
     assert [point.swarm.mean for point in found.cohort] == pytest.approx([0.8] * 5)
     assert [point.swarm.nodes for point in found.raw] == [4, 4, 2, 2, 2]
@@ -74,7 +74,7 @@ def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> Non
 def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score() -> None:
     results = [*curve("a", Condition.SWARM, [0.1, 0.2, 0.3]), *curve("b", Condition.SOLO, [0.4])]
     results += [Judged("b", Condition.SOLO, 20, 0.6)]
-    found = compared(results, bin_rounds=10)
+    found = compare(results, bin_rounds=10)
     assert [point.solo.mean for point in found.cohort] == [0.4, 0.4, 0.6]
     assert [point.solo.nodes for point in found.raw] == [1, 0, 1]
     assert found.raw[1].solo.mean is None
@@ -85,7 +85,7 @@ def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score()
 def test_bins_are_adjusted_together() -> None:
     results = [one for i in range(5) for one in curve(f"w{i}", Condition.SWARM, [0.5 + i / 100, 0.9 + i / 100])]
     results += [one for i in range(5) for one in curve(f"s{i}", Condition.SOLO, [0.505 + i / 100, 0.1 + i / 100])]
-    first, second = compared(results, bin_rounds=10).cohort
+    first, second = compare(results, bin_rounds=10).cohort
     assert second.test is not None
     assert second.test.p == pytest.approx(2 / math.comb(10, 5))
     assert second.q == pytest.approx(2 * second.test.p)
@@ -94,14 +94,14 @@ def test_bins_are_adjusted_together() -> None:
 
 
 def test_one_arm_alone_is_drawn_and_not_tested() -> None:
-    found = compared(curve("a", Condition.SWARM, [0.1, 0.2]), bin_rounds=10)
+    found = compare(curve("a", Condition.SWARM, [0.1, 0.2]), bin_rounds=10)
     assert found.horizon is None
     assert found.cohort == ()
     assert [point.swarm.mean for point in found.raw] == [0.1, 0.2]
 
 
 def test_nothing_judged_is_nothing_compared() -> None:
-    assert compared([], bin_rounds=10).raw == ()
+    assert compare([], bin_rounds=10).raw == ()
 
 
 def test_a_test_needs_values_on_both_sides() -> None:

@@ -17,7 +17,7 @@ from shoal.reward.service import RewardService
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import DrawBounds, OwnTasks
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.node_files import NodeDeps
@@ -149,7 +149,7 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
     library: Library, claims: list[Claim], tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     async def main() -> None:
-        hub, specialist = MemoryHub(), Identity.fresh()
+        hub, specialist = MemorySwarm(), Identity.fresh()
         own = OwnTasks(library.services, DrawBounds("any"))
         theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
         async with RewardService(RewardConfig()) as scorer:
@@ -162,12 +162,12 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
                 made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
                 frame = seal.frame(Kind.OFFER, offers.encode(made), time.time())
                 await theirs.publish(Kind.OFFER, specialist.peer_id, frame)
-            await until(lambda: node.ready == 4 and node.door.refused[Reason.OTHER_LIBRARIES] == 1)
+            await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
             groups = await node.external_groups(0, logprobs)
             assert {group.task.service for group in groups} == {"chain_sum"}
             assert sorted(one.reward.value for group in groups for one in group.rollouts)[-4:] == [1.0] * 4
             assert len(groups) == 4  # at the first step, of an author whom nobody knows
-            assert specialist.peer_id not in node.door.banned
+            assert specialist.peer_id not in node.ingress.banned
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
         own.close()

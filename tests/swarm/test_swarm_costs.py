@@ -17,7 +17,7 @@ from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.contents import Contents
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemoryHub
+from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, NodeDeps
@@ -44,7 +44,7 @@ class Stranger:
     def __init__(self, exchange: MemoryExchange) -> None:
         self.identity = Identity.fresh()
         self._exchange = exchange
-        self._seal = Signer(self.identity, "reef", session=1)
+        self._signer = Signer(self.identity, "reef", session=1)
 
     @property
     def peer_id(self) -> str:
@@ -53,7 +53,7 @@ class Stranger:
     async def says(self, claim: Claim, *answers: str) -> None:
         rollouts = tuple(OfferedRollout(answer) for answer in answers)
         content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time())
-        await self.sends(self._seal.frame(Kind.OFFER, offers.encode(content), time.time()))
+        await self.sends(self._signer.frame(Kind.OFFER, offers.encode(content), time.time()))
 
     async def sends(self, frame: bytes) -> None:
         await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
@@ -62,13 +62,13 @@ class Stranger:
 class Reef:
     """A running node, tasks of its own, and strangers."""
 
-    def __init__(self, node: Node, hub: MemoryHub, tasks: Sequence[Task], claims: Sequence[Claim]) -> None:
-        self.node, self._hub, self.tasks, self.claims = node, hub, tasks, claims
+    def __init__(self, node: Node, hub: MemorySwarm, tasks: Sequence[Task], claims: Sequence[Claim]) -> None:
+        self.node, self._swarm, self.tasks, self.claims = node, hub, tasks, claims
 
     def stranger(self, *, known: bool = False) -> Stranger:
-        made = Stranger(self._hub.join())
+        made = Stranger(self._swarm.join())
         for _ in range(2 * int(ESTABLISHED) if known else 0):
-            self.node.door.praise(made.peer_id)
+            self.node.ingress.praise(made.peer_id)
         return made
 
     def truth(self, i: int) -> str:
@@ -82,7 +82,7 @@ def beside(
     """Runs `body` beside a node."""
 
     async def main() -> None:
-        own, hub = OwnTasks(library.services), MemoryHub()
+        own, hub = OwnTasks(library.services), MemorySwarm()
         tasks = [library.services[0].draw(Split.TRAIN, i) for i in range(12)]
         async with WorkerScorer(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
             means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
@@ -109,7 +109,7 @@ def test_a_frame_that_is_nested_without_end_ends_nothing(
             await reef.stranger().sends(nested(depth))
         await reef.stranger().says(reef.claims[0], reef.truth(0), "no")
         await until(lambda: reef.node.ready == 1)
-        assert reef.node.door.refused[Reason.MALFORMED] == 2
+        assert reef.node.ingress.refused[Reason.MALFORMED] == 2
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -120,9 +120,9 @@ def test_answers_that_hang_cost_one_deadline_and_their_author_what_it_was(
     async def body(reef: Reef) -> None:
         node, known = reef.node, reef.stranger(known=True)
         await known.says(reef.claims[0], *[HANG] * 8)
-        await until(lambda: node.door.refused[Reason.HANGS] == 1)
-        assert node.door.is_newcomer(known.peer_id)
-        assert node.door.trust(known.peer_id) < 0.5
+        await until(lambda: node.ingress.refused[Reason.HANGS] == 1)
+        assert node.ingress.is_newcomer(known.peer_id)
+        assert node.ingress.trust(known.peer_id) < 0.5
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -134,11 +134,11 @@ def test_while_newcomers_hang_the_established_are_verified(
         node, known = reef.node, reef.stranger(known=True)
         for i in range(6):
             await reef.stranger().says(reef.claims[0], HANG, HANG + str(i))
-        await until(lambda: node.door.refused[Reason.HANGS] == 1)
+        await until(lambda: node.ingress.refused[Reason.HANGS] == 1)
         for i in range(1, 11):
             await known.says(reef.claims[i], reef.truth(i), "no")
         await until(lambda: node.ready == 10)
-        assert node.door.refused[Reason.HANGS] == 1  # the other five wait for half a minute
+        assert node.ingress.refused[Reason.HANGS] == 1  # the other five wait for half a minute
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -165,15 +165,15 @@ def test_one_content_is_praised_and_taken_once_whoever_signs_it(
         for _ in range(10):
             for copy in copies:
                 await copy.says(reef.claims[0], f" {reef.truth(0)}", "NO")
-        await until(lambda: node.door.refused[Reason.REPEATED] == 30)
+        await until(lambda: node.ingress.refused[Reason.REPEATED] == 30)
         assert node.ready == 1
         for junk in range(9):  # a new text each time, of one author and one question
             await copies[0].says(reef.claims[0], reef.truth(0), f"never said {junk}")
-        await until(lambda: node.door.refused[Reason.REPEATED] == 38)
+        await until(lambda: node.ingress.refused[Reason.REPEATED] == 38)
         assert node.ready == 2
         await copies[0].says(reef.claims[1], reef.truth(1), "no")
         await until(lambda: node.ready == 3)
-        assert node.door.peers[first.peer_id].good == 1.0
+        assert node.ingress.peers[first.peer_id].good == 1.0
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -204,6 +204,6 @@ def test_files_of_people_that_cannot_be_read_or_written_end_nothing_and_are_in_t
         liar = reef.stranger(known=True)
         await liar.says(reef.claims[0], reef.truth(0), "no")
         await liar.says(replace(reef.claims[1], truth="a lie"), "a lie", "no")
-        await until(lambda: liar.peer_id in reef.node.door.banned)
+        await until(lambda: liar.peer_id in reef.node.ingress.banned)
 
     beside(library, node_folder, tiny_model_dir, body)

@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from shoal.clock import run_virtual
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
-from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemoryHub
+from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
@@ -81,7 +81,7 @@ def with_server(
 
 
 async def memory_members() -> None:
-    hub = MemoryHub(kept_per_author=3)
+    hub = MemorySwarm(kept_per_author=3)
     first = hub.join()
     for i in range(5):
         await first.publish("offer", "flood", b"%d" % i)

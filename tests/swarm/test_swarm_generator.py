@@ -25,7 +25,7 @@ from shoal.swarm import offer as offers
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.generator import RETRY_S, Answerer, Generator, GeneratorPace
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
@@ -78,7 +78,7 @@ async def taken_from(
     answerer: Answerer, library: Library, own: Recogniser, folder: Path, model: Path, settings: SwarmConfig
 ) -> tuple[list[Group], Node, Generator]:
     """What a node takes of one generator that made six groups."""
-    hub = MemoryHub()
+    hub = MemorySwarm()
     generator = Generator(
         hub.join(),
         own,
@@ -126,7 +126,7 @@ def settled(node: Node) -> bool:
 
 async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[Group]]:
     """What a node takes before and after its run is resumed, while the exchange still has everything."""
-    hub, lives = MemoryHub(), list[list[Group]]()
+    hub, lives = MemorySwarm(), list[list[Group]]()
     rule, generator = RuleSolver("truth", 0), Identity.fresh()
     await Generator(
         hub.join(),
@@ -195,7 +195,7 @@ def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sen
     async def main(url: str, library: Library, own: OwnTasks) -> None:
         async with ChatModel(ModelAt(url, "frozen")) as model:
             generator = Generator(
-                MemoryHub().join(), own, library.services, model, Identity.fresh(), tmp_path, swarm="reef"
+                MemorySwarm().join(), own, library.services, model, Identity.fresh(), tmp_path, swarm="reef"
             )
             await generator.run()
 
@@ -207,7 +207,7 @@ def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sen
     assert raised.group_contains(RequestRefused, match="HTTP 401")
 
 
-def generator_of(answerer: Answerer, folder: Path, hub: MemoryHub, pace: GeneratorPace) -> Generator:
+def generator_of(answerer: Answerer, folder: Path, hub: MemorySwarm, pace: GeneratorPace) -> Generator:
     """One that shares questions of a file."""
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
@@ -237,10 +237,10 @@ class Answers:
         return [OfferedRollout(task.answer or "")] * (self._each or n)
 
 
-def shared(hub: MemoryHub) -> list[Offer]:
+def shared(hub: MemorySwarm) -> list[Offer]:
     """The offers in a hub."""
-    door = IngressFilter("reef", "")
-    found = [door.admit(frame, time.time()) for frame in hub.frames.values()]
+    ingress = IngressFilter("reef", "")
+    found = [ingress.admit(frame, time.time()) for frame in hub.frames.values()]
     return [one.content for one in found if isinstance(one, VerifiedMessage) and isinstance(one.content, Offer)]
 
 
@@ -251,7 +251,7 @@ def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_
 
     async def main() -> None:
         async with ChatModel(ModelAt(nowhere, "frozen")) as model:
-            await generator_of(model, tmp_path, MemoryHub(), GeneratorPace(2, 0.01, 3)).run()
+            await generator_of(model, tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 3)).run()
 
     with pytest.raises(BaseExceptionGroup) as raised:
         asyncio.run(main())
@@ -263,7 +263,7 @@ def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        answerer, hub = Answers(), MemoryHub()
+        answerer, hub = Answers(), MemorySwarm()
         answerer.failure = EngineUnavailable("nobody\nis here")
         generator = generator_of(answerer, tmp_path, hub, GeneratorPace(2, 0.01))
         running = asyncio.ensure_future(generator.run())
@@ -283,7 +283,7 @@ def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged
 def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         answerer = Answers()
-        generator = generator_of(answerer, tmp_path, MemoryHub(), GeneratorPace(2, 0.01, 3))
+        generator = generator_of(answerer, tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 3))
         running = asyncio.ensure_future(generator.run())
         await until(lambda: bool(generator.tally.shared))
         answerer.failure = RequestRefused("too long")
@@ -298,7 +298,7 @@ def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
 def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_holds(
     tmp_path: Path, each: int | None
 ) -> None:
-    answerer, hub = Answers(each=each), MemoryHub()
+    answerer, hub = Answers(each=each), MemorySwarm()
 
     async def main() -> None:
         async with asyncio.timeout(20):
@@ -311,13 +311,13 @@ def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_
 
 def test_answers_that_take_longer_than_the_pace_are_followed_by_the_next_question_at_once(tmp_path: Path) -> None:
     groups, began_s = 20, time.monotonic()
-    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemoryHub(), GeneratorPace(2, 0.01, groups)).run())
+    asyncio.run(generator_of(Answers(takes_s=0.02), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, groups)).run())
     assert time.monotonic() - began_s < groups * RETRY_S
 
 
 def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: Path) -> None:
     async def main() -> None:
-        hub, peers = MemoryHub(), [Identity.fresh(), Identity.fresh()]
+        hub, peers = MemorySwarm(), [Identity.fresh(), Identity.fresh()]
         for need, peer in zip((0.9, 0.4), peers, strict=True):
             frame = Signer(peer, "reef", session=1).frame(
                 Kind.WANT, offers.encode(Want((("letters", need),))), time.time()

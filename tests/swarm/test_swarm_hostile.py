@@ -161,7 +161,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 honest, seal = liar()
                 honest_frame = await crowd.say(seal, honest, offer(claims[0], claims[0].truth or "", "1"))
                 liars = await attack(crowd, claims, held_out, honest_frame, evil)
-                await until(lambda: len(node.door.banned) == len(liars) and not node.status()["pending"])
+                await until(lambda: len(node.ingress.banned) == len(liars) and not node.status()["pending"])
                 await crowd_out(crowd, claims)
                 assert b"Maximum Payload Violation" in await asyncio.to_thread(hundred_megabytes, server.url)
                 for claim in claims[1:]:
@@ -182,14 +182,14 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 await asyncio.gather(running, hearing, return_exceptions=True)
         own.close()
         assert len(trained) >= 12  # of the honest peer, through all that
-        assert set(liars) == node.door.banned
+        assert set(liars) == node.ingress.banned
         assert not (tmp_path / "node" / "banned.txt").read_text()  # names that cost nothing fill no disk
         for reason in (
             *(Reason.TOO_LARGE, Reason.FORGED, Reason.REPLAYED, Reason.MALFORMED, Reason.BAD_BODY, Reason.WRONG_TRUTH),
             *(Reason.WRONG_QUESTION, Reason.UNKNOWN_TASK, Reason.HELD_OUT, Reason.UNREADABLE, Reason.FLOODING),
         ):
-            assert node.door.refused[reason] > 0, (reason, node.door.refused)
-        assert len(node.door.refused) < 25
+            assert node.ingress.refused[reason] > 0, (reason, node.ingress.refused)
+        assert len(node.ingress.refused) < 25
 
     with Library(TASKS, 0) as library:
 

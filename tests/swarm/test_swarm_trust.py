@@ -35,7 +35,7 @@ OFFER = Offer(Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, 
 PAYLOAD = offers.encode(OFFER)
 
 
-def door(limits: TrustLimits | None = None, **options: object) -> IngressFilter:
+def ingress(limits: TrustLimits | None = None, **options: object) -> IngressFilter:
     return IngressFilter("reef", ME.peer_id, limits, **options)
 
 
@@ -44,10 +44,10 @@ def seal(identity: Identity = PEER, swarm: str = "reef", session: int = 1) -> Si
 
 
 def test_what_an_honest_peer_says_comes_in_once() -> None:
-    at, said = door(), seal()
+    at, said = ingress(), seal()
     frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
-    letter = at.admit(frame, NOW_S)
-    assert letter == VerifiedMessage(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
+    message = at.admit(frame, NOW_S)
+    assert message == VerifiedMessage(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
     assert at.admit(frame, NOW_S) is Reason.REPLAYED
     want = Want((("gcd", 0.5),))
     heard = at.admit(said.frame(Kind.WANT, offers.encode(want), NOW_S), NOW_S)
@@ -90,14 +90,14 @@ def forged() -> bytes:
     ],
 )
 def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) -> None:
-    at = door(banned=[OTHER.peer_id])
+    at = ingress(banned=[OTHER.peer_id])
     assert at.admit(frame, NOW_S) is reason
     assert at.refused == {reason: 1}
     assert at.admitted == 0
 
 
 def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
-    at = door()
+    at = ingress()
     honest = seal()
     first = honest.frame(Kind.OFFER, PAYLOAD, NOW_S)
     at.admit(first, NOW_S)
@@ -110,7 +110,7 @@ def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
 
 
 def test_what_says_nothing_of_an_author_is_counted_and_not_held_against_it() -> None:
-    at = door()
+    at = ingress()
     for _ in range(10):
         at.refuse(PEER.peer_id, Reason.UNKNOWN_TASK)
     assert at.trust(PEER.peer_id) == 0.5
@@ -126,7 +126,7 @@ def established(at: IngressFilter, peer_id: str) -> None:
 def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its_standing_and_ban_nobody(
     reason: Reason,
 ) -> None:
-    at = door()
+    at = ingress()
     established(at, PEER.peer_id)
     at.refuse(PEER.peer_id, reason)
     assert not at.is_newcomer(PEER.peer_id) or at.peers[PEER.peer_id].good < ESTABLISHED
@@ -138,7 +138,7 @@ def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its
 
 
 def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks_stays() -> None:
-    at, said = door(TrustLimits(authors=16)), seal()
+    at, said = ingress(TrustLimits(authors=16)), seal()
     established(at, PEER.peer_id)
     for i in range(100):
         established(at, f"bought {i}")
@@ -148,7 +148,7 @@ def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks
 
 
 def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -> None:
-    at = door(banned=[OTHER.peer_id])
+    at = ingress(banned=[OTHER.peer_id])
     for i in range(FALLEN + 10):
         established(at, f"x{i}")
         at.refuse(f"x{i}", Reason.WRONG_TRUTH)
@@ -156,7 +156,7 @@ def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -
 
 
 def test_a_reader_whose_clock_was_set_for_one_frame_hears_everybody_afterwards() -> None:
-    at, said = door(), seal()
+    at, said = ingress(), seal()
     for tick in range(1200):
         now_s = NOW_S + tick + (3000.0 if tick == 100 else 0.0)
         at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S + tick), now_s, float(tick))
@@ -164,7 +164,7 @@ def test_a_reader_whose_clock_was_set_for_one_frame_hears_everybody_afterwards()
 
 
 def test_an_author_whose_clock_was_set_back_is_heard_in_its_next_life(tmp_path: Path) -> None:
-    at = door()
+    at = ingress()
     for now_s in (NOW_S, NOW_S - 3000.0, NOW_S - 3000.0):
         said = seal(session=next_session(tmp_path, now_s))
         assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
@@ -184,7 +184,7 @@ class Costly:
 
 
 def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear() -> None:
-    at, said = door(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
+    at, said = ingress(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
     established(at, PEER.peer_id)
     heard = sum(
         isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(tick)), VerifiedMessage)
@@ -212,7 +212,7 @@ def longest(field: str, count: int, one: object) -> bytes:
 def test_a_frame_of_few_bytes_builds_no_more_objects_than_an_offer_may_have(kind: Kind, payload: bytes) -> None:
     frame = seal().frame(kind, payload, NOW_S) if len(payload) <= MAX_PAYLOAD_BYTES else b""
     tracemalloc.start()
-    found = door().admit(frame, NOW_S)
+    found = ingress().admit(frame, NOW_S)
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert isinstance(found, Reason)
@@ -242,7 +242,7 @@ def test_an_offer_names_what_cannot_be_printed() -> None:
 
 @pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])
 def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
-    at, said = door(), seal()
+    at, said = ingress(), seal()
     assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     at.refuse(PEER.peer_id, Reason.UNINFORMATIVE)
     assert PEER.peer_id not in at.banned
@@ -252,7 +252,7 @@ def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
 
 
 def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established_and_by_people_last() -> None:
-    at = door(banned=[OTHER.peer_id])
+    at = ingress(banned=[OTHER.peer_id])
     for _ in range(2 * int(ESTABLISHED)):
         at.praise(PEER.peer_id)
     for i in range(LIARS + 10):
@@ -265,7 +265,7 @@ def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established
 
 
 def test_a_gap_isolates_nobody_and_is_counted() -> None:
-    at, said = door(), seal()
+    at, said = ingress(), seal()
     frames = [said.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(10)]
     assert isinstance(at.admit(frames[2], NOW_S), VerifiedMessage)  # a late joiner hears the middle first
     assert isinstance(at.admit(frames[9], NOW_S), VerifiedMessage)
@@ -276,7 +276,7 @@ def test_a_gap_isolates_nobody_and_is_counted() -> None:
 
 
 def test_an_author_that_restarts_goes_on_and_its_earlier_session_cannot_be_replayed() -> None:
-    at = door()
+    at = ingress()
     before, after = seal(session=1), seal(session=2)
     old = [before.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(2)]
     assert isinstance(at.admit(old[0], NOW_S), VerifiedMessage)
@@ -297,7 +297,7 @@ def test_no_order_of_numbers_is_accepted_twice(numbers: list[tuple[int, int]]) -
 
 
 def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
-    at, said = door(TrustLimits(rate_per_s=2.0, burst=4.0)), seal()
+    at, said = ingress(TrustLimits(rate_per_s=2.0, burst=4.0)), seal()
     heard = 0
     for tick in range(100):  # 10 s of 10 letters a second
         heard += isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + tick / 10), VerifiedMessage)
@@ -306,7 +306,7 @@ def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
 
 
 def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -> None:
-    at = door(TrustLimits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
+    at = ingress(TrustLimits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
     known = seal()
     at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
     while at.is_newcomer(PEER.peer_id):
@@ -323,7 +323,7 @@ def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -
 
 
 def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_heard_again() -> None:
-    at, said = door(TrustLimits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
+    at, said = ingress(TrustLimits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
     frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
     assert isinstance(at.admit(frame, NOW_S), VerifiedMessage)
     for _ in range(20):
@@ -334,7 +334,7 @@ def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_hear
 
 
 def test_reputation_grows_with_what_was_true_and_fades() -> None:
-    at = door()
+    at = ingress()
     assert at.trust("x") == 0.5
     assert at.is_newcomer("x")
     for _ in range(10):
@@ -358,7 +358,7 @@ def test_a_bucket_never_gives_more_than_its_burst_and_its_rate(
 
 
 def test_random_damage_to_frames_never_raises_and_never_enters() -> None:
-    rng, at = random.Random(0), door()
+    rng, at = random.Random(0), ingress()
     frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
     for _ in range(300):
         damaged = bytearray(frame)

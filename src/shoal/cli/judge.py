@@ -116,7 +116,7 @@ def report(
     import time
 
     try:
-        from shoal.swarm.judge.comparison import TEST, compared
+        from shoal.swarm.judge.comparison import TEST, compare
     except ModuleNotFoundError as error:
         raise ConfigError("judge report: expected the package scipy; pip install 'shoal[judge]' brings it") from error
     from shoal.swarm.judge.figure import comparison_png
@@ -124,10 +124,10 @@ def report(
 
     if not (folder / FILE).is_file():
         raise RunDirError(f"{folder} is no judge's folder: {folder / FILE} is missing")
-    book = JudgeStore(folder)
-    results = book.judged(time.time())
-    book.close()
-    found = compared(results, bin_rounds=bin_, reached_by=reached)
+    store = JudgeStore(folder)
+    results = store.judged(time.time())
+    store.close()
+    found = compare(results, bin_rounds=bin_, reached_by=reached)
     path = out or folder / "report.png"
     path.write_bytes(comparison_png(found))
     if json_:

@@ -76,7 +76,7 @@ def desk(
     import uvloop
 
     from shoal.config import load
-    from shoal.run.serve_human import serve_desk
+    from shoal.run.serve_human import serve_human
     from shoal.swarm.human.questions import QuestionPace
 
     def announce(url: str, peer_id: str) -> None:
@@ -84,7 +84,7 @@ def desk(
         sys.stdout.flush()
 
     settings = load(config, context.obj)
-    uvloop.run(serve_desk(settings, folder, QuestionPace(answers, wait_s), host=host, port=port, announce=announce))
+    uvloop.run(serve_human(settings, folder, QuestionPace(answers, wait_s), host=host, port=port, announce=announce))
 
 
 @app.command(cls=WithSettings, epilog=HELP)

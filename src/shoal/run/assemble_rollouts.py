@@ -69,13 +69,13 @@ def scorer_values(scorer: Scorer) -> Mapping[str, float]:
 
 @asynccontextmanager
 async def playing(
-    config: Config, prepared: Prepared, engine: Engine, desk: SingleTurn, sampling: Sampling
+    config: Config, prepared: Prepared, engine: Engine, single_turn: SingleTurn, sampling: Sampling
 ) -> AsyncIterator[Runner]:
     """Each task service's own runner; sessions are served where task services register, else on loopback."""
     services = services_of(prepared)
     plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
     if not plays and not prepared.agents:
-        yield desk
+        yield single_turn
         return
     async with AsyncExitStack() as stack:
         for name, agent in prepared.agents.items():
@@ -90,10 +90,12 @@ async def playing(
         most = {name: agent.max_at_once for name, agent in prepared.agents.items()}
         yield Runners(
             {
-                name: AgentRunner(host, play, desk.scorer, timeout_s=timeouts_s[name], max_at_once=most.get(name))
+                name: AgentRunner(
+                    host, play, single_turn.scorer, timeout_s=timeouts_s[name], max_at_once=most.get(name)
+                )
                 for name, play in plays.items()
             },
-            desk,
+            single_turn,
         )
 
 
@@ -134,7 +136,7 @@ def orchestrator(
 ) -> Orchestrator:
     """Of the task services that the configuration names, each with its weight; called on the loop that runs it."""
 
-    def tell(change: Change) -> None:
+    def report(change: Change) -> None:
         trackers.log_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
 
     def presence(name: str, present: bool) -> None:
@@ -150,7 +152,7 @@ def orchestrator(
         {one.name: weights.get(one.name, 1.0) for one in drawn},
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
-        adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, tell),
+        adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, report),
         told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
         on_failure=lambda reason: trackers.log_event("rollout_failed", reason=reason),
     )

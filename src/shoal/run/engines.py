@@ -31,7 +31,7 @@ SHORT_LIFE_S = 60.0
 SHORT_LIVES = 3  # in a row, after which an engine is not started again
 ASK_AGAIN_S = 5.0
 
-Told: TypeAlias = Callable[[str], None]
+OnEvent: TypeAlias = Callable[[str], None]
 """Is called with a sentence about an engine that was lost or is not there."""
 
 
@@ -58,7 +58,9 @@ class EngineSettings:
 
 
 @asynccontextmanager
-async def engines(settings: EngineSettings, told: Told, own: OwnEngines | None = None) -> AsyncIterator[EnginePool]:
+async def engines(
+    settings: EngineSettings, on_event: OnEvent, own: OwnEngines | None = None
+) -> AsyncIterator[EnginePool]:
     """The pool, once every engine of its own is in it, or one of the remote ones.
 
     Raises `ChildDied` when one cannot be started or kept, `ConfigError` for a remote one that cannot do what is needed,
@@ -68,9 +70,9 @@ async def engines(settings: EngineSettings, told: Told, own: OwnEngines | None =
     names = settings.engine.urls or _own_names(settings.engine.count)
     failures: list[str] = []
     keep = (
-        _Remote(settings, pool, told, failures)
+        _Remote(settings, pool, on_event, failures)
         if settings.engine.urls
-        else _Own(settings, pool, told, own or OwnEngines())
+        else _Own(settings, pool, on_event, own or OwnEngines())
     ).keep
     ready = [asyncio.Event() for _ in names]
     try:
@@ -84,7 +86,7 @@ async def engines(settings: EngineSettings, told: Told, own: OwnEngines | None =
             if not pool.seats:
                 raise EngineUnavailable("; ".join(failures))
             for failure in failures:
-                told(failure)
+                on_event(failure)
             keepers.append(tasks.create_task(pool.watch(), name="watching the engines"))
             yield pool
             for keeper in keepers:
@@ -103,7 +105,7 @@ class _Own:
 
     settings: EngineSettings
     pool: EnginePool
-    told: Told
+    on_event: OnEvent
     own: OwnEngines
 
     async def keep(self, name: str, ready: asyncio.Event) -> None:
@@ -120,7 +122,7 @@ class _Own:
             short_lives = short_lives + 1 if time.monotonic() - began_s < SHORT_LIFE_S else 0
             if short_lives == SHORT_LIVES:
                 raise ChildDied(f"{how}; it ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s, go on with --resume")
-            self.told(how)
+            self.on_event(how)
 
     async def _life(self, name: str, ready: asyncio.Event) -> str:
         """One process from its start to its end; how it ended."""
@@ -164,7 +166,7 @@ class _Remote:
 
     settings: EngineSettings
     pool: EnginePool
-    told: Told
+    on_event: OnEvent
     failures: list[str]
     """Of those that were not there at the start."""
 
@@ -191,7 +193,7 @@ class _Remote:
                 if not ready.is_set():
                     raise
                 if not said:
-                    self.told(f"{url} cannot join, and is asked again: {error}")
+                    self.on_event(f"{url} cannot join, and is asked again: {error}")
                 said = True
             finally:
                 ready.set()

@@ -54,7 +54,7 @@ async def joined(
         if apart and settings.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
             scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))
-        means = NodeDeps(
+        deps = NodeDeps(
             exchange,
             own,
             prepared.renderer,
@@ -66,4 +66,4 @@ async def joined(
         wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
         with snapshot(run_dir) as log:
             trained = external_groups(log, MOST_REMEMBERED)
-        yield Node(means, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)
+        yield Node(deps, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)

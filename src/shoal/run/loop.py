@@ -67,7 +67,7 @@ class LoopDeps:
     trainer: TrainerProcess
     buffer: Buffer
     store: WeightStore
-    desk: SingleTurn
+    single_turn: SingleTurn
     runner: Runner
     eval_tasks: Sequence[Task]
     trackers: Trackers
@@ -262,7 +262,7 @@ class TrainLoop:
 
     async def _write_canary(self, directory: Path) -> None:
         """What the weights just written compute, for engines of other projects to be checked by."""
-        row = self._parts.desk.renderer.prompt_ids(self._parts.eval_tasks[0].messages)[:CANARY_TOKENS]
+        row = self._parts.single_turn.renderer.prompt_ids(self._parts.eval_tasks[0].messages)[:CANARY_TOKENS]
         (logprobs,) = await self._parts.trainer.logprobs([row])
         bound = PARITY_BOUND_NATS[self._config.model.dtype]
         await asyncio.to_thread(canary.write, canary.Canary(tuple(row), logprobs, bound), directory)
@@ -335,7 +335,7 @@ class TrainLoop:
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
-            **scorer_values(self._parts.desk.scorer),
+            **scorer_values(self._parts.single_turn.scorer),
             **self._losses_since(),
         }
         self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
@@ -353,7 +353,7 @@ class TrainLoop:
             "external_missing": wanted - len(external),
             **({"reward_external": fmean(rewards)} if rewards else {}),
             **{name: count - before.get(name, 0) for name, count in self._exchanged.items()},
-            "peers": len(node.door.peers),
+            "peers": len(node.ingress.peers),
         }
 
     def _losses_since(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ from shoal.tasks.library import library_of
 from shoal.types import Split
 
 
-async def serve_desk(
+async def serve_human(
     config: Config, folder: Path, pace: QuestionPace, *, host: str, port: int, announce: Callable[[str, str], None]
 ) -> None:
     """Asks people until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`.
@@ -42,12 +42,12 @@ async def serve_desk(
         stack.callback(own.close)
         scorer = await stack.enter_async_context(RewardService(config.reward))
         exchange = await stack.enter_async_context(NatsExchange(options))
-        means = HumanNodeDeps(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
-        desk = HumanNode(means, config.swarm.name, identity, folder, pace)
+        deps = HumanNodeDeps(exchange, own, scorer, lambda index: library.draw(Split.TRAIN, index))
+        node = HumanNode(deps, config.swarm.name, identity, folder, pace)
         listening = stack.enter_context(listening_socket(host, port))
         announce(url_of(listening), identity.peer_id)
-        server = uvicorn.Server(uvicorn_config(HumanServer(desk).app, per_address=PER_ADDRESS))
+        server = uvicorn.Server(uvicorn_config(HumanServer(node).app, per_address=PER_ADDRESS))
         async with asyncio.TaskGroup() as parts:
-            running = parts.create_task(desk.run(), name="desk")
+            running = parts.create_task(node.run(), name="human UI")
             await server.serve(sockets=[listening])
             running.cancel()

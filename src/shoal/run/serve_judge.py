@@ -13,7 +13,7 @@ from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
 from shoal.swarm.identity import Identity
-from shoal.swarm.judge.client import audited
+from shoal.swarm.judge.client import audit
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import Specialty
 from shoal.swarm.judge.server import JudgeServer
@@ -53,11 +53,11 @@ async def serve_judge(
     async with AsyncExitStack() as stack:
         drawer = stack.enter_context(ProceduralClient())
         specialties = [specialty_of(task, drawer) for task in tasks]
-        book = JudgeStore(folder)
-        stack.callback(book.close)
+        store = JudgeStore(folder)
+        stack.callback(store.close)
         rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
         scorer = await stack.enter_async_context(RewardService(rewards))
-        judge = Judge(book, identity, specialties, drawer, scorer, rules)
+        judge = Judge(store, identity, specialties, drawer, scorer, rules)
         await asyncio.to_thread(judge.rehearse)
         judge.ledger()  # committed to before anybody can ask
         listening = stack.enter_context(listening_socket(host, port))
@@ -70,7 +70,7 @@ async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
     """How many challenges were checked, and what is wrong with them. Raises a `ShoalError`."""
     async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
         with ProceduralClient() as drawer:
-            return await audited(url, drawer, scorer, judge=judge)
+            return await audit(url, drawer, scorer, judge=judge)
 
 
 def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Specialty:

@@ -53,7 +53,7 @@ class OwnEngines:
 async def watch_progress(
     progress: Callable[[], Hashable],
     help_up: Callable[[], Awaitable[list[str]]],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     stall_s: float,
 ) -> None:
     """Looks at `progress`, for ever; after `stall_s` without any, has helpers act and tells what they did.
@@ -74,7 +74,7 @@ async def watch_progress(
         waiting = "; ".join(waits(loop))[:LONGEST_WAITS]
         helped = await help_up()
         what = ", ".join(helped) if helped else "nothing was found that would help"
-        tell(f"nothing has moved for {still_s:.0f} s; {what}; {waiting}")
+        report(f"nothing has moved for {still_s:.0f} s; {what}; {waiting}")
         acted_s = loop.time()
         standstills += 1
         fruitless = 0 if helped else fruitless + 1
@@ -89,10 +89,10 @@ async def watch_run(parts: LoopDeps, loop: TrainLoop, trainer: Child, own: OwnEn
         finished = sum(counts.finished for counts in parts.buffer.counts.values())
         return (*loop.progress, finished, cpu_ticks(trainer.pid))
 
-    def tell(reason: str) -> None:
+    def report(reason: str) -> None:
         parts.trackers.log_event("standstill", reason=reason)
 
-    await watch_progress(progress, own.helped, tell, parts.config.stall_s)
+    await watch_progress(progress, own.helped, report, parts.config.stall_s)
 
 
 def cpu_ticks(pid: int) -> int:

@@ -34,7 +34,7 @@ from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.checks import check_start
-from shoal.run.engines import EngineSettings, Told, engines
+from shoal.run.engines import EngineSettings, OnEvent, engines
 from shoal.run.join_swarm import joined
 from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
@@ -125,7 +125,7 @@ async def train(
     resume: bool = False,
     listeners: Sequence[Listener] = (),
     scorer: Scorer | None = None,
-    desk: type[SingleTurn] = SingleTurn,
+    single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
     exchange: Exchange | None = None,
 ) -> RunOutcome:
@@ -142,12 +142,20 @@ async def train(
             TrainerProcess.child(log, threads.trainer, prepared.devices.ranks)
         )
 
-        def told(how: str) -> None:
+        def on_event(how: str) -> None:
             trackers.log_event("engine_lost", reason=how)
 
         own = OwnEngines()
         served = serving(
-            config, prepared, run_dir, scorer=scorer, desk=desk, threads=threads, recovered=version, told=told, own=own
+            config,
+            prepared,
+            run_dir,
+            scorer=scorer,
+            single_turn=single_turn,
+            threads=threads,
+            recovered=version,
+            on_event=on_event,
+            own=own,
         )  # fmt: skip
         engine, answering = await stack.enter_async_context(served)
         trainer = await started_trainer(trainer_child, config, prepared, threads)
@@ -173,7 +181,7 @@ def _opened(
     write_resolved(config, run_dir)
     trackers = trackers_of(config.metrics, run_dir, listeners)
     stack.callback(trackers.close)
-    buffer.on_locked(partial(_tell_lock, trackers))
+    buffer.on_locked(partial(_report_lock, trackers))
     stack.callback(buffer.on_locked, lambda locked: None)
     if changed:
         trackers.log_event("settings_changed", settings=", ".join(changed))
@@ -182,7 +190,7 @@ def _opened(
     return buffer, trackers
 
 
-def _tell_lock(trackers: Trackers, locked: bool) -> None:
+def _report_lock(trackers: Trackers, locked: bool) -> None:
     """Says that the run stands still until another program ends its write, and that it goes on."""
     if locked:
         trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
@@ -217,10 +225,10 @@ async def serving(
     run_dir: Path,
     *,
     scorer: Scorer | None = None,
-    desk: type[SingleTurn] = SingleTurn,
+    single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
     recovered: int = 0,
-    told: Told = lambda how: None,
+    on_event: OnEvent = lambda how: None,
     own: OwnEngines | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
     """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines.
@@ -243,8 +251,8 @@ async def serving(
     async with AsyncExitStack() as stack:
         if scorer is None:
             scorer = await stack.enter_async_context(own_scorer(config, prepared, run_dir / "logs" / "reward.log"))
-        pool = await stack.enter_async_context(engines(settings, told, own))
-        yield pool, desk(pool, prepared.renderer, scorer, sampling)
+        pool = await stack.enter_async_context(engines(settings, on_event, own))
+        yield pool, single_turn(pool, prepared.renderer, scorer, sampling)
 
 
 async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: OwnEngines) -> RunOutcome:
@@ -346,8 +354,8 @@ async def _watch(child: Child) -> None:
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
     tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
     async with (
-        serving(config, prepared, folder) as (engine, desk),
-        playing(config, prepared, engine, desk, sampling_of(config, prepared)) as runner,
+        serving(config, prepared, folder) as (engine, single_turn),
+        playing(config, prepared, engine, single_turn, sampling_of(config, prepared)) as runner,
     ):
         evaluated = await evaluation(tasks, runner)
     why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}

@@ -16,7 +16,7 @@ KEPT_PER_AUTHOR = 128
 """Frames of one author and kind. An author that floods pushes out its own frames and nobody else's."""
 
 
-class MemoryHub:
+class MemorySwarm:
     """What all members of one swarm share. One event loop."""
 
     def __init__(self, kept_per_author: int = KEPT_PER_AUTHOR) -> None:
@@ -25,12 +25,12 @@ class MemoryHub:
         self.frames: dict[int, bytes] = {}
         self.end = 0
         """Number of the next frame."""
-        self._members: list[MemoryExchange] = []
+        self._peers: list[MemoryExchange] = []
 
     def join(self) -> "MemoryExchange":
         """A new member; it receives what is still kept, its own frames too."""
         member = MemoryExchange(self)
-        self._members.append(member)
+        self._peers.append(member)
         return member
 
     def put(self, kind: str, author: str, frame: bytes) -> None:
@@ -41,15 +41,15 @@ class MemoryHub:
         self.end += 1
         if len(kept) > self._most:
             del self.frames[kept.popleft()]
-        for member in self._members:
+        for member in self._peers:
             member.wake()
 
 
 class MemoryExchange:
-    """One member's end of a `MemoryHub`; implements `interfaces.Exchange`."""
+    """One member's end of a `MemorySwarm`; implements `interfaces.Exchange`."""
 
-    def __init__(self, hub: MemoryHub) -> None:
-        self._hub = hub
+    def __init__(self, swarm: MemorySwarm) -> None:
+        self._swarm = swarm
         self._next = 0
         self._news = asyncio.Event()
         self._away = False
@@ -78,7 +78,7 @@ class MemoryExchange:
         """Gives a frame to all members. Raises `ExchangeUnavailable` while this one is away."""
         if self._away:
             raise ExchangeUnavailable(self.failure)
-        self._hub.put(kind, author, frame)
+        self._swarm.put(kind, author, frame)
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and gives up to `most`, oldest first."""
@@ -94,10 +94,10 @@ class MemoryExchange:
 
     def _following(self, most: int) -> list[bytes]:
         found: list[bytes] = []
-        if self._hub.end - self._next > MOST_BEHIND:
-            self._next = self._hub.end - MOST_BEHIND // 2
-        while len(found) < most and self._next < self._hub.end:
-            frame = self._hub.frames.get(self._next)
+        if self._swarm.end - self._next > MOST_BEHIND:
+            self._next = self._swarm.end - MOST_BEHIND // 2
+        while len(found) < most and self._next < self._swarm.end:
+            frame = self._swarm.frames.get(self._next)
             if frame is not None:
                 found.append(frame)
             self._next += 1

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.node_files import NodeCounts
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Peer
+from shoal.swarm.pending import Needs
 from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Split, Task, seed_for
 
@@ -32,7 +33,6 @@ FRESH_S = 600.0
 """Age above which a want is none any more."""
 UNASKED = 0.1
 """How much of each task is drawn that nobody lacks, beside a need of 1."""
-MOST_HEARD = 512
 """Peers whose wants are remembered."""
 LOG = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Generator(Peer):
         self._services = {service.name: service for service in services}
         self._pace = pace or GeneratorPace()
         self._rng = random.Random(seed_for("generator", identity.peer_id))
-        self._needs: dict[str, tuple[float, Mapping[str, float]]] = {}
+        self._needs = Needs()
         self._failure, self._failures = "", 0
         """Why the last group failed, and how many did in a row; the swarm's servers being away is none."""
         self.tally = NodeCounts()
@@ -100,13 +100,13 @@ class Generator(Peer):
         A model that refuses the first question ends it; so do failures from the start, when groups are counted.
         """
         async with asyncio.TaskGroup() as tasks:
-            hearing = tasks.create_task(self._listen(), name="generator: listening")
-            telling = tasks.create_task(self._tell(), name="generator: telling")
+            listening = tasks.create_task(self._listen(), name="generator: listening")
+            reporting = tasks.create_task(self._report(), name="generator: reporting")
             try:
-                await self._speak()
+                await self._share_all()
             finally:
-                hearing.cancel()
-                telling.cancel()
+                listening.cancel()
+                reporting.cancel()
 
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
@@ -120,7 +120,7 @@ class Generator(Peer):
             **asdict(self.tally),
         }
 
-    async def _speak(self) -> None:
+    async def _share_all(self) -> None:
         made = 0
         while self._pace.groups is None or made < self._pace.groups:
             began_s = time.monotonic()
@@ -154,7 +154,7 @@ class Generator(Peer):
         claim = await self._own.claim(task)
         name = offers.model_name(self._answerer.name)
         made = Offer(claim, tuple(answers), self._answerer.kind, name, self._clock())
-        return self._seal.frame(Kind.OFFER, offers.encode(made), self._clock())
+        return self._signer.frame(Kind.OFFER, offers.encode(made), self._clock())
 
     def _failed(self, error: Exception) -> None:
         """Says so where people look. Raises a `ShoalError` when there is no use in going on."""
@@ -178,19 +178,11 @@ class Generator(Peer):
 
     def _wanted(self) -> dict[str, float]:
         """The largest need that somebody had lately, of each task service."""
-        result: dict[str, float] = {}
-        for said_s, needs in self._needs.values():
-            if said_s >= self._clock() - FRESH_S:
-                for service, need in needs.items():
-                    result[service] = max(result.get(service, 0.0), need)
-        return result
+        return self._needs.largest(self._clock() - FRESH_S)
 
-    def _heard(self, letter: VerifiedMessage) -> None:
-        if isinstance(letter.content, Want):
-            self._needs[letter.peer_id] = (letter.sent_s, dict(letter.content.needs))
-            while len(self._needs) > MOST_HEARD:
-                del self._needs[next(iter(self._needs))]
+    def _receive(self, message: VerifiedMessage) -> None:
+        if isinstance(message.content, Want):
+            self._needs.update(message, message.content)
 
-    async def _now_and_then(self) -> None:
-        for peer_id in self.door.banned & self._needs.keys():
-            del self._needs[peer_id]
+    async def _periodic(self) -> None:
+        self._needs.drop(self.ingress.banned)

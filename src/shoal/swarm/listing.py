@@ -27,27 +27,27 @@ async def listed(
         newcomers_burst=UNLIMITED,
         author_burst_s=UNLIMITED,
     )
-    door, found = IngressFilter(swarm, "", limits), list[dict[str, str | int | float]]()
+    ingress, found = IngressFilter(swarm, "", limits), list[dict[str, str | int | float]]()
     async with NatsExchange(options_of(servers, swarm)) as exchange:
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     for frame in await exchange.receive(256):
-                        letter = door.admit(frame, time.time())
-                        if isinstance(letter, VerifiedMessage) and isinstance(letter.content, Offer):
-                            found.append(_line(letter, letter.content))
+                        message = ingress.admit(frame, time.time())
+                        if isinstance(message, VerifiedMessage) and isinstance(message.content, Offer):
+                            found.append(_line(message, message.content))
         except TimeoutError:
             if not exchange.connections:
                 why = exchange.failure or f"no answer within {seconds:g} s"
                 raise ExchangeUnavailable(f"none of the swarm's servers could be reached: {why}") from None
-    return found, {reason.value: count for reason, count in door.refused.items()}
+    return found, {reason.value: count for reason, count in ingress.refused.items()}
 
 
-def _line(letter: VerifiedMessage, content: Offer) -> dict[str, str | int | float]:
+def _line(message: VerifiedMessage, content: Offer) -> dict[str, str | int | float]:
     return {
-        "id": letter.id,
-        "peer": letter.peer_id,
-        "sent_s": letter.sent_s,
+        "id": message.id,
+        "peer": message.peer_id,
+        "sent_s": message.sent_s,
         "service": content.claim.service,
         "question": content.claim.question[:200],
         "rollouts": len(content.rollouts),

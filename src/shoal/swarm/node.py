@@ -63,11 +63,11 @@ Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Seq
 class Node(Peer):
     """Shares and takes. One event loop; `run` has to run for anything to happen."""
 
-    tell_every_s = 10.0
+    report_every_s = 10.0
 
     def __init__(
         self,
-        means: NodeDeps,
+        deps: NodeDeps,
         settings: SwarmConfig,
         identity: Identity,
         folder: Path,
@@ -85,15 +85,15 @@ class Node(Peer):
         A step wants up to `wants` groups, or else as many as the settings say, where they say a number.
         Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
-        super().__init__(means.exchange, settings.name, identity, folder, clock=clock, intake=intake)
+        super().__init__(deps.exchange, settings.name, identity, folder, clock=clock, intake=intake)
         self._threads = threads
-        self._means = means
+        self._deps = deps
         self._settings = settings
         external = settings.external_groups if wants is None else wants
         self._wants = external if isinstance(external, int) else 0
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
-        self._known_bans = set(self.door.banned)
+        self._known_bans = set(self.ingress.banned)
         self._pending = PendingOffers(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[ReadyOffer] = []
@@ -108,7 +108,7 @@ class Node(Peer):
         self._supplied = 0
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
         self._needs = Needs()
-        self._work, self._mail = asyncio.Event(), asyncio.Event()
+        self._work, self._outgoing = asyncio.Event(), asyncio.Event()
         self.tally = NodeCounts()
 
     async def run(self) -> None:
@@ -116,8 +116,8 @@ class Node(Peer):
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._listen(), name="swarm: listening")
             loops.create_task(self._verify(), name="swarm: verifying")
-            loops.create_task(self._speak(), name="swarm: speaking")
-            loops.create_task(self._tell(), name="swarm: telling")
+            loops.create_task(self._share(), name="swarm: sharing")
+            loops.create_task(self._report(), name="swarm: reporting")
 
     def own_group(self, group: Group) -> None:
         """A group of this node is finished: it may be shared. Returns at once."""
@@ -136,7 +136,7 @@ class Node(Peer):
             self._outbox.popleft()
             self.tally.unsent += 1
         self._outbox.append((group, now_s))
-        self._mail.set()
+        self._outgoing.set()
 
     async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
         """What one step takes of peers, encoded under the weights being trained, whose newest Version is `version`."""
@@ -146,8 +146,8 @@ class Node(Peer):
         """Offers of use that were heard since this was asked last, by the share of use among those verified lately."""
         if not self._decided_lately:
             return 0.0  # and what was heard counts once it is known what it is worth
-        heard, self._supplied = self._supplied, 0
-        return heard * self._useful_lately / self._decided_lately
+        received, self._supplied = self._supplied, 0
+        return received * self._useful_lately / self._decided_lately
 
     async def encoded(self, chosen: Sequence[ReadyOffer], version: int, logprobs: Logprobs) -> list[Group]:
         """The groups of what was chosen, under the weights being trained."""
@@ -157,7 +157,7 @@ class Node(Peer):
         own = iter(await logprobs(rows))
         groups = []
         for ready in chosen:
-            group_id = f"{EXTERNAL}{ready.letter.id}/{ready.uses}"
+            group_id = f"{EXTERNAL}{ready.message.id}/{ready.uses}"
             computed = [next(own) for _ in ready.source.kept]
             own_record = self._external(ready.source.task.service)
             groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, own_record))
@@ -173,46 +173,46 @@ class Node(Peer):
         """What steps log, as counts since the start."""
         return {
             "offers_shared": self.tally.shared,
-            "offers_admitted": self.door.admitted,
-            "offers_refused": self.door.refused.total() - self.door.refused[Reason.OWN],
+            "offers_admitted": self.ingress.admitted,
+            "offers_refused": self.ingress.refused.total() - self.ingress.refused[Reason.OWN],
         }
 
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
         peers = {
             peer_id: {
-                "trust": round(self.door.trust(peer_id), 3),
+                "trust": round(self.ingress.trust(peer_id), 3),
                 "newcomer": author.newcomer,
                 "taken": self._author_uses[peer_id],
                 "gaps": author.gaps,
             }
             for peer_id, author in sorted(
-                self.door.peers.items(), key=lambda one: (self._author_uses[one[0]], one[1].good), reverse=True
+                self.ingress.peers.items(), key=lambda one: (self._author_uses[one[0]], one[1].good), reverse=True
             )[:STATUS_PEERS]
         }
         return {
             **super().status(),
-            "admitted": self.door.admitted,
+            "admitted": self.ingress.admitted,
             "pending": len(self._pending),
             "ready": len(self._ready),
             **asdict(self.tally),
-            "known_peers": len(self.door.peers),
+            "known_peers": len(self.ingress.peers),
             "peers": peers,
         }
 
-    def _heard(self, letter: VerifiedMessage) -> None:
+    def _receive(self, message: VerifiedMessage) -> None:
         """Puts an offer where it waits to be verified, and remembers a want."""
-        if isinstance(letter.content, Want):
-            self._needs.heard(letter, letter.content)
+        if isinstance(message.content, Want):
+            self._needs.update(message, message.content)
             return
         if not self._wants:
             return  # this node only gives
-        if letter.id in self._taken or letter.id in self._pending:
-            self.door.refuse(letter.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
+        if message.id in self._taken or message.id in self._pending:
+            self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
             return
         self._supplied += 1
-        for crowded_out in self._pending.add(letter, letter.content):
-            self.door.refuse(crowded_out, Reason.CROWDED)
+        for crowded_out in self._pending.add(message, message.content):
+            self.ingress.refuse(crowded_out, Reason.CROWDED)
         self._work.set()
 
     async def _verify(self) -> None:
@@ -222,60 +222,60 @@ class Node(Peer):
             self._drop_stale()
             rest_s, key = self._newcomers_from_s - loop.time(), None
             if len(self._ready) < READY_PER_GROUP * self._wants:
-                key = self._pending.next(self.door.is_newcomer, newcomers=rest_s <= 0)
+                key = self._pending.next(self.ingress.is_newcomer, newcomers=rest_s <= 0)
             if key is None:
                 self._work.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(self.tell_every_s, rest_s) if rest_s > 0 else self.tell_every_s):
+                    async with asyncio.timeout(min(self.report_every_s, rest_s) if rest_s > 0 else self.report_every_s):
                         await self._work.wait()
                 continue
-            letter, content = self._pending.pop(key)
-            was_newcomer, began_s = self.door.is_newcomer(letter.peer_id), time.monotonic()
-            found = await self._verified(letter, content)
+            message, content = self._pending.pop(key)
+            was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), time.monotonic()
+            found = await self._verified(message, content)
             took_s = time.monotonic() - began_s
-            self._decided(letter, found)
+            self._decided(message, found)
             if was_newcomer:
                 rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else NEWCOMER_REST
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 
-    def _decided(self, letter: VerifiedMessage, found: ReadyOffer | Reason) -> None:
+    def _decided(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
         """Keeps what can be trained on, and remembers of its author what it was."""
         self._decided_lately = NEED_DECAY * self._decided_lately + 1
         self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, ReadyOffer)
         if isinstance(found, Reason):
-            self.door.refuse(letter.peer_id, found)
+            self.ingress.refuse(message.peer_id, found)
             self._forget_banned()
-        elif letter.peer_id not in self.door.banned and letter.id not in self._taken:
-            self._taken[letter.id] = None
+        elif message.peer_id not in self.ingress.banned and message.id not in self._taken:
+            self._taken[message.id] = None
             if len(self._taken) > MOST_TAKEN:  # the door itself lets no letter in that is as old as those
                 del self._taken[next(iter(self._taken))]
             source, now_s = found.source, asyncio.get_running_loop().time()
-            if self._contents.take(source.task, source.answers, letter.peer_id, now_s):
-                self.door.praise(letter.peer_id)
+            if self._contents.take(source.task, source.answers, message.peer_id, now_s):
+                self.ingress.praise(message.peer_id)
             self._ready.append(found)
 
-    async def _verified(self, letter: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
+    async def _verified(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
         """From dear to dearest: the question is drawn again, the text is encoded, the answers are scored."""
-        if letter.sent_s < self._clock() - self._settings.fresh_s:
+        if message.sent_s < self._clock() - self._settings.fresh_s:
             return Reason.STALE
-        task = await self._means.recogniser.task(content.claim)
+        task = await self._deps.recogniser.task(content.claim)
         if isinstance(task, NotOurs):
             return Reason(task.value)
-        means = self._means
-        if len(content.rollouts) > means.most_answers:
-            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, means.most_answers)))
-        arguments = (content, task, means.renderer, means.max_model_len)
+        deps = self._deps
+        if len(content.rollouts) > deps.most_answers:
+            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, deps.most_answers)))
+        arguments = (content, task, deps.renderer, deps.max_model_len)
         source, refused = await asyncio.to_thread(encoded, *arguments) if self._threads else encoded(*arguments)
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
-        self.door.refused.update(refused)
+        self.ingress.refused.update(refused)
         since_s = asyncio.get_running_loop().time() - self._settings.fresh_s
-        if self._contents.repeats(task, source.answers, letter.peer_id, since_s):
+        if self._contents.repeats(task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
         for answer in source.answers:  # one at a time: of those that hang there is one
-            (reward,) = await means.scorer.score(task, [answer])
+            (reward,) = await deps.scorer.score(task, [answer])
             if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
                 return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
@@ -283,7 +283,7 @@ class Node(Peer):
             rewards += (reward,)
         if not differ(self._compared(task.service, rewards)):
             return Reason.UNINFORMATIVE
-        return ReadyOffer(letter, source, rewards)
+        return ReadyOffer(message, source, rewards)
 
     def chosen(self, wanted: int) -> list[ReadyOffer]:
         """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
@@ -291,23 +291,23 @@ class Node(Peer):
         now_s = self._clock()
         candidates = [
             Candidate(
-                peer_id=ready.letter.peer_id,
+                peer_id=ready.message.peer_id,
                 service=ready.source.task.service,
                 rewards=self._compared(ready.source.task.service, ready.rewards),
-                age_s=max(0.0, now_s - ready.letter.sent_s),
+                age_s=max(0.0, now_s - ready.message.sent_s),
                 uses=ready.uses,
-                author_uses=self._author_uses[ready.letter.peer_id],
-                trust=self.door.trust(ready.letter.peer_id),
-                newcomer=self.door.is_newcomer(ready.letter.peer_id),
+                author_uses=self._author_uses[ready.message.peer_id],
+                trust=self.ingress.trust(ready.message.peer_id),
+                newcomer=self.ingress.is_newcomer(ready.message.peer_id),
             )
             for ready in self._ready
         ]
         chosen = [self._ready[i] for i in taken(self._taker, candidates, wanted, self._rng)]
         for ready in chosen:
             ready.uses += 1
-            self._author_uses[ready.letter.peer_id] += 1
+            self._author_uses[ready.message.peer_id] += 1
         if len(self._author_uses) > MOST_TAKEN:
-            known = self.door.peers
+            known = self.ingress.peers
             self._author_uses = Counter({author: uses for author, uses in self._author_uses.items() if author in known})
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
@@ -330,32 +330,32 @@ class Node(Peer):
 
     def _drop_stale(self) -> None:
         bound_s = self._clock() - self._settings.fresh_s
-        for ready in [ready for ready in self._ready if ready.letter.sent_s < bound_s]:
+        for ready in [ready for ready in self._ready if ready.message.sent_s < bound_s]:
             self._ready.remove(ready)
             if not ready.uses:
-                self.door.refuse(ready.letter.peer_id, Reason.STALE)
+                self.ingress.refuse(ready.message.peer_id, Reason.STALE)
 
     def _forget_banned(self) -> None:
         """What a banned peer said before is not used either, and the ban is written down if it is to last."""
-        new = self.door.banned - self._known_bans
+        new = self.ingress.banned - self._known_bans
         if not new:
             return
         for author in self._pending.drop(new):
-            self.door.refuse(author, Reason.BANNED)
-        self._ready = [ready for ready in self._ready if ready.letter.peer_id not in new]
-        self._known_bans = set(self.door.banned)
+            self.ingress.refuse(author, Reason.BANNED)
+        self._ready = [ready for ready in self._ready if ready.message.peer_id not in new]
+        self._known_bans = set(self.ingress.banned)
         with self._file(BANNED_FILE):
-            ban_in(self._folder, sorted(new & self.door.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
+            ban_in(self._folder, sorted(new & self.ingress.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
 
-    async def _speak(self) -> None:
+    async def _share(self) -> None:
         while True:
             while not self._outbox:
-                self._mail.clear()
-                await self._mail.wait()
+                self._outgoing.clear()
+                await self._outgoing.wait()
             group, made_s = self._outbox.popleft()
             try:
-                claim = await self._means.recogniser.claim(group.task)
-                made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._means.model, made_s=made_s)
+                claim = await self._deps.recogniser.claim(group.task)
+                made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._deps.model, made_s=made_s)
                 if made is None or not await self._published(Kind.OFFER, offers.encode(made), made_s):
                     self.tally.unsent += 1
                 else:
@@ -368,7 +368,7 @@ class Node(Peer):
         frame: bytes | None = None
         while self._clock() < made_s + self._settings.fresh_s:
             if frame is None and self._exchange.connected:
-                frame = self._seal.frame(kind, payload, self._clock())
+                frame = self._signer.frame(kind, payload, self._clock())
             try:
                 if frame is not None:
                     await self._exchange.publish(kind, self.peer_id, frame)
@@ -379,13 +379,13 @@ class Node(Peer):
             await asyncio.sleep(RETRY_S)
         return False
 
-    async def _now_and_then(self) -> None:
+    async def _periodic(self) -> None:
         """Forgets whom people banned, and says what this node lacks."""
         self._forget_banned()
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:
             with contextlib.suppress(ExchangeUnavailable):
-                frame = self._seal.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
+                frame = self._signer.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
                 await self._exchange.publish(Kind.WANT, self.peer_id, frame)
 
 

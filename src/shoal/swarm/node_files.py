@@ -46,7 +46,7 @@ class NodeDeps:
 class ReadyOffer:
     """A verified offer with this node's rewards."""
 
-    letter: VerifiedMessage
+    message: VerifiedMessage
     source: Encoded
     rewards: tuple[Reward, ...]
     uses: int = 0
@@ -74,13 +74,13 @@ class Intake:
         self.timer = timer
         self._due_s = -math.inf  # when what was read so far would have been read at the average rate
 
-    def read(self, door: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
+    def read(self, ingress: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
         """What a frame says, or why it is not heard; `now_s` is Unix time."""
         loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
-        letter = door.admit(frame, now_s, loop_s)
-        cost = max(OWN_COST if letter is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
+        message = ingress.admit(frame, now_s, loop_s)
+        cost = max(OWN_COST if message is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
         self._due_s = max(self._due_s, loop_s - INTAKE_BURST_S) + cost * self._frame_s
-        return letter
+        return message
 
     async def pause(self) -> None:
         """Waits until more may be read."""

@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 class Peer:
     """One event loop. A node, a generator and a desk of people add what they do with what is heard."""
 
-    tell_every_s = 5.0
+    report_every_s = 5.0
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Peer:
         self.swarm = swarm
         self._exchange, self._identity, self._folder, self._clock = exchange, identity, folder, clock
         self._intake = intake or Intake()
-        self.door = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
+        self.ingress = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
         self.file_failures: dict[str, str] = {}
         """Why files of this peer could not be read or written last, by name."""
         self._read_bans()
         self._session = next_session(folder, clock())
-        self._seal = Signer(identity, swarm, session=self._session)
+        self._signer = Signer(identity, swarm, session=self._session)
 
     @property
     def peer_id(self) -> str:
@@ -68,8 +68,8 @@ class Peer:
             "connected": self.connected,
             "failure": "; ".join(filter(None, (self._exchange.failure, *self.file_failures.values()))),
             "time_s": self._clock(),
-            "refused": {reason.value: count for reason, count in self.door.refused.items()},
-            "banned": sorted(self.door.banned),
+            "refused": {reason.value: count for reason, count in self.ingress.refused.items()},
+            "banned": sorted(self.ingress.banned),
         }
 
     def remember(self, name: str, text: str) -> None:
@@ -84,34 +84,34 @@ class Peer:
             return path.read_text(errors="replace") if path.exists() else ""
         return ""
 
-    def _heard(self, letter: VerifiedMessage) -> None:
+    def _receive(self, message: VerifiedMessage) -> None:
         """Something was let in. Returns at once."""
 
-    async def _now_and_then(self) -> None:
+    async def _periodic(self) -> None:
         """What is done every `tell_every_s`, after the ban list was read."""
 
     async def _listen(self) -> None:
         while True:
             for frame in await self._exchange.receive(INTAKE_BATCH):
-                letter = self._intake.read(self.door, frame, self._clock())
-                if isinstance(letter, VerifiedMessage):
-                    self._heard(letter)
+                message = self._intake.read(self.ingress, frame, self._clock())
+                if isinstance(message, VerifiedMessage):
+                    self._receive(message)
                 await asyncio.sleep(0)
             await self._intake.pause()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         try:
             while True:
                 self._read_bans()
-                await self._now_and_then()
+                await self._periodic()
                 self._write_status()
-                await asyncio.sleep(self.tell_every_s)
+                await asyncio.sleep(self.report_every_s)
         finally:
             self._write_status()
 
     def _read_bans(self) -> None:
         with self._file(BANNED_FILE):
-            self.door.banned.update(read_lines(self._folder / BANNED_FILE))
+            self.ingress.banned.update(read_lines(self._folder / BANNED_FILE))
 
     def _write_status(self) -> None:
         with self._file(STATUS_FILE):

@@ -26,37 +26,37 @@ class PendingOffers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def __contains__(self, letter_id: str) -> bool:
-        return letter_id in self._offers
+    def __contains__(self, message_id: str) -> bool:
+        return message_id in self._offers
 
-    def add(self, letter: VerifiedMessage, content: Offer) -> list[str]:
+    def add(self, message: VerifiedMessage, content: Offer) -> list[str]:
         """Takes an offer in, and gives the authors of those that had to make room."""
         pushed_out = []
-        if self._of[letter.peer_id] >= MOST_PER_AUTHOR:
-            pushed_out.append(next(key for key, (one, _) in self._offers.items() if one.peer_id == letter.peer_id))
+        if self._of[message.peer_id] >= MOST_PER_AUTHOR:
+            pushed_out.append(next(key for key, (one, _) in self._offers.items() if one.peer_id == message.peer_id))
         elif len(self._offers) >= MOST:
             pushed_out.append(next(iter(self._offers)))
         authors = [self.pop(key)[0].peer_id for key in pushed_out]
-        self._offers[letter.id] = (letter, content)
-        self._of[letter.peer_id] += 1
+        self._offers[message.id] = (message, content)
+        self._of[message.peer_id] += 1
         return authors
 
-    def pop(self, letter_id: str) -> tuple[VerifiedMessage, Offer]:
+    def pop(self, message_id: str) -> tuple[VerifiedMessage, Offer]:
         """Takes one out."""
-        letter, content = self._offers.pop(letter_id)
-        self._of[letter.peer_id] -= 1
-        if not self._of[letter.peer_id]:
-            del self._of[letter.peer_id]
-        return letter, content
+        message, content = self._offers.pop(message_id)
+        self._of[message.peer_id] -= 1
+        if not self._of[message.peer_id]:
+            del self._of[message.peer_id]
+        return message, content
 
     def drop(self, authors: Collection[str]) -> list[str]:
         """Takes out all of some authors; gives the author of each."""
-        keys = [key for key, (letter, _) in self._offers.items() if letter.peer_id in authors]
+        keys = [key for key, (message, _) in self._offers.items() if message.peer_id in authors]
         return [self.pop(key)[0].peer_id for key in keys]
 
     def next(self, is_newcomer: Callable[[str], bool], newcomers: bool) -> str | None:
         """Uniformly one of the established, mostly; of `newcomers` only where it is their turn. None without any."""
-        known = [key for key, (letter, _) in self._offers.items() if not is_newcomer(letter.peer_id)]
+        known = [key for key, (message, _) in self._offers.items() if not is_newcomer(message.peer_id)]
         new = len(self._offers) - len(known) if newcomers else 0
         if known and (not new or self._rng.random() < 0.5):
             return self._rng.choice(known)
@@ -69,17 +69,22 @@ class Needs:
     def __init__(self) -> None:
         self._of: OrderedDict[str, tuple[float, Want]] = OrderedDict()
 
-    def heard(self, letter: VerifiedMessage, want: Want) -> None:
+    def update(self, message: VerifiedMessage, want: Want) -> None:
         """Of one peer, in place of what it said before."""
-        self._of[letter.peer_id] = (letter.sent_s, want)
-        self._of.move_to_end(letter.peer_id)
+        self._of[message.peer_id] = (message.sent_s, want)
+        self._of.move_to_end(message.peer_id)
         if len(self._of) > MOST_NEEDY:
             self._of.popitem(last=False)
+
+    def drop(self, peer_ids: Collection[str]) -> None:
+        """Forgets peers."""
+        for peer_id in self._of.keys() & set(peer_ids):
+            del self._of[peer_id]
 
     def largest(self, since_s: float) -> dict[str, float]:
         """The largest need that anybody has of each service, of those who said so since then (Unix time)."""
         result: dict[str, float] = {}
-        for said_s, want in self._of.values():
-            for service, need in want.needs if said_s >= since_s else ():
+        for sent_s, want in self._of.values():
+            for service, need in want.needs if sent_s >= since_s else ():
                 result[service] = max(result.get(service, 0.0), need)
         return result

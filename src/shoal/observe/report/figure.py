@@ -70,15 +70,15 @@ def figure_png(run: RunRecords) -> bytes:
         figure.text(0.012, 0.97, plain(run.name), size=15, weight="bold")
         figure.text(0.012, 0.947, plain(subtitle(run)), size=10, color=MUTED)
         panels: Sequence[Callable[[Axes, RunRecords], str]] = (
-            draw_reward,
-            draw_accuracy,
-            draw_staleness,
-            draw_throughput,
-            draw_busy,
-            draw_loss_side,
-            draw_ratios,
-            draw_staleness_histogram,
-            draw_shares,
+            plot_reward,
+            plot_accuracy,
+            plot_staleness,
+            plot_throughput,
+            plot_busy,
+            plot_loss_side,
+            plot_ratios,
+            plot_staleness_histogram,
+            plot_shares,
         )
         for axes, draw in zip(figure.subplots(3, 3).flat, panels, strict=True):
             _head(axes, draw(axes, run))
@@ -111,7 +111,7 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def draw_reward(axes: Axes, run: RunRecords) -> str:
+def plot_reward(axes: Axes, run: RunRecords) -> str:
     """Mean reward of each task, every step pale and the moving average strong; returns the panel's title."""
     tasks = run.tasks("reward")
     named = tasks[:MOST_NAMED_TASKS] if len(tasks) <= MOST_NAMED_TASKS else []
@@ -126,7 +126,7 @@ def draw_reward(axes: Axes, run: RunRecords) -> str:
     return "Reward" + (f", mean of {_window(run)} steps" if _window(run) > 1 else "")
 
 
-def draw_accuracy(axes: Axes, run: RunRecords) -> str:
+def plot_accuracy(axes: Axes, run: RunRecords) -> str:
     """Mean reward and full marks on held-out questions, the first and last value written out."""
     steps = column(run.evals, "step")
     for name, label, colour, line, offset in (
@@ -146,7 +146,7 @@ def draw_accuracy(axes: Axes, run: RunRecords) -> str:
     return "Held-out score"
 
 
-def draw_staleness(axes: Axes, run: RunRecords) -> str:
+def plot_staleness(axes: Axes, run: RunRecords) -> str:
     """Mean and maximum of the consumed groups against the bound."""
     highest = run.column("staleness_max")
     top = max(filter(math.isfinite, highest), default=0.0)
@@ -163,7 +163,7 @@ def draw_staleness(axes: Axes, run: RunRecords) -> str:
     return "Staleness of consumed groups, versions"
 
 
-def draw_throughput(axes: Axes, run: RunRecords) -> str:
+def plot_throughput(axes: Axes, run: RunRecords) -> str:
     """Tokens per second on the left scale, samples per second on the right one."""
     right = axes.twinx()
     right.grid(visible=False)
@@ -181,7 +181,7 @@ def draw_throughput(axes: Axes, run: RunRecords) -> str:
     return "Throughput"
 
 
-def draw_busy(axes: Axes, run: RunRecords) -> str:
+def plot_busy(axes: Axes, run: RunRecords) -> str:
     """Share of the time that engine and trainer spent computing."""
     _curve(axes, run, "engine_busy", "engine", BLUE, over_time=True)
     _curve(axes, run, "trainer_busy", "trainer", ORANGE, over_time=True)
@@ -190,7 +190,7 @@ def draw_busy(axes: Axes, run: RunRecords) -> str:
     return "Busy share"
 
 
-def draw_loss_side(axes: Axes, run: RunRecords) -> str:
+def plot_loss_side(axes: Axes, run: RunRecords) -> str:
     """What the loss saw, on one logarithmic scale; a value of 0 has no place on it."""
     for name, label, colour in LOSS_SIDE:
         values = run.column(name)
@@ -203,7 +203,7 @@ def draw_loss_side(axes: Axes, run: RunRecords) -> str:
     return "Loss side, nats and shares"
 
 
-def draw_ratios(axes: Axes, run: RunRecords) -> str:
+def plot_ratios(axes: Axes, run: RunRecords) -> str:
     """How pi_theta / pi_behav was distributed over the trained tokens, shares stacked."""
     bins = sorted(run.tasks("ratio_share"), key=lambda name: float(name.partition("-")[0]))
     if bins:
@@ -215,7 +215,7 @@ def draw_ratios(axes: Axes, run: RunRecords) -> str:
     return "Importance ratio of the trained tokens"
 
 
-def draw_staleness_histogram(axes: Axes, run: RunRecords) -> str:
+def plot_staleness_histogram(axes: Axes, run: RunRecords) -> str:
     """Groups of the whole run by staleness."""
     versions = sorted(int(name) for name in run.tasks("staleness") if name.isdigit())
     counts = [sum(filter(math.isfinite, run.column(f"staleness/{k}"))) for k in versions]
@@ -225,7 +225,7 @@ def draw_staleness_histogram(axes: Axes, run: RunRecords) -> str:
     return "Staleness, whole run"
 
 
-def draw_shares(axes: Axes, run: RunRecords) -> str:
+def plot_shares(axes: Axes, run: RunRecords) -> str:
     """What part of the data the update could use."""
     for name, label, colour in SHARES:
         _curve(axes, run, name, label, colour)

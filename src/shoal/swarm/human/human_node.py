@@ -29,7 +29,7 @@ from shoal.swarm.peer import Peer
 from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import RewardStatus, Task
 
-HEARD = 64
+MOST_OFFERED = 64
 """Newest offers of peers that may be asked."""
 SHOWN_OTHERS = 8
 MOST_SCORING = 32
@@ -74,7 +74,7 @@ class HumanNode(Peer):
 
     def __init__(
         self,
-        means: HumanNodeDeps,
+        deps: HumanNodeDeps,
         swarm: str,
         identity: Identity,
         folder: Path,
@@ -84,24 +84,24 @@ class HumanNode(Peer):
         seed: int | None = None,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
-        super().__init__(means.exchange, swarm, identity, folder, clock=clock)
+        super().__init__(deps.exchange, swarm, identity, folder, clock=clock)
         self.questions = OpenQuestions(pace or QuestionPace())
         self.tally = HumanNodeCounts()
-        self._means = means
+        self._deps = deps
         self._rng = random.Random(seed)
-        self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=HEARD)
+        self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=MOST_OFFERED)
         self._outbox: deque[Outgoing] = deque()
         self._peers_turn = True
         self._opening = asyncio.Lock()
-        self._unweighed: asyncio.Queue[tuple[OpenQuestion, Offer]] = asyncio.Queue(HEARD)
+        self._unscored: asyncio.Queue[tuple[OpenQuestion, Offer]] = asyncio.Queue(MOST_OFFERED)
 
     async def run(self) -> None:
         """Listens and shares for ever."""
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._listen(), name="desk: listening")
-            loops.create_task(self._weigh(), name="desk: weighing")
-            loops.create_task(self._share(), name="desk: sharing")
-            loops.create_task(self._tell(), name="desk: telling")
+            loops.create_task(self._listen(), name="human UI: listening")
+            loops.create_task(self._score_peers(), name="human UI: scoring peers")
+            loops.create_task(self._share(), name="human UI: sharing")
+            loops.create_task(self._report(), name="human UI: reporting")
 
     def status(self) -> dict[str, object]:
         """What `shoal swarm status` shows."""
@@ -113,26 +113,26 @@ class HumanNode(Peer):
             **asdict(self.tally),
         }
 
-    async def question_for(self, visitor: str) -> OpenQuestion:
+    async def question_for(self, user: str) -> OpenQuestion:
         """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
         async with self._opening:  # else a crowd that comes at once gets a question each
-            found = self.questions.next_for(visitor)
+            found = self.questions.next_for(user)
             if found is None:
                 found = await self._opened()
                 self.questions.add(found)
             return found
 
-    async def answer(self, question: OpenQuestion, visitor: str, text: str) -> Given:
+    async def answer(self, question: OpenQuestion, user: str, text: str) -> Given:
         """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
-        self.questions.check(question, visitor, text)
+        self.questions.check(question, user, text)
         if sum(len(one.scoring) for one in self.questions) >= MOST_SCORING:
             raise NotTaken("many answers wait for their verdict; send yours again in a moment")
-        question.scoring.add(visitor)
+        question.scoring.add(user)
         try:
-            (reward,) = await self._means.scorer.score(question.task, [text])
+            (reward,) = await self._deps.scorer.score(question.task, [text])
         finally:
-            question.scoring.remove(visitor)
-        given = Given(visitor, text, reward, self._clock())
+            question.scoring.remove(user)
+        given = Given(user, text, reward, self._clock())
         if self.questions.state(question.id) is not QuestionState.OPEN:
             raise NotTaken("this question is closed")
         self.questions.take(question, given)
@@ -143,38 +143,38 @@ class HumanNode(Peer):
         """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
         self._peers_turn, peers = not self._peers_turn, self._peers_turn
         while peers and self._offered:
-            letter, content = self._offered.pop()
-            if letter.peer_id in self.door.banned:
+            message, content = self._offered.pop()
+            if message.peer_id in self.ingress.banned:
                 continue
-            task = await self._means.recogniser.task(content.claim)
+            task = await self._deps.recogniser.task(content.claim)
             if isinstance(task, Task):
                 question = await self._question(task)
-                if not self._unweighed.full():
-                    self._unweighed.put_nowait((question, content))
+                if not self._unscored.full():
+                    self._unscored.put_nowait((question, content))
                 return question
-            self.door.refuse(letter.peer_id, Reason(task.value))
-        return await self._question(await asyncio.to_thread(self._means.draw, self._rng.getrandbits(32)))
+            self.ingress.refuse(message.peer_id, Reason(task.value))
+        return await self._question(await asyncio.to_thread(self._deps.draw, self._rng.getrandbits(32)))
 
     async def _question(self, task: Task) -> OpenQuestion:
-        claim = await self._means.recogniser.claim(task)
+        claim = await self._deps.recogniser.claim(task)
         return OpenQuestion(secrets.token_urlsafe(12), task, claim, self._clock())
 
-    async def _weigh(self) -> None:
+    async def _score_peers(self) -> None:
         """One text at a time: an answer that hangs keeps visitors waiting no longer than one of their own."""
         while True:
-            question, content = await self._unweighed.get()
+            question, content = await self._unscored.get()
             for rollout in content.rollouts[:SHOWN_OTHERS]:
                 began_s = time.monotonic()
-                (reward,) = await self._means.scorer.score(question.task, [rollout.text])
+                (reward,) = await self._deps.scorer.score(question.task, [rollout.text])
                 if reward.status is not RewardStatus.SCORED:
                     break
                 other = Other(content.generator.value, content.model, rollout.text, reward)
                 question.others = (*question.others, other)
                 await asyncio.sleep(time.monotonic() - began_s)
 
-    def _heard(self, letter: VerifiedMessage) -> None:
-        if isinstance(letter.content, Offer):
-            self._offered.append((letter, letter.content))
+    def _receive(self, message: VerifiedMessage) -> None:
+        if isinstance(message.content, Offer):
+            self._offered.append((message, message.content))
 
     async def _share(self) -> None:
         while True:
@@ -197,7 +197,7 @@ class HumanNode(Peer):
             return False
         try:
             if outgoing.frame is None:
-                outgoing.frame = self._seal.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
+                outgoing.frame = self._signer.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
             await self._exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
         except ExchangeUnavailable:
             return False

@@ -54,7 +54,7 @@ class QuestionPace:
 class Given:
     """One answer of a visitor, with this node's verdict."""
 
-    visitor: str
+    user: str
     text: str
     reward: Reward
     at_s: float
@@ -87,15 +87,15 @@ class OpenQuestion:
     scoring: set[str] = field(default_factory=set)
     """Visitors with an answer on its way to a verdict."""
 
-    def of(self, visitor: str) -> list[Given]:
+    def of(self, user: str) -> list[Given]:
         """What one visitor said."""
-        return [given for given in self.answers if given.visitor == visitor]
+        return [given for given in self.answers if given.user == user]
 
-    def tries_left(self, visitor: str) -> int:
+    def tries_left(self, user: str) -> int:
         """How often a visitor may still answer: not after a right one."""
-        own = self.of(visitor)
+        own = self.of(user)
         right = any(is_right(given.reward) for given in own)
-        return 0 if right else max(0, TRIES - len(own) - self.unscored[visitor])
+        return 0 if right else max(0, TRIES - len(own) - self.unscored[user])
 
     @property
     def differs(self) -> bool:
@@ -138,23 +138,23 @@ class OpenQuestions:
         """What became of a question; None when nobody remembers it."""
         return QuestionState.OPEN if id_ in self._open else self._ended.get(id_)
 
-    def next_for(self, visitor: str) -> OpenQuestion | None:
+    def next_for(self, user: str) -> OpenQuestion | None:
         """What to ask a visitor: what it was at, else what others have answered; None when it has seen everything."""
-        seen = [one for one in self if visitor not in one.passed_by and one.tries_left(visitor)]
+        seen = [one for one in self if user not in one.passed_by and one.tries_left(user)]
         seen = [one for one in seen if len(one.answers) + len(one.scoring) < MOST_ANSWERS]
-        return max(seen, key=lambda one: (len(one.of(visitor)), len(one.answers)), default=None)
+        return max(seen, key=lambda one: (len(one.of(user)), len(one.answers)), default=None)
 
-    def check(self, question: OpenQuestion, visitor: str, text: str) -> None:
+    def check(self, question: OpenQuestion, user: str, text: str) -> None:
         """Raises `NotTaken` for an answer that needs no verdict."""
         if not text.strip():
             raise NotTaken("write an answer first")
         if len(text) > MOST_CHARACTERS:
             raise NotTaken(f"an answer has at most {MOST_CHARACTERS} characters")
-        if visitor in question.scoring:
+        if user in question.scoring:
             raise NotTaken("wait for the verdict")
-        if not question.tries_left(visitor):
+        if not question.tries_left(user):
             raise NotTaken("you have answered this question")
-        if any(given.text == text for given in question.of(visitor)):
+        if any(given.text == text for given in question.of(user)):
             raise NotTaken("you said that already")
         if len(question.answers) + len(question.scoring) >= MOST_ANSWERS:
             raise NotTaken("this question has all the answers that it can have")
@@ -164,7 +164,7 @@ class OpenQuestions:
         if given.reward.status is RewardStatus.SCORED:
             question.answers.append(given)
         else:
-            question.unscored[given.visitor] += 1
+            question.unscored[given.user] += 1
 
     def due(self, now_s: float) -> list[OpenQuestion]:
         """The questions that are complete, which are open no more; what has expired is dropped."""

@@ -72,17 +72,17 @@ class UserAnswer(msgspec.Struct, forbid_unknown_fields=True):
 class Rates:
     """Who may ask how often: each visitor, each address, and all together."""
 
-    def __init__(self, clock: Callable[[], float], *, visitor_per_s: float = 0.5, burst: float = 10) -> None:
+    def __init__(self, clock: Callable[[], float], *, user_per_s: float = 0.5, burst: float = 10) -> None:
         """An address, which a school may share, has ten times a visitor's rate; all together a hundred times."""
         self._clock = clock
-        self._visitor = (visitor_per_s, burst)
+        self._user = (user_per_s, burst)
         self._known: OrderedDict[str, Bucket] = OrderedDict()
-        self._all = Bucket(100 * visitor_per_s, 20 * burst)
+        self._all = Bucket(100 * user_per_s, 20 * burst)
 
-    def check(self, visitor: str, address: str) -> None:
+    def check(self, user: str, address: str) -> None:
         """Raises `Refused` for one request too many."""
-        rate, burst = self._visitor
-        own = self._bucket(f"visitor {visitor}", rate, burst).take(self._clock())
+        rate, burst = self._user
+        own = self._bucket(f"visitor {user}", rate, burst).take(self._clock())
         if not (own and self._bucket(f"address {address}", 10 * rate, 5 * burst).take(self._clock())):
             raise Refused(429, "slowly, please: wait a few seconds")
         if not self._all.take(self._clock()):
@@ -99,8 +99,8 @@ class Rates:
 class HumanServer:
     """`app` is the ASGI application."""
 
-    def __init__(self, desk: HumanNode, rates: Rates | None = None) -> None:
-        self._desk = desk
+    def __init__(self, node: HumanNode, rates: Rates | None = None) -> None:
+        self._node = node
         self._rates = rates or Rates(time.monotonic)
         self._key = secrets.token_bytes(32)
         static = [Route(path, _static(name, kind)) for path, (name, kind) in _STATIC.items()]
@@ -117,89 +117,89 @@ class HumanServer:
         )
 
     async def _question(self, http: Request) -> Response:
-        wanted, visitor = await _read(http, NextRequest), self._visitor(http)
-        fresh = not visitor
+        wanted, user = await _read(http, NextRequest), self._user(http)
+        fresh = not user
         if fresh:
-            visitor = secrets.token_urlsafe(16)
-        self._rates.check(visitor, _address(http))
-        passed = self._desk.questions.get(wanted.passed) if wanted.passed else None
+            user = secrets.token_urlsafe(16)
+        self._rates.check(user, _address(http))
+        passed = self._node.questions.get(wanted.passed) if wanted.passed else None
         if passed is not None:
-            passed.passed_by.add(visitor)
+            passed.passed_by.add(user)
         try:
-            question = await self._desk.question_for(visitor)
+            question = await self._node.question_for(user)
         except (TaskError, ChildDied) as error:
             raise Refused(503, f"no question can be drawn: {error}") from error
-        answer = _json(_asked(question, visitor))
+        answer = _json(_asked(question, user))
         if fresh:
             answer.set_cookie(
-                COOKIE, f"{visitor}.{self._signature(visitor)}", max_age=30 * 86_400, httponly=True, samesite="strict"
+                COOKIE, f"{user}.{self._signature(user)}", max_age=30 * 86_400, httponly=True, samesite="strict"
             )
         return answer
 
     async def _answer(self, http: Request) -> Response:
-        said, visitor = await _read(http, UserAnswer), self._visitor(http)
-        if not visitor:
+        said, user = await _read(http, UserAnswer), self._user(http)
+        if not user:
             raise Refused(403, "ask for a question first")
-        self._rates.check(visitor, _address(http))
-        question = self._desk.questions.get(said.question)
+        self._rates.check(user, _address(http))
+        question = self._node.questions.get(said.question)
         if question is None:
             raise Refused(404, "this question is closed; take the next one")
         try:
-            given = await self._desk.answer(question, visitor, said.text)
+            given = await self._node.answer(question, user, said.text)
         except NotTaken as error:
             raise Refused(409, str(error)) from error
         except ChildDied as error:
             raise Refused(503, f"no verdict: {error}") from error
-        return _json(_verdict(question, visitor, given))
+        return _json(_verdict(question, user, given))
 
-    def _visitor(self, http: Request) -> str:
+    def _user(self, http: Request) -> str:
         """Whom this desk gave the cookie of a request; empty for one that it gave to nobody."""
-        visitor, _, signature = http.cookies.get(COOKIE, "").partition(".")
-        known = hmac.compare_digest(signature.encode(), self._signature(visitor).encode())
-        return visitor if known else ""
+        user, _, signature = http.cookies.get(COOKIE, "").partition(".")
+        known = hmac.compare_digest(signature.encode(), self._signature(user).encode())
+        return user if known else ""
 
-    def _signature(self, visitor: str) -> str:
-        return hmac.new(self._key, visitor.encode(errors="replace"), "blake2b").hexdigest()[:32]
+    def _signature(self, user: str) -> str:
+        return hmac.new(self._key, user.encode(errors="replace"), "blake2b").hexdigest()[:32]
 
     async def _state(self, http: Request) -> Response:
-        state = self._desk.questions.state(http.path_params["id"])
+        state = self._node.questions.state(http.path_params["id"])
         if state is None:
             raise Refused(404, "nobody remembers this question")
         return _json({"state": state.value})
 
     async def _status(self, _: Request) -> Response:
-        desk = self._desk
+        node = self._node
         return _json(
             {
-                "swarm": desk.swarm,
-                "peer_id": desk.peer_id,
-                "connected": desk.connected,
-                "open": len(desk.questions),
-                "answers": desk.tally.answers,
-                "shared": desk.tally.shared,
+                "swarm": node.swarm,
+                "peer_id": node.peer_id,
+                "connected": node.connected,
+                "open": len(node.questions),
+                "answers": node.tally.answers,
+                "shared": node.tally.shared,
             }
         )
 
 
-def _asked(question: OpenQuestion, visitor: str) -> dict[str, object]:
+def _asked(question: OpenQuestion, user: str) -> dict[str, object]:
     system = [message.content for message in question.task.messages if message.role is Role.SYSTEM]
     return {
         "id": question.id,
         "task": question.task.service,
         "instructions": "\n\n".join(system),
         "question": question.claim.question,
-        "tries_left": question.tries_left(visitor),
+        "tries_left": question.tries_left(user),
         "answers": len(question.answers),
     }
 
 
-def _verdict(question: OpenQuestion, visitor: str, given: Given) -> dict[str, object]:
+def _verdict(question: OpenQuestion, user: str, given: Given) -> dict[str, object]:
     """Others are shown to who is done, or they would be copied."""
-    left = question.tries_left(visitor)
-    own = {one.text for one in question.of(visitor)}
+    left = question.tries_left(user)
+    own = {one.text for one in question.of(user)}
     others = [] if left else [(one.generator, one.model, one.text, one.reward) for one in question.others]
     if not left:
-        people = [one for one in question.answers if one.visitor != visitor and one.text not in own]
+        people = [one for one in question.answers if one.user != user and one.text not in own]
         others += [("person", "", one.text, one.reward) for one in people]
     return {
         **_judged(given.reward),

@@ -16,7 +16,7 @@ from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.commitment import opens
 from shoal.swarm.judge.condition import Condition
-from shoal.swarm.judge.judging import drawn, marked
+from shoal.swarm.judge.judging import drawn, grade
 from shoal.swarm.judge.messages import (
     MOST_ANSWER_CHARACTERS,
     MOST_BYTES,
@@ -98,7 +98,7 @@ def statements(ledger: PublicLedger, judge: str | None) -> tuple[dict[int, Round
     return numbered, authors.pop()
 
 
-async def audited(
+async def audit(
     judge_url: str, drawer: ProceduralClient, scorer: Scorer, *, judge: str | None = None
 ) -> tuple[int, list[str]]:
     """How many challenges of sittings that are over were checked, and everything that is wrong with them.
@@ -163,7 +163,7 @@ async def _complaints(
     texts = one.answers.texts
     if len(texts) != len(tasks):
         return [f"expected {len(tasks)} answers, got {len(texts)}"]
-    marks = await marked(scorer, tasks, texts)
+    marks = await grade(scorer, tasks, texts)
     right = tuple(mark.passed for mark in marks)
     return [] if one.passed == right else ["other marks than these answers are worth"]
 

@@ -98,7 +98,7 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
     return RankTest(float(found.statistic), p, float(found.statistic) / (n * m))
 
 
-def compared(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
+def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
     """Swarm against solo. The horizon is the last bin that `reached_by` of the nodes of each arm reached."""
     if bin_rounds < 1 or not 0 < reached_by <= 1:
         raise ValueError(f"expected bins of at least 1 round and a share in (0, 1], got {bin_rounds} and {reached_by}")

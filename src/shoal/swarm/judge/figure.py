@@ -31,8 +31,8 @@ def comparison_png(comparison: Comparison) -> bytes:
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
         raw, cohort = figure.subplots(1, 2, sharey=True)
-        _draw(raw, comparison.raw, "all nodes judged in a bin")
-        _draw(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
+        _plot(raw, comparison.raw, "all nodes judged in a bin")
+        _plot(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
         raw.set_ylabel("judged pass@1")
         raw.set_ylim(bottom=0)
         figure.supxlabel(
@@ -46,7 +46,7 @@ def comparison_png(comparison: Comparison) -> bytes:
     return data.getvalue()
 
 
-def _draw(axes: Axes, points: Sequence[Point], title: str) -> None:
+def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
     axes.set_title(title)
     rounds = [point.round for point in points]
     for name, bands, colour in (

@@ -33,7 +33,7 @@ from shoal.swarm.judge.messages import (
     opened,
     signed,
 )
-from shoal.swarm.judge.store import JudgeStore, KeptSitting, Record
+from shoal.swarm.judge.store import JudgeStore, KeptRound, Record
 from shoal.swarm.trust import Bucket
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task
@@ -84,7 +84,7 @@ class Judge:
 
     def __init__(
         self,
-        book: JudgeStore,
+        store: JudgeStore,
         identity: Identity,
         specialties: Sequence[Specialty],
         drawer: ProceduralClient,
@@ -98,7 +98,7 @@ class Judge:
 
         `clock` gives Unix time; rates are kept by `steady`, which nobody sets.
         """
-        self.book = book
+        self.store = store
         self.rules = rules or Rules()
         self._identity = identity
         self._specialties = tuple(specialties)
@@ -133,7 +133,7 @@ class Judge:
     def ledger(self) -> PublicLedger:
         """The newest commitments, that of the next sitting among them, and the seeds of those that are over."""
         self._current()
-        kept = self.book.newest_sittings(PUBLISHED)
+        kept = self.store.newest_rounds(PUBLISHED)
         over = [one for one in kept if one.reveals_s < self._clock()]
         seeds = tuple(signed(self._identity, Revealed(one.number, one.seed)) for one in over)
         return PublicLedger(tuple(one.statement for one in kept), seeds)
@@ -149,22 +149,22 @@ class Judge:
         async with self._turn:  # an attempt's number is given once its questions are there
             now_s = self._clock()
             kept = self._current()
-            if ask.sent_s <= self.book.last_asked_s(peer_id):
+            if ask.sent_s <= self.store.last_asked_s(peer_id):
                 raise ChallengeRefused(409, "you asked for this challenge before; sign a new message for a new one")
-            if self.book.open_challenges(peer_id, now_s) >= self.rules.open_at_once:
+            if self.store.open_challenges(peer_id, now_s) >= self.rules.open_at_once:
                 raise ChallengeRefused(429, f"answer one of your {self.rules.open_at_once} open challenges first")
-            attempt = self.book.attempts(kept.number, peer_id, ask.model)
+            attempt = self.store.attempts(kept.number, peer_id, ask.model)
             tasks = await self._tasks(kept, peer_id, ask.model, attempt)
             questions = tuple(ChallengeQuestion(task.service, task.messages) for task in tasks)
             id_, deadline_s = secrets.token_hex(16), now_s + self.rules.answer_s
             challenge = Challenge(id_, kept.number, peer_id, ask, attempt, deadline_s, questions)
-            self.book.issue(challenge, data)
+            self.store.issue(challenge, data)
         return signed(self._identity, challenge)
 
     async def verdict(self, data: bytes) -> bytes:
         """A signed `ChallengeVerdict` for signed `Answers`. Raises `ChallengeRefused`."""
         peer_id, answers = _read(data, Answers)
-        record = self.book.challenge(answers.challenge)
+        record = self.store.challenge(answers.challenge)
         if record is None or record.peer_id != peer_id or answers.judge != self.peer_id:
             raise ChallengeRefused(404, "you have no such challenge of this judge")
         if record.score is not None:
@@ -175,36 +175,36 @@ class Judge:
             raise ChallengeRefused(409, "this challenge is being marked")
         self._marking.add(record.id)
         try:
-            marks = await self._marks(record, answers)
+            marks = await self._grade_answers(record, answers)
             score = pass_at_1(marks)
-            self.book.mark(record.id, data, marks, score)
+            self.store.mark(record.id, data, marks, score)
         finally:
             self._marking.remove(record.id)
         return signed(self._identity, ChallengeVerdict(record.id, score, tuple(marks)))
 
-    async def _marks(self, record: Record, answers: Answers) -> list[GradedAnswer]:
-        kept = self.book.sitting(record.sitting)
+    async def _grade_answers(self, record: Record, answers: Answers) -> list[GradedAnswer]:
+        kept = self.store.sitting(record.sitting)
         assert kept is not None
         async with self._turn:
             tasks = await self._tasks(kept, record.peer_id, record.model, record.attempt)
         if len(answers.texts) != len(tasks):
             raise ChallengeRefused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
-        return await marked(self._scorer, tasks, answers.texts)
+        return await grade(self._scorer, tasks, answers.texts)
 
     def transcripts(self, sitting: int) -> list[str]:
         """The ids of the challenges of a sitting that is over. Raises `ChallengeRefused`."""
-        kept = self.book.sitting(sitting)
+        kept = self.store.sitting(sitting)
         if kept is None or kept.reveals_s >= self._clock():
             raise ChallengeRefused(404, "there is no such sitting, or it is not over")
-        return [record.id for record in self.book.challenges(sitting)]
+        return [record.id for record in self.store.challenges(sitting)]
 
     def transcript(self, id_: str) -> Transcript:
         """Everything said about a challenge of a sitting that is over. Raises `ChallengeRefused`."""
-        record: Record | None = self.book.challenge(id_)
-        kept = self.book.sitting(record.sitting) if record else None
+        record: Record | None = self.store.challenge(id_)
+        kept = self.store.sitting(record.sitting) if record else None
         if record is None or kept is None or kept.reveals_s >= self._clock():
             raise ChallengeRefused(404, "there is no such challenge, or its sitting is not over")
-        return Transcript(record.sitting, record.attempt, record.ask, record.answers, self.book.marks(id_))
+        return Transcript(record.sitting, record.attempt, record.ask, record.answers, self.store.marks(id_))
 
     def _admit(self, peer_id: str) -> None:
         """Raises `ChallengeRefused` for who asks too often."""
@@ -214,28 +214,28 @@ class Judge:
             self._peers.popitem(last=False)
         if not bucket.take(self._steady()):
             raise ChallengeRefused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
-        if not self.book.has_answered(peer_id) and not self._newcomers.take(self._steady()):
+        if not self.store.has_answered(peer_id) and not self._newcomers.take(self._steady()):
             raise ChallengeRefused(429, "too many newcomers ask; try again in a minute")
 
-    def _current(self) -> KeptSitting:
+    def _current(self) -> KeptRound:
         """The sitting that is going on; that and the next one are committed to if they are not yet."""
         now_s = self._clock()
-        newest = self.book.newest_sittings(2)
+        newest = self.store.newest_rounds(2)
         while not newest or newest[0].opens_s <= now_s:
             opens_s = max(newest[0].closes_s, now_s) if newest else now_s
             newest.insert(0, self._commit(newest[0].number + 1 if newest else 0, opens_s))
         return next(one for one in newest if one.opens_s <= now_s)
 
-    def _commit(self, number: int, opens_s: float) -> KeptSitting:
+    def _commit(self, number: int, opens_s: float) -> KeptRound:
         seed = secrets.token_bytes(SEED_BYTES)
         closes_s = opens_s + self.rules.sitting_s
         reveals_s = closes_s + self.rules.answer_s
         sitting = Round(number, opens_s, closes_s, reveals_s, commitment_of(seed), self.rules.each, self._specialties)
-        kept = KeptSitting(number, opens_s, closes_s, reveals_s, seed, signed(self._identity, sitting))
-        self.book.put_sitting(kept)
+        kept = KeptRound(number, opens_s, closes_s, reveals_s, seed, signed(self._identity, sitting))
+        self.store.put_round(kept)
         return kept
 
-    async def _tasks(self, kept: KeptSitting, peer_id: str, model: str, attempt: int) -> list[Task]:
+    async def _tasks(self, kept: KeptRound, peer_id: str, model: str, attempt: int) -> list[Task]:
         _, sitting = opened(kept.statement, Round)
         try:
             return await asyncio.to_thread(drawn, self._drawer, sitting, kept.seed, peer_id, model, attempt)
@@ -257,7 +257,7 @@ def drawn(drawer: ProceduralClient, sitting: Round, seed: bytes, peer_id: str, m
     ]
 
 
-async def marked(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) -> list[GradedAnswer]:
+async def grade(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) -> list[GradedAnswer]:
     """One mark per question. One at a time, so that no taker has more than one of the scorer's processes."""
     marks: list[GradedAnswer] = []
     for task, text in zip(tasks, texts, strict=True):

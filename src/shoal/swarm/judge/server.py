@@ -73,7 +73,7 @@ class JudgeServer:
         """The leaderboard of a moment ago: whoever asks how often, it takes 2 % of the time of the only loop."""
         began_s = time.monotonic()
         if began_s >= self._stale_s:
-            self._standings = self._judge.book.standings(self._judge.now_s())
+            self._standings = self._judge.store.standings(self._judge.now_s())
             self._stale_s = time.monotonic() + RESTS * (time.monotonic() - began_s)
         return self._standings
 

@@ -45,7 +45,7 @@ _OVER = "(score IS NOT NULL OR deadline_s < ?)"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSitting:
+class KeptRound:
     """A sitting with its secret."""
 
     number: int
@@ -117,7 +117,7 @@ class JudgeStore:
         """Closes the file."""
         self._connection.close()
 
-    def put_sitting(self, sitting: KeptSitting) -> None:
+    def put_round(self, sitting: KeptRound) -> None:
         """Keeps a sitting."""
         self._connection.execute(
             "INSERT INTO sittings VALUES(?, ?, ?, ?, ?, ?)",
@@ -131,15 +131,15 @@ class JudgeStore:
             ),
         )
 
-    def sitting(self, number: int) -> KeptSitting | None:
+    def sitting(self, number: int) -> KeptRound | None:
         """By number."""
         row = self._connection.execute("SELECT * FROM sittings WHERE number = ?", (number,)).fetchone()
-        return None if row is None else KeptSitting(*row)
+        return None if row is None else KeptRound(*row)
 
-    def newest_sittings(self, most: int) -> list[KeptSitting]:
+    def newest_rounds(self, most: int) -> list[KeptRound]:
         """Newest first; the first may not have opened yet."""
         rows = self._connection.execute("SELECT * FROM sittings ORDER BY number DESC LIMIT ?", (most,))
-        return [KeptSitting(*row) for row in rows]
+        return [KeptRound(*row) for row in rows]
 
     def attempts(self, sitting: int, peer_id: str, model: str) -> int:
         """Challenges that a model of a peer got in a sitting."""
