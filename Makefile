@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz chaos growth services adapters tito architectures check lint docs site constraints venv clean
+.PHONY: demo test test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -61,9 +61,42 @@ architectures: $(VENV)/dev-installed
 tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito
 
-check: lint
+# The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
+PURE := experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
+	trainer/loss_weights engine/scheduler engine/sampling swarm/strategy swarm/trust
+PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
+	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \
+	trainer/test_train_packing.py trainer/test_train_objective.py trainer/test_train_turns.py \
+	engine/test_engine_scheduler.py engine/test_engine_sampling.py swarm/test_swarm_strategy.py \
+	swarm/test_swarm_trust.py)
+comma := ,
+empty :=
+coverage: $(VENV)/dev-installed
+	$(BIN)/python -m coverage run --rcfile= --data-file=build/coverage-pure \
+		--include=$(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py)) -m pytest -q --hypothesis-seed=0 $(PURE_TESTS)
+	$(BIN)/python -m coverage report --rcfile= --data-file=build/coverage-pure --show-missing --fail-under=100
+
+# The whole suite, with the processes that it starts: slow.
+coverage-all: $(VENV)/dev-installed
+	rm -f build/coverage-all build/coverage-all.*
+	$(BIN)/python -m coverage run --data-file=build/coverage-all -m pytest
+	$(BIN)/python -m coverage combine --data-file=build/coverage-all build/coverage-all.*
+	$(BIN)/python -m coverage report --data-file=build/coverage-all --skip-covered --fail-under=90
+
+check: lint coverage
 	$(BIN)/python -m pytest tests/house/test_layers.py
 	$(PYTEST)
+
+# Changes one call, argument or condition at a time; results add up in build/mutants.jsonl, so a second call goes on.
+SAMPLE ?= 400
+SEED ?= 0
+MINUTES ?= 60
+mutants: $(VENV)/dev-installed
+	$(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --minutes $(MINUTES) $(MODULES)
+
+# The files that a reader opens on the way of one token.
+flow: $(VENV)/dev-installed
+	$(BIN)/python tools/flow.py
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.scheduler import Scheduler, SequenceState, StepPlan
@@ -70,6 +70,15 @@ def computed(plan: StepPlan[Simulated], max_running: int, chunk_tokens: int) -> 
     return drawing
 
 
+@example(  # the second prompt of 12 leaves no budget to the third, whose siblings then wait for its prefill
+    arrivals=[*[Arrival(0, 1, 1, 1, 0)] * 5, Arrival(0, 12, 6, 1, 0), Arrival(0, 5, 5, 2, 0), Arrival(0, 3, 1, 2, 0)],
+    max_running=3,
+    chunk_tokens=5,
+    spare_tokens=1,
+    forget_at=set(),
+    stale_at=set(),
+    abort_at=set(),
+)
 @settings(max_examples=150)
 @given(
     arrivals=arrivals,
@@ -169,6 +178,7 @@ def test_completions_of_one_prompt_prefill_it_once() -> None:
     plans = [scheduler.plan() for _ in range(3)]
     assert [chunk.length for plan in plans for chunk in plan.chunks] == [4, 4, 2]
     assert len(plans[2].chunks[0].followers) == 7
+    assert [len(plan.sequences) for plan in plans] == [1, 1, 8]  # those whose KV is written
 
 
 def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> None:
@@ -184,7 +194,7 @@ def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> Non
     plan = scheduler.plan()
     assert [(copy.source, copy.target, copy.length) for copy in plan.copies] == [(sequences[1], sequences[2], 9)]
     assert plan.chunks == ()
-    assert set(plan.decode) == {sequences[1], sequences[2]}
+    assert set(plan.decode) == set(plan.sequences) == {sequences[1], sequences[2]}
 
 
 def test_kv_of_older_weights_is_never_copied() -> None:

@@ -86,6 +86,21 @@ def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:
         assert ledger.attach(Conversation((ASK, quoted, MORE))).parent == generation.id
 
 
+def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
+    ledger = Ledger()
+    broken = answered(ledger, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": ')))
+    assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x": ')), MORE))).parent == broken.id
+    assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x":')), MORE))).parent is None
+
+
+def test_a_call_is_under_way_until_its_generation_is_there() -> None:
+    ledger = Ledger()
+    call = ledger.open(ledger.attach(Conversation((ASK,))), (1, 2), "digest")
+    assert (ledger.calls, ledger.generations) == ((call,), ())
+    generation = ledger.commit(call, drawn(5, END), said("x"))
+    assert (ledger.calls, ledger.generations) == ((), (generation,))
+
+
 def test_what_no_client_got_is_left_out_when_an_equal_request_was_answered() -> None:
     ledger = TokenTree()
     lost = answered(ledger, (ASK,), drawn(5, END), said("x"))

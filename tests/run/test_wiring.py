@@ -14,9 +14,9 @@ from shoal.experience.audit import Check, audit
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop
-from shoal.run.training import run_meta
+from shoal.run.training import run_meta, sampling_of
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
-from shoal.types import Reward, Sample
+from shoal.types import Reward, Sample, Sampling
 from shoal.weights.store import WeightStore
 
 STEPS = 5
@@ -42,8 +42,10 @@ class Recording:
     def __init__(self) -> None:
         self.given: list[list[Sample]] = []
         self.pushes: list[bool] = []
+        self.moments: list[tuple[int, int]] = []
 
     async def step(self, groups: Sequence[Sequence[Sample]], version: int, since_push: int) -> StepStats:
+        self.moments.append((version, since_push))
         self.given.append([row for rows in groups for row in rows])
         return NOTHING
 
@@ -114,6 +116,17 @@ def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop) -> Recording:
 
 def test_the_trainer_hears_of_each_push_of_a_run(tmp_path: Path) -> None:
     assert ran(tmp_path).pushes == [True] * 3  # after steps 2 and 4, and at the end
+
+
+def test_the_trainer_hears_with_each_step_of_the_version_and_of_the_steps_since_its_push(tmp_path: Path) -> None:
+    assert ran(tmp_path).moments == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_all_that_a_config_says_of_sampling_reaches_the_engine() -> None:
+    said = {"max_tokens": 17, "temperature": 0.5, "top_p": 0.75, "top_k": 5, "min_p": 0.125}
+    config = CONFIG.model_copy(update={"seed": 3, "rollout": CONFIG.rollout.model_copy(update=said)})
+    prepared: Any = SimpleNamespace(renderer=SimpleNamespace(stop_token_ids=(9,)))
+    assert sampling_of(config, prepared) == Sampling(**said, stop_token_ids=(9,), seed=3)
 
 
 def test_late_tokens_of_a_run_are_masked_and_the_others_are_not(tmp_path: Path) -> None:

@@ -137,12 +137,16 @@ def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:
 
 def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_strategy.py").write_text(
-        "def greedy(candidates, n, rng):\n    return [0, 0, 99, -1, *range(len(candidates))]\nnothing = 3\n"
+        "def greedy(candidates, n, rng):\n    return [0, 0, 99, -1, *range(len(candidates))]\n"
+        "def large(own, demand, now_s):\n    return own.size_bytes > 50\nnothing = 3\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     taker = taker_of("my_strategy:greedy")
     assert taken(taker, [candidate()] * 5, 3, random.Random(0)) == [0, 1, 2]
+    sharer = sharer_of("my_strategy:large")
+    assert sharer(own(EQUAL), {}, 0.0)
+    assert not sharer(own(EQUAL, size_bytes=9), {}, 0.0)
     with pytest.raises(ConfigError, match="expected a function"):
         taker_of("my_strategy:nothing")
     sys.modules.pop("my_strategy")

@@ -155,6 +155,13 @@ def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -
     assert len(at.lasting_bans) == FALLEN + 1
 
 
+def test_a_second_lie_of_a_banned_peer_takes_no_other_s_place_among_the_banned() -> None:
+    at = door()
+    for i in (*range(LIARS), 0):
+        at.refuse(f"liar {i}", Reason.WRONG_TRUTH)
+    assert at.banned == {f"liar {i}" for i in range(LIARS)}
+
+
 def test_a_reader_whose_clock_was_set_for_one_frame_hears_everybody_afterwards() -> None:
     at, said = ingress(), seal()
     for tick in range(1200):

@@ -89,6 +89,19 @@ def test_group_batch_advantages_have_the_baseline_of_their_group_and_the_scale_o
             assert of_group == pytest.approx([x / (std + STD_EPS) for x in wanted], rel=1e-5, abs=1e-5)
 
 
+def test_a_critic_is_given_the_rewards_as_they_are() -> None:
+    assert batch_advantages([[1.0, 0.0], [0.5]], "gae") == [[1.0, 0.0], [0.5]]
+
+
+def halved(rewards: list[list[float]]) -> list[list[float]]:
+    """A user's own advantage."""
+    return [[reward / 2 for reward in group] for group in rewards]
+
+
+def test_a_name_of_a_function_is_the_user_s_own_advantage() -> None:
+    assert batch_advantages([[1.0, 0.0], [0.5]], f"{__name__}:halved") == [[0.5, 0.0], [0.25]]
+
+
 @given(uneven, st.sampled_from(KINDS))
 def test_groups_of_any_sizes_are_compared_within_themselves(values: list[list[float]], kind: Kind) -> None:
     assert batch_advantages(values, kind) == [advantages(group, kind) for group in values]

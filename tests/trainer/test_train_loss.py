@@ -303,6 +303,18 @@ def test_decoupled_weight_is_on_unless_the_config_says_otherwise_in_words() -> N
     assert ours(case, DecoupledLoss(behaviour_correction="off_and_biased"))[0] == pytest.approx(-1.0)
 
 
+def twice_the_advantage(streams: Streams) -> Tensor:
+    """A user's own loss."""
+    return -2 * streams.advantage_T * streams.logp_T
+
+
+def test_a_name_of_a_function_is_the_user_s_own_loss() -> None:
+    case = Case(theta=[-1.0, -1.0], prox=[-1.0] * 2, behav=[-2.0] * 2, advantage=[1.0, 3.0], mask=[1, 0], rows=[0, 0])
+    loss, gradient = ours(case, OwnLoss(function=f"{__name__}:twice_the_advantage"))
+    assert loss == 2.0
+    assert gradient == [-2.0, 0.0]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in LOSSES.values() if kind is not OwnLoss])
 def test_every_loss_reads_the_weights_that_drew_each_token_unless_it_says_that_it_has_no_ratio(
     kind: type[Section],

@@ -53,6 +53,14 @@ def test_micro_batches_hold_every_row_once_within_the_budget_and_as_many_for_eac
         assert len(batch) == 1 or tokens <= budget
 
 
+def test_ranks_get_more_micro_batches_when_evenly_filled_ones_would_be_over_the_budget() -> None:
+    rows = [row((prompt,), answer) for prompt, answer in enumerate((2, 2, 1, 1, 1))]
+    assert len(micro_batches(rows, budget_tokens=6)) == 2  # 3 + 3 and 2 + 2 + 2 tokens
+    batches = micro_batches(rows, budget_tokens=6, ranks=2)  # two even ones: 3 + 2 + 2 and 3 + 2
+    assert len(batches) == 4
+    assert sorted(i for batch in batches for i in batch) == [0, 1, 2, 3, 4]
+
+
 def test_rows_of_one_prompt_share_a_micro_batch() -> None:
     rows = [row((prompt, prompt), 5) for _ in range(4) for prompt in (1, 2, 3)]
     batches = micro_batches(rows, budget_tokens=25)

@@ -194,6 +194,18 @@ def test_parity_logprobs_are_those_of_the_model_at_temperature_1(tiny_model_dir:
         assert got == pytest.approx(want, abs=1e-6)
 
 
+def test_a_step_computes_logprobs_at_the_temperature_that_its_tokens_were_sampled_at(tiny_model_dir: Path) -> None:
+    (group,) = groups(5, count=1)
+    for temperature, same in ((0.5, True), (1.0, False)):
+        ours = Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(), temperature=temperature)
+        scored = ours.logprobs([row.tokens for row in group], temperature=0.5)
+        rows = [
+            replace(row, logprobs=(0.0, *(lp * m for lp, m in zip(lps, row.mask[1:], strict=True))))
+            for row, lps in zip(group, scored, strict=True)
+        ]
+        assert (ours.step([rows]).mismatch < 1e-5) == same
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_resumed_trainer_arrives_at_the_same_bits(

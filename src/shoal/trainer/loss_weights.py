@@ -16,15 +16,12 @@ Mean: TypeAlias = Literal["tokens", "rows", "budget"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much an update trains on. Sizes of the parts add up to that of the whole."""
+    """How much an update trains on."""
 
     tokens: int
     """Trained ones."""
     rows: int
     """With at least one trained token."""
-
-    def __add__(self, other: "Size") -> "Size":
-        return Size(self.tokens + other.tokens, self.rows + other.rows)
 
 
 def size_of(rows: Sequence[Sample]) -> Size:

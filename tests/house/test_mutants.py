@@ -1,0 +1,44 @@
+"""The suite notices faults of wiring that are planted, each alone, and the tool says so of those that it does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import mutants  # noqa: E402
+
+
+def test_each_planted_mutant_is_killed_by_the_test_that_is_named_beside_it() -> None:
+    command = [sys.executable, ROOT / "tools" / "mutants.py", "--planted"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures == {"planted": 11, "survivors": [], "wrong": []}
+
+
+def test_calls_arguments_and_conditions_are_changed_one_at_a_time() -> None:
+    found = {(one.function, one.before, one.after) for one in mutants.mutants_of("experience/gate.py")}
+    sum_of_three = "(self.version + self.eta {} 1)"
+    assert ("AdmissionGate.budget", sum_of_three.format("+"), sum_of_three.format("-")) in found
+    assert len({one.source() for one in mutants.mutants_of("experience/gate.py")}) == len(found)
+    wired = {(one.before, one.after) for one in mutants.mutants_of("run/dynamic_sampling.py")}
+    assert ("idle", "not (idle)") in wired
+    assert ("await buffer.drop(sorted(idle), UNINFORMATIVE)", "None") in wired
+    assert ("buffer.drop(sorted(idle), UNINFORMATIVE)", "buffer.drop(sorted(idle), )") in wired
+
+
+def test_the_tests_of_a_module_are_those_that_import_it() -> None:
+    names = {path.name for path in mutants.tests_of("experience/gate.py")}
+    assert "test_buffer_gate.py" in names
+    assert "test_engine_sampling.py" not in names
+    assert {"test_wiring.py", "test_run_redraw.py"} <= {path.name for path in mutants.tests_of("run/loop.py")}
+
+
+def test_every_mutant_named_as_equivalent_is_there_and_has_a_reason() -> None:
+    known = mutants.equivalents()
+    modules = {key.partition(" ")[0] for key in known}
+    there = {mutant.key for module in modules for mutant in mutants.mutants_of(module)}
+    assert known.keys() <= there
+    assert all(known.values())

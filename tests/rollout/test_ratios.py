@@ -1,0 +1,96 @@
+"""Quotas of task services: what each may have started, also when nobody is there."""
+
+import pytest
+
+from shoal.rollout.ratios import Load, Quotas
+
+WEIGHTS = {"a": 3.0, "b": 1.0}
+
+
+def quotas(**options: float) -> Quotas:
+    return Quotas(WEIGHTS, **{"lend_at_most": 8.0, **options})
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 0.0}, {"a": 1.0, "b": -1.0}])
+def test_weights_that_give_no_share_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected a number > 0 for each of one or more tasks"):
+        Quotas(weights, lend_at_most=8.0)
+
+
+def test_a_budget_is_split_by_weight_and_never_shrinks() -> None:
+    split = quotas()
+    split.grow(8.0)
+    assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
+    split.grow(4.0)
+    assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
+    split.grow(12.0)
+    assert (split.quota("a"), split.quota("b")) == (9.0, 3.0)
+
+
+def test_what_the_gate_gave_while_nobody_was_there_is_given_to_the_first_who_comes() -> None:
+    split = quotas()
+    for name in WEIGHTS:
+        split.leave(name)
+    split.grow(4.0)
+    split.grow(8.0)
+    assert (split.quota("a"), split.quota("b")) == (0.0, 0.0)
+    split.come("b")
+    assert split.shares == {"b": 1.0}
+    assert split.quota("b") == 8.0
+    split.come("a")
+    assert split.quota("a") == 0.0  # given once
+
+
+def test_the_service_furthest_below_its_quota_is_next_and_none_that_has_reached_it() -> None:
+    split = quotas()
+    split.grow(8.0)
+    started = {"a": Load(0, 0), "b": Load(0, 0)}
+    assert split.next(started, ["a", "b"]) == "a"
+    assert split.next(started, ["b"]) == "b"
+    assert split.next({"a": Load(3, 2), "b": Load(0, 0)}, ["a", "b"]) == "b"
+    assert split.next({"a": Load(3, 3), "b": Load(2, 0)}, ["a", "b"]) is None
+    assert split.next(started, []) is None
+
+
+def test_a_service_that_is_away_lends_what_it_does_not_use_and_is_repaid_from_half_of_the_growth() -> None:
+    split = quotas()
+    split.grow(8.0)
+    split.leave("b")
+    for _ in range(2):  # what it does not use is lent once
+        split.next({"a": Load(0, 0), "b": Load(1, 0)}, ["a"])
+    assert (split.quota("a"), split.quota("b")) == (7.0, 1.0)  # b had started one of its two
+    split.come("b")
+    split.grow(10.0)  # 1 of 2 repays what b lent; the other is split
+    assert (split.quota("a"), split.quota("b")) == (7.75, 2.25)
+    split.grow(14.0)
+    assert (split.quota("a"), split.quota("b")) == (10.75, 3.25)  # nothing is owed any more
+
+
+def test_nothing_is_lent_where_nobody_could_use_it() -> None:
+    split = quotas()
+    split.grow(8.0)
+    for name in WEIGHTS:
+        split.leave(name)
+    assert split.next({"a": Load(0, 0), "b": Load(0, 0)}, ["a", "b"]) is None
+    assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
+
+
+def test_no_more_is_repaid_than_may_be_lent() -> None:
+    split = quotas(lend_at_most=2.0)
+    split.leave("b")
+    split.grow(400.0)
+    split.come("b")
+    before = split.quota("b")
+    split.grow(500.0)
+    assert split.quota("b") - before == 2.0 + (100 - 2.0) / 4
+
+
+def test_what_a_resumed_run_has_trained_counts_and_changed_weights_count_from_then_on() -> None:
+    split = Quotas(WEIGHTS, lend_at_most=8.0, consumed={"a": 6})
+    split.grow(10.0)
+    assert (split.quota("a"), split.quota("b")) == (9.0, 1.0)
+    split.weigh({"a": 1.0, "b": 1.0})
+    split.grow(14.0)
+    assert (split.quota("a"), split.quota("b")) == (11.0, 3.0)
+    assert split.due({"a": 6, "b": 0}, 4) == {"a": 9.0, "b": 1.0}
+    assert split.due({"a": 6}, 8) == {"a": 11.0, "b": 3.0}

@@ -1,0 +1,128 @@
+"""Runs tests against a copy of the package in which one module is changed, each time in a fork of a warm process."""
+
+import compileall
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from py_compile import PycInvalidationMode
+from types import TracebackType
+
+WARM = ("torch", "numpy", "pytest", "hypothesis", "pydantic", "msgspec", "aiohttp", "starlette", "uvicorn", "pyarrow")
+"""Imported once, before the forks, since they take longer than most tests."""
+TIMED_OUT = "timed out"
+WARMED = "ignore:Module already imported so cannot be rewritten"
+POLL_S = 0.02
+CRASHES = range(-64, 0)
+"""Exit codes of a process that a signal ended."""
+
+
+class Runner:
+    """A copy of the package that comes before the installed one, for the tests and for the processes they start."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        """Copies `source` into `folder`."""
+        self._source = source
+        self._folder = folder
+
+    def __enter__(self) -> "Runner":
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for name in WARM:
+            __import__(name)
+        shutil.copytree(self._source, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
+        # By hash, since two mutants of one module may have one size and one second.
+        compileall.compile_dir(self._copy, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._copy, ignore_errors=True)
+
+    @property
+    def _copy(self) -> Path:
+        return self._folder / self._source.name
+
+    @contextmanager
+    def planted(self, module: str, text: str) -> Iterator[None]:
+        """Has `text` in the place of a module of the copy."""
+        path = self._copy / module
+        before = path.read_text()
+        path.write_text(text)
+        try:
+            yield
+        finally:
+            path.write_text(before)
+
+    def failure(self, tests: list[str], timeout_s: float) -> str:
+        """The first test that fails, "timed out", or "" when all pass."""
+        said = self._folder / "said.txt"
+        child = os.fork()
+        if child == 0:
+            self._run(tests, said)
+        code = _waited(child, timeout_s)
+        if code is None:
+            return TIMED_OUT
+        if code == 0:
+            return ""
+        text = said.read_text(errors="replace")
+        failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not failed and code not in CRASHES:
+            raise RuntimeError(f"pytest on {' '.join(tests)} ended with {code}:\n{text[-2000:]}")
+        return failed[0].split(" - ")[0] if failed else f"ended with {code}"
+
+    def _run(self, tests: list[str], said: Path) -> None:
+        """Becomes pytest, in the fork."""
+        code: int = 70
+        try:
+            os.setsid()
+            out = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.environ["PYTHONPATH"] = str(self._folder)
+            sys.path.insert(0, str(self._folder))
+            import hypothesis
+            import pytest
+
+            # A mutant is dead at the first example that fails: the smallest one is of no use here.
+            phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+            hypothesis.settings.register_profile(
+                "mutants", phases=phases, database=None, deadline=None, max_examples=50, derandomize=True
+            )
+            code = int(
+                pytest.main(["-x", "-q", "-rfE", "--tb=no", "--hypothesis-profile=mutants", "-W", WARMED, *tests])
+            )
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _waited(child: int, timeout_s: float) -> int | None:
+    """The exit code of a child; None when it had to be ended. What it started ends with it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            _end(child)
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            _end(child)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(POLL_S)
+
+
+def _end(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
