@@ -87,14 +87,14 @@ def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:
 
 
 def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     broken = answered(ledger, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": ')))
     assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x": ')), MORE))).parent == broken.id
     assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x":')), MORE))).parent is None
 
 
 def test_a_call_is_under_way_until_its_generation_is_there() -> None:
-    ledger = Ledger()
+    ledger = TokenTree()
     call = ledger.open(ledger.attach(Conversation((ASK,))), (1, 2), "digest")
     assert (ledger.calls, ledger.generations) == ((call,), ())
     generation = ledger.commit(call, drawn(5, END), said("x"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.rollout.ratios import Load, Quotas
+from shoal.rollout.ratios import Quotas, ServiceLoad
 
 WEIGHTS = {"a": 3.0, "b": 1.0}
 
@@ -44,11 +44,11 @@ def test_what_the_gate_gave_while_nobody_was_there_is_given_to_the_first_who_com
 def test_the_service_furthest_below_its_quota_is_next_and_none_that_has_reached_it() -> None:
     split = quotas()
     split.grow(8.0)
-    started = {"a": Load(0, 0), "b": Load(0, 0)}
+    started = {"a": ServiceLoad(0, 0), "b": ServiceLoad(0, 0)}
     assert split.next(started, ["a", "b"]) == "a"
     assert split.next(started, ["b"]) == "b"
-    assert split.next({"a": Load(3, 2), "b": Load(0, 0)}, ["a", "b"]) == "b"
-    assert split.next({"a": Load(3, 3), "b": Load(2, 0)}, ["a", "b"]) is None
+    assert split.next({"a": ServiceLoad(3, 2), "b": ServiceLoad(0, 0)}, ["a", "b"]) == "b"
+    assert split.next({"a": ServiceLoad(3, 3), "b": ServiceLoad(2, 0)}, ["a", "b"]) is None
     assert split.next(started, []) is None
 
 
@@ -57,7 +57,7 @@ def test_a_service_that_is_away_lends_what_it_does_not_use_and_is_repaid_from_ha
     split.grow(8.0)
     split.leave("b")
     for _ in range(2):  # what it does not use is lent once
-        split.next({"a": Load(0, 0), "b": Load(1, 0)}, ["a"])
+        split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(1, 0)}, ["a"])
     assert (split.quota("a"), split.quota("b")) == (7.0, 1.0)  # b had started one of its two
     split.come("b")
     split.grow(10.0)  # 1 of 2 repays what b lent; the other is split
@@ -71,7 +71,7 @@ def test_nothing_is_lent_where_nobody_could_use_it() -> None:
     split.grow(8.0)
     for name in WEIGHTS:
         split.leave(name)
-    assert split.next({"a": Load(0, 0), "b": Load(0, 0)}, ["a", "b"]) is None
+    assert split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(0, 0)}, ["a", "b"]) is None
     assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
 
 
