@@ -156,7 +156,7 @@ def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -
 
 
 def test_a_second_lie_of_a_banned_peer_takes_no_other_s_place_among_the_banned() -> None:
-    at = door()
+    at = ingress()
     for i in (*range(LIARS), 0):
         at.refuse(f"liar {i}", Reason.WRONG_TRUTH)
     assert at.banned == {f"liar {i}" for i in range(LIARS)}
