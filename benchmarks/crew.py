@@ -81,12 +81,12 @@ class Crew:
     @property
     def running(self) -> int:
         """Rollouts that services work on now."""
-        registry = self.hub.hub.registry
+        registry = self.hub.server.registry
         return sum(registry.load_of(name)[1] for name in registry)
 
     def finished(self, name: str) -> int:
         """Rollouts that a service has handed in."""
-        return self.hub.hub.counts[name]["rollout done"]
+        return self.hub.server.counts[name]["rollout done"]
 
 
 class Process:

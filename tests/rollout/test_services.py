@@ -45,12 +45,12 @@ def test_the_orchestrator_benchmark_loses_nothing() -> None:
 
 async def played(name: str, path: str, wanted, **options) -> list[Rollout]:
     """The rollouts of the tasks of a served task that are wanted, over HTTP and on sessions."""
-    with TaskServerThread([name], lease_s=2.0) as hub:
-        process = Process(path, hub.url, name=name, folder=HERE)
+    with TaskServerThread([name], lease_s=2.0) as server:
+        process = Process(path, server.url, name=name, folder=HERE)
         try:
-            service = RemoteService(name, hub)
+            service = RemoteService(name, server)
             await asyncio.to_thread(service.present, 30.0)
-            tasks: list[Task] = [await service.drawn(Split.TRAIN, index) for index in range(40)]
+            tasks: list[Task] = [await service.draw_async(Split.TRAIN, index) for index in range(40)]
             made = tokenizer()
             renderer = ChatRenderer(made, (made.eos_token_id,))
             sampling = Sampling(64, seed=0)
@@ -100,9 +100,9 @@ def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives
         await asyncio.sleep(1e6)
         return ()
 
-    async def main(hub: TaskServerThread) -> tuple[Rollout, ...]:
+    async def main(server: TaskServerThread) -> tuple[Rollout, ...]:
         clock = asyncio.get_running_loop().time
-        source = RemoteSource(RemoteService("x", hub), endless, 2, lambda _, there: told.append((clock(), there)))
+        source = RemoteSource(RemoteService("x", server), endless, 2, lambda _, there: told.append((clock(), there)))
         running = asyncio.create_task(source.rollouts(Task("x/0", "x", ())))
         await asyncio.sleep(10)
         source.served_by(0)
@@ -113,8 +113,8 @@ def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives
         source.served_by(1)
         return rollouts
 
-    with TaskServerThread(["x"]) as hub:
-        rollouts = run_virtual(main(hub))
+    with TaskServerThread(["x"]) as server:
+        rollouts = run_virtual(main(server))
     gone_s = 10 + 2 * AWAY_S - 1
     assert told == [(gone_s, False), (gone_s, True)]
     assert {(one.status, one.reason) for one in rollouts} == {(RolloutStatus.FAILED, f"service: {NO_PROCESS}")}
@@ -133,7 +133,7 @@ class Broken:
             raise self.failures.pop()
         return Task(f"broken/{split}/{index}", self.name, ())
 
-    async def drawn(self, split: Split, index: int) -> Task:
+    async def draw_async(self, split: Split, index: int) -> Task:
         return self.draw(split, index)
 
 
@@ -171,21 +171,21 @@ def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_
     os.environ["MORTAL_FLAG"] = str(tmp_path / "died")
 
     async def main() -> Rollout:
-        with TaskServerThread(["mortal"], lease_s=1.0, beat_s=0.3) as hub:
-            processes = [Process("service_tasks:Mortal", hub.url, name="mortal", folder=HERE)]
+        with TaskServerThread(["mortal"], lease_s=1.0, beat_s=0.3) as server:
+            processes = [Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE)]
             try:
-                service = RemoteService("mortal", hub)
+                service = RemoteService("mortal", server)
                 await asyncio.to_thread(service.present, 30.0)
-                task = await service.drawn(Split.TRAIN, 0)
+                task = await service.draw_async(Split.TRAIN, 0)
                 made = tokenizer()
                 renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
                 async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
                     runner = AgentRunner(host, remote_play(service), CoinScorer(), timeout_s=30.0)
                     rolling = asyncio.create_task(runner.rollouts(task, 1))
                     await asyncio.to_thread(processes[0].wait)
-                    processes.append(Process("service_tasks:Mortal", hub.url, name="mortal", folder=HERE))
+                    processes.append(Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE))
                     (rollout,) = await rolling
-                assert hub.hub.counts["mortal"]["rollout lost"] == 1
+                assert server.server.counts["mortal"]["rollout lost"] == 1
                 return rollout
             finally:
                 for process in processes:

@@ -29,7 +29,7 @@ from shoal.tasks.remote_protocol import (
     RolloutJob,
     ScoreJob,
     SessionAt,
-    UnknownMember,
+    UnknownWorker,
     WorkRequest,
 )
 from shoal.tasks.remote_server import MOST_BODY_BYTES, ServiceLate, TaskServerThread
@@ -87,7 +87,7 @@ def test_a_silent_member_s_work_is_lost_once_and_its_late_results_are_nobody_s()
     assert results == []
     one.expire(7.0)
     assert [type(result) for result in results] == [Lost]
-    with pytest.raises(UnknownMember):
+    with pytest.raises(UnknownWorker):
         one.results(member, [JobScores(job.lease, [])])
     assert len(results) == 1
 
@@ -97,11 +97,11 @@ def test_a_member_whose_connection_broke_is_lost_sooner_unless_it_is_heard_of_ag
     member = joined(one)
     submitted(one, results)
     (job,) = one.work(member, [], 0.0).jobs
-    one.hung_up(member, 1.0)
-    one.heard(member, WorkRequest(holding=[job.lease]), 2.0)
+    one.on_disconnect(member, 1.0)
+    one.renew(member, WorkRequest(holding=[job.lease]), 2.0)
     one.expire(6.0)
     assert results == []
-    one.hung_up(member, 6.0)
+    one.on_disconnect(member, 6.0)
     one.expire(8.1)
     assert [type(result) for result in results] == [Lost]
 
@@ -111,7 +111,7 @@ def test_work_that_a_member_does_not_know_of_was_never_received_and_is_given_up(
     member = joined(one)
     submitted(one, results)
     one.work(member, [], 0.0)
-    one.heard(member, WorkRequest(holding=[]), 2.0)
+    one.renew(member, WorkRequest(holding=[]), 2.0)
     assert "did not arrive" in results[0].reason
 
 
@@ -171,7 +171,7 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
         event = dice.random()
         try:
             if event < 0.5:
-                one.heard(member, WorkRequest(list(held[member])), now_s)
+                one.renew(member, WorkRequest(list(held[member])), now_s)
                 work = one.work(member, list(held[member]), now_s)
                 held[member] -= set(work.cancelled)
                 if calm or dice.random() > 0.2:
@@ -188,7 +188,7 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
                 number = dice.choice(list(waiting))
                 one.withdraw(waiting.pop(number))
                 withdrawn.append(number)
-        except UnknownMember:
+        except UnknownWorker:
             held.pop(member, None)
     assert sorted([*ended, *withdrawn]) == list(range(jobs))
 
@@ -224,23 +224,23 @@ def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":
 
 def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to() -> None:
     with (
-        TaskServerThread(["fast"], token="secret") as hub,
-        serving("service_tasks:Fast", hub.url, SHOAL_TASKS_TOKEN="secret") as other,
+        TaskServerThread(["fast"], token="secret") as server,
+        serving("service_tasks:Fast", server.url, SHOAL_TASKS_TOKEN="secret") as other,
     ):
-        service = RemoteService("fast", hub)
+        service = RemoteService("fast", server)
         hello = service.present(30.0)
         assert (hello.version, hello.max_running) == ("1", 64)
         assert service.draw(Split.TRAIN, 7) == service_tasks.Fast.draw(Split.TRAIN, 7)
         asked = service.draw(Split.EVAL, 0)
-        scored = hub.call("fast", ScoreJob(asked, ["a", "bb"]), 10.0)
+        scored = server.call("fast", ScoreJob(asked, ["a", "bb"]), 10.0)
         assert isinstance(scored, JobScores)
         assert scored.rewards == [Reward(1.0), Reward(0.0)]
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{hub.url}/v1/status")
+            urllib.request.urlopen(f"{server.url}/v1/status")
         other.terminate()
         assert other.wait(10) == 0
         with pytest.raises(ServiceLate, match="nothing came of a draw"):
-            hub.call("fast", DrawJob(Split.TRAIN, 0), 0.3)
+            server.call("fast", DrawJob(Split.TRAIN, 0), 0.3)
 
 
 class Wordy:
@@ -251,9 +251,9 @@ class Wordy:
 
 
 def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> None:
-    async def main(hub: TaskServerThread) -> None:
-        serving = asyncio.create_task(RemoteWorker(Definition("wordy", Wordy()), hub.url).run())
-        jobs = [hub.called("wordy", DrawJob(Split.TRAIN, index), 10.0) for index in range(2)]
+    async def main(server: TaskServerThread) -> None:
+        serving = asyncio.create_task(RemoteWorker(Definition("wordy", Wordy()), server.url).run())
+        jobs = [server.call_async("wordy", DrawJob(Split.TRAIN, index), 10.0) for index in range(2)]
         large, small = await asyncio.gather(*jobs)
         assert isinstance(large, JobFailed)
         assert "expected a result of at most 4000000 bytes" in large.reason
@@ -261,9 +261,9 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
         serving.cancel()
         await asyncio.wait([serving])
 
-    with TaskServerThread(["wordy"]) as hub:
-        asyncio.run(main(hub))
-        large = urllib.request.Request(f"{hub.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
+    with TaskServerThread(["wordy"]) as server:
+        asyncio.run(main(server))
+        large = urllib.request.Request(f"{server.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
         large.add_header("Content-Type", "application/json")
         with pytest.raises(urllib.error.HTTPError, match="413"):
             urllib.request.urlopen(large)

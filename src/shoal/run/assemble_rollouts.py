@@ -156,6 +156,6 @@ def orchestrator(
         told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
         on_failure=lambda reason: trackers.log_event("rollout_failed", reason=reason),
     )
-    if isinstance(prepared.service, Library) and prepared.service.hub is not None:
-        attend(prepared.service.hub, drawn, made.wake)
+    if isinstance(prepared.service, Library) and prepared.service.task_server is not None:
+        attend(prepared.service.task_server, drawn, made.wake)
     return made

@@ -1,6 +1,6 @@
-"""Rows of published data sets as rows with `prompt`, `answer` and `info`: GSM8K, MATH, MBPP and APPS. Pure.
+"""Converts rows of GSM8K, MATH, MBPP and APPS to rows with `prompt`, `answer` and `info`. Pure.
 
-A row is known by its columns, so that files written for other tools can be used as they are.
+The columns of a row tell its format, so files written for other tools work as they are.
 """
 
 import ast
@@ -14,9 +14,9 @@ STOP_GSM8K = "####"
 
 
 def canonical(row: Row) -> tuple[Row, str]:
-    """The row with `prompt`, `answer` and `info`, and the checker it goes by when none is named.
+    """The row with `prompt`, `answer` and `info`, and the checker that scores it by default.
 
-    Raises `ValueError` that begins with the column that is wrong.
+    Raises `ValueError` that begins with the name of the wrong column.
     """
     if "input_output" in row and "question" in row:
         return _apps(row), "code"
@@ -31,19 +31,19 @@ def canonical(row: Row) -> tuple[Row, str]:
 
 
 def _gsm8k(row: Row) -> Row:
-    """`question`, and an `answer` that ends with #### and the number."""
+    """Converts `question`, and an `answer` that ends with #### and the number."""
     answer = _text(row, "answer")
     return {"prompt": _text(row, "question"), "answer": answer.rpartition(STOP_GSM8K)[2].strip(), "info": _rest(row)}
 
 
 def _math(row: Row) -> Row:
-    """`problem`, and an `answer`, or a `solution` with it in its last \\\\boxed{}; `level` and `type` are kept."""
+    """Converts `problem`, and an `answer` or the last \\\\boxed{} of a `solution`; keeps `level` and `type`."""
     answer = row.get("answer") if isinstance(row.get("answer"), str) else _text(row, "solution")
     return {"prompt": _text(row, "problem"), "answer": answer, "info": _rest(row, "level", "type", "subject")}
 
 
 def _mbpp(row: Row) -> Row:
-    """`text` or `prompt`, a `test_list` of assertions, and what they need to be imported before."""
+    """Converts `text` or `prompt`, a `test_list` of assertions, and the imports of the assertions."""
     question = _text(row, "text" if "text" in row else "prompt")
     assertions = [str(line) for line in _list(row, "test_list")]
     imports = row.get("test_imports") or [row.get("test_setup_code") or ""]
@@ -57,7 +57,7 @@ def _mbpp(row: Row) -> Row:
 
 
 def assertion_test(assertion: str, before: str = "") -> Json:
-    """The test that an assertion is: of a call's value where it says just that, else of the statement.
+    """The test of an assertion: a call with its value where the assertion says just that, else the statement.
 
     >>> assertion_test("assert add(1, [2]) == (3, 4)")
     {'call': 'add', 'args': [1, [2]], 'returns': [3, 4]}
@@ -86,7 +86,7 @@ def assertion_test(assertion: str, before: str = "") -> Json:
 
 
 def _is_json(value: object, *, tuples: bool = False) -> bool:
-    """Whether JSON carries a value unchanged, but for tuples becoming lists where that is allowed."""
+    """True if JSON carries a value unchanged; with `tuples`, a tuple may become a list."""
     if isinstance(value, list) or (tuples and isinstance(value, tuple)):
         return all(_is_json(item, tuples=tuples) for item in value)
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _is_json(value: object, *, tuples: bool = False) -> bool:
 
 
 def _apps(row: Row) -> Row:
-    """`question`, and `input_output`: JSON with `inputs`, `outputs` and, where a function is asked for, `fn_name`."""
+    """Converts `question`, and `input_output`: JSON with `inputs`, `outputs` and, for a function, `fn_name`."""
     cases = _parsed(row, "input_output")
     if not isinstance(cases, Mapping):
         raise ValueError("input_output: expected an object with inputs and outputs")
@@ -122,7 +122,7 @@ def _apps(row: Row) -> Row:
 
 
 def _unwrapped(outputs: Sequence[Json]) -> list[Json]:
-    """APPS wraps what a function returns into a list of one."""
+    """The outputs without the list of one in which APPS wraps the value of a function."""
     if all(isinstance(out, list) and len(out) == 1 for out in outputs):
         return [out[0] for out in outputs if isinstance(out, list)]
     return list(outputs)
@@ -133,7 +133,7 @@ def _lines(value: Json) -> str:
 
 
 def _parsed(row: Row, column: str) -> Json:
-    """A column that holds JSON, as text or already read."""
+    """The value of a column that holds JSON, as text or already read."""
     value = row[column]
     if not isinstance(value, str):
         return value
@@ -145,7 +145,7 @@ def _parsed(row: Row, column: str) -> Json:
 
 
 def _rest(row: Row, *columns: str) -> dict[str, Json]:
-    """The row's `info` and these columns, where they are there."""
+    """The row's `info`, and the present ones of these columns."""
     info = row.get("info")
     kept = {column: row[column] for column in columns if row.get(column) is not None}
     return {**kept, **(info if isinstance(info, dict) else {})}

@@ -1,4 +1,4 @@
-"""Which half a question belongs to: decided by its text alone, so that no seed, task or order can move it."""
+"""The split of a question, decided by its text alone: no seed, task or order can move it."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ from shoal.types import Message, Role, Split
 
 
 def split_of(question: str, eval_share: float) -> Split:
-    """The half of a question: about `eval_share` of all texts are held out.
+    """The split of a question: about `eval_share` of all texts are held out.
 
     >>> split_of("What is 1 + 1?", 0.2) is split_of("What is 1 + 1?", 0.2)
     True
@@ -20,13 +20,13 @@ def split_of(question: str, eval_share: float) -> Split:
 
 
 def _place_of(question: str) -> float:
-    """Where a text stands between 0 and 1, whatever else is asked."""
+    """A number between 0 and 1 that depends on the text alone."""
     digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"shoal-split").digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
-    """The half of each question of a whole set: of two different texts at least one is in each half.
+    """The split of each question of a set: with two different texts, each split has a question.
 
     >>> [half.value for half in halves_of(["What is 1 + 1?", "What is 1 + 2?", "What is 1 + 1?"], 1e-9)]
     ['train', 'eval', 'train']
@@ -40,7 +40,7 @@ def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
 
 @lru_cache(maxsize=16)
 def order_of(seed: int, count: int) -> tuple[int, ...]:
-    """A permutation of range(count), kept: an epoch asks for it once per question."""
+    """A permutation of range(count), cached because an epoch reads it once per question."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)

@@ -1,7 +1,7 @@
-"""A file of questions as a task service: JSONL or Parquet, with `prompt`, `answer` and, if wanted, `info` per row.
+"""A file of questions as a task service: JSONL or Parquet, with `prompt`, `answer` and perhaps `info` per row.
 
-Other columns join `info`, and so reach reward functions by their names.
-Rows of GSM8K, MATH, MBPP and APPS are taken as they are (`shapes`).
+Other columns join `info`, and so reach reward functions by their names. Rows of GSM8K, MATH, MBPP and APPS work as they
+are (`dataset_formats`).
 """
 
 import json
@@ -17,18 +17,18 @@ from shoal.tasks.holdout import check_rewrite, halves_of, order_of, prompt, rewr
 from shoal.types import Json, Message, Role, Split, Task, seed_for
 
 RESERVED = ("scorer", "tests", "prompts", "completions")
-"""Names that a checker or a reward function gives another meaning; `info` says the first two."""
+"""Names that checkers and reward functions use for other values; only `info` may hold the first two."""
 
 
 class JsonlService:
-    """Questions of a file, each epoch in an order of its own; a share of them, chosen by their text, is held out.
+    """Draws questions of a file, each epoch in its own order; a share of the questions, chosen by text, is held out.
 
-    A row's `info.scorer` takes the place of the configured checker for that row. The file is read once, when the
-    service is made, and held in memory.
+    A row's `info.scorer` replaces the configured checker for that row. The file is read once, on construction, and held
+    in memory.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        """Raises `TaskError` naming file, line and field of what is wrong."""
+        """Raises `TaskError` naming the file, line and field that is wrong."""
         check_rewrite(config.name, config.rewrite)
         self._name = config.name
         self._seed = seed
@@ -44,17 +44,17 @@ class JsonlService:
 
     @property
     def name(self) -> str:
-        """As configured."""
+        """The configured name."""
         return self._name
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """All of a split, in the order of the file."""
+        """All tasks of a split, in the order of the file."""
         return self._tasks[split]
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; each epoch goes through all questions of the split once.
 
-        A training question has another id in each epoch: its answers are drawn with random numbers of their own.
+        A training question has another id in each epoch, so its answers are sampled with other random numbers.
         """
         tasks = self._tasks[split]
         epoch, position = divmod(index, len(tasks))
@@ -84,7 +84,7 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
 
 
 def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
-    """Blank lines are left out."""
+    """Number (from 1) and object of each line that is not blank."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +136,7 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
 
 
 def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...]:
-    """The prompt's messages; a system message of its own takes the place of the configured one."""
+    """The prompt's messages; a system message of the row replaces the configured one."""
     if isinstance(value, str) and value:
         return prompt(config.system_prompt, rewritten(value, config.rewrite))
     if not isinstance(value, list) or not value:
@@ -165,6 +165,6 @@ def _message(where: str, value: Json) -> Message:
 
 
 def _shown(value: Json) -> str:
-    """What came, short enough for a sentence."""
+    """The value as JSON, short enough for a sentence."""
     text = "nothing" if value is None else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

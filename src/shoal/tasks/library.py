@@ -24,12 +24,12 @@ PRESENT_TIMEOUT_S = 120.0
 
 
 def _settings(config: TaskConfig) -> tuple[str, int | None]:
-    """A dataset's own settings as JSON, and the level of its curriculum when that is named instead."""
+    """A dataset's settings as JSON, and the level of its curriculum if the configuration names a level."""
     return ("{}", config.params) if isinstance(config.params, int) else (json.dumps(config.params), None)
 
 
 class ReasoningGymService:
-    """One reasoning-gym dataset by name, with its settings or the level of its curriculum."""
+    """Draws from one reasoning-gym dataset, with its settings or a level of its curriculum."""
 
     def __init__(self, config: TaskConfig, seed: int, drawer: ProceduralClient) -> None:
         """Raises `TaskError` naming the dataset or the setting that is wrong."""
@@ -45,23 +45,23 @@ class ReasoningGymService:
 
     @property
     def name(self) -> str:
-        """Of the dataset."""
+        """The dataset's name."""
         return self._spec.dataset
 
     @property
     def spec(self) -> Spec:
-        """What its questions depend on besides split, seed and index."""
+        """Settings that its questions depend on, besides split, seed and index."""
         return self._spec
 
     def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`; mostly 0.3 ms, for some puzzles 0.1 s. Raises `TaskError`."""
+        """The task at `index`, mostly in 0.3 ms, for some puzzles in 0.1 s. Raises `TaskError`."""
         return self._drawer.draw(self._spec, split, self._seed, index)
 
 
 def _service(
-    config: TaskConfig, seed: int, drawer: ProceduralClient | None, hub: TaskServerThread | None
+    config: TaskConfig, seed: int, drawer: ProceduralClient | None, task_server: TaskServerThread | None
 ) -> TaskService:
-    """The one that a task names. Raises `TaskError`."""
+    """The service that a task names. Raises `TaskError`."""
     match config.service:
         case "jsonl":
             return JsonlService(config, seed)
@@ -71,8 +71,8 @@ def _service(
             served = definition_at(config.path or "")
             return served.renamed(config.name, served.max_running)
         case "remote":
-            assert hub is not None
-            service = RemoteService(config.name, hub)
+            assert task_server is not None
+            service = RemoteService(config.name, task_server)
             service.present(PRESENT_TIMEOUT_S)
             return service
         case "reasoning_gym":
@@ -81,7 +81,7 @@ def _service(
 
 
 class Library(Mixture):
-    """The mixture that a configuration describes, and what its services need: a process that draws, a hub.
+    """The mixture that a configuration describes, with the processes it needs: one that draws, and a task server.
 
     A context manager.
     """
@@ -89,17 +89,17 @@ class Library(Mixture):
     def __init__(self, tasks: Sequence[TaskConfig], seed: int, at: tuple[str, int] | None = None) -> None:
         """Checks every task, by drawing its first question too. Raises `TaskError`.
 
-        Waits for the processes that serve tasks elsewhere; they register `at` this host and port.
+        Waits for the workers that serve tasks in other processes; workers register `at` this host and port.
         """
         with ExitStack() as stack:
-            drawer = hub = None
+            drawer = task_server = None
             if any(config.service == "reasoning_gym" for config in tasks):
                 drawer = stack.enter_context(ProceduralClient())
             if remote := [config.name for config in tasks if config.service == "remote"]:
                 (host, port), token = at or ("127.0.0.1", 0), os.environ.get(TOKEN_VARIABLE, "")
-                hub = stack.enter_context(TaskServerThread(remote, host=host, port=port, token=token))
-            services = [_service(config, seed, drawer, hub) for config in tasks]
-            self.hub = hub
+                task_server = stack.enter_context(TaskServerThread(remote, host=host, port=port, token=token))
+            services = [_service(config, seed, drawer, task_server) for config in tasks]
+            self.task_server = task_server
             super().__init__(services, [config.weight for config in tasks])
             for service in services:
                 for split in Split:
@@ -115,7 +115,7 @@ class Library(Mixture):
         self.close()
 
     def close(self) -> None:
-        """Ends the process that draws, and the hub."""
+        """Ends the process that draws, and the task server."""
         self._open.close()
 
 

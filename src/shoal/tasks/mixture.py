@@ -10,25 +10,25 @@ from shoal.types import Split, Task
 
 
 class Interleaving:
-    """Whose turn it is, by weight: over any prefix each service has its exact share within one turn.
+    """Picks the next service by weight: over any prefix each service has its exact share within one turn.
 
-    The chairman assignment of Tijdeman (1980): of the services whose count is below their share by at least
-    1 / (2n - 2) after this turn, the one that would first be a whole turn behind comes next. No prefix is off by more
+    The chairman assignment of Tijdeman (1980) works on the services whose count is below their share by at least 1 /
+    (2n - 2) after this turn. It picks the service that would first be a whole turn behind. No prefix is off by more
     than 1 - 1 / (2n - 2); "largest deficit first" has no such bound. Weights are whole numbers, and so is all
     arithmetic; after sum(weights) turns the pattern repeats.
 
-    >>> [Interleaving([2, 1]).turn(index) for index in range(4)]
-    [(0, 0), (1, 0), (0, 1), (0, 2)]
+        >>> [Interleaving([2, 1]).turn(index) for index in range(4)]
+        [(0, 0), (1, 0), (0, 1), (0, 2)]
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._weights = tuple(weights)
         self._period = sum(weights)
         self._counts = [0] * len(weights)
-        self._turns: list[tuple[int, int]] = []  # of the first period, as far as anybody asked
+        self._turns: list[tuple[int, int]] = []  # the first period, as far as it was needed
 
     def turn(self, index: int) -> tuple[int, int]:
-        """The service whose turn `index` is, and how many turns it had before."""
+        """The service of turn `index`, and its number of turns before."""
         periods, position = divmod(index, self._period)
         while len(self._turns) <= position:
             self._extend()
@@ -60,7 +60,7 @@ class Mixture:
 
     @property
     def name(self) -> str:
-        """Of the whole; the tasks carry the names of the services they come from."""
+        """The mixture's name; a task carries the name of its own service."""
         return "mixture"
 
     def draw(self, split: Split, index: int) -> Task:

@@ -10,7 +10,7 @@ MEMBER: Json = {"name": "member", "in": "path", "required": True, "schema": {"ty
 
 
 def document() -> Json:
-    """What is served at /openapi.json."""
+    """The document that the task server gives at /openapi.json."""
     kinds = (Hello, Welcome, WorkRequest, Work, Results, Acknowledged)
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
     of = dict(zip(kinds, schemas, strict=True))

@@ -1,10 +1,10 @@
-"""Environments behind OpenEnv's servers, over their WebSocket; tested with openenv-core 0.3, which is not needed here.
+"""OpenEnv's environment servers over their WebSocket; tested with openenv-core 0.3, which Shoal does not need.
 
     from shoal.tasks.openenv import openenv_task
     wordle = openenv_task("wordle", "http://127.0.0.1:8000", system="Guess a word of five letters.")
 
-A task is a seed that the environment is reset with. Its first observation is the question; every answer of the model is
-an action, until the environment says that it is done. The reward is the sum of what the steps earned.
+A task is a seed with which the environment is reset. The first observation is the question. Every answer of the model
+is an action, until the environment is done. The reward is the sum of the rewards of the steps.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 CLOSE_S = 1.0
 MOST_BYTES = 16 << 20
 REFUSED_ACTION = "VALIDATION_ERROR"
-"""Code of the error that says that an action is none; the other codes are the environment's own faults."""
+"""Error code of a server that refuses an action; all other codes are faults of the environment."""
 MOST_ATTEMPTS = 256
 
 
@@ -44,7 +44,7 @@ def openenv_task(
 
 
 class OpenEnv:
-    """What `Definition` is made of."""
+    """Implements the author's methods of a `Definition` with an OpenEnv server."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class OpenEnv:
         async with self._environment() as environment:
             for attempt in range(MOST_ATTEMPTS):
                 seed = seed_for("openenv", self._name, split, index, attempt) >> 32  # 31 bits: any generator takes it
-                seen = await environment.asked("reset", {"seed": seed})
+                seen = await environment.ask("reset", {"seed": seed})
                 text = self._render(seen.observation)
                 if split_of(text, self._eval_share) is split:
                     question = Question(text, system=self._system)
@@ -80,18 +80,18 @@ class OpenEnv:
         """Acts until the environment is done, or for as many turns as are allowed."""
         messages, total = list(task.messages), 0.0
         async with self._environment() as environment:
-            seen = await environment.asked("reset", {"seed": json.loads(task.info)["seed"]})
+            seen = await environment.ask("reset", {"seed": json.loads(task.info)["seed"]})
             for _ in range(self._most_turns):
                 if seen.done:
                     break
                 said = await model.answer(messages)
-                seen = await environment.asked("step", await self._action(said.content))
+                seen = await environment.ask("step", await self._action(said.content))
                 total += seen.reward
                 messages += [said, Message(Role.USER, self._render(seen.observation))]
         return Outcome(reward=total)
 
     async def _action(self, said: str) -> dict[str, Json]:
-        """An answer as an action: a JSON object, or the one field that the environment's actions need."""
+        """Converts an answer to an action: a JSON object, or the one field that the environment's actions need."""
         said = said.strip()
         with contextlib.suppress(ValueError):
             action = json.loads(said)
@@ -111,7 +111,7 @@ class OpenEnv:
 
     @contextlib.asynccontextmanager
     async def _environment(self) -> "AsyncIterator[_Connection]":
-        """One instance at the server, for as long as the connection lasts."""
+        """Opens one instance at the server, which lasts as long as the connection."""
         try:
             async with (
                 aiohttp.ClientSession() as http,
@@ -127,7 +127,7 @@ class OpenEnv:
 
 
 class _Seen:
-    """An observation, and what the step before it earned."""
+    """An observation, and the reward of the step before."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.observation: dict[str, Json] = data.get("observation") or {}
@@ -139,8 +139,8 @@ class _Connection:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
 
-    async def asked(self, kind: str, data: dict[str, Json]) -> _Seen:
-        """What the environment answers. Raises `PolicyFailed` for an action that it refuses."""
+    async def ask(self, kind: str, data: dict[str, Json]) -> _Seen:
+        """Sends a message and returns the environment's reply. Raises `PolicyFailed` for an action that it refuses."""
         await self._socket.send_json({"type": kind, "data": data})
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -151,9 +151,9 @@ class _Connection:
             raise EnvironmentFailed(f"the server left: {error}", retry=True) from error
         if answer.get("type") == "observation":
             return _Seen(cast(dict[str, Any], answer["data"]))
-        told = answer.get("data")
-        why = json.dumps(told)[:500]
-        if kind == "step" and isinstance(told, dict) and told.get("code") == REFUSED_ACTION:
+        refused = answer.get("data")
+        why = json.dumps(refused)[:500]
+        if kind == "step" and isinstance(refused, dict) and refused.get("code") == REFUSED_ACTION:
             raise PolicyFailed(f"the environment refuses the action: {why}")
         raise EnvironmentFailed(f"{kind}: {why}")
 
@@ -162,7 +162,7 @@ TEXTS = ("text", "message", "prompt", "messages", "content", "observation")
 
 
 def text_of(observation: dict[str, Json]) -> str:
-    """The text of an observation, where it has one; else all of it.
+    """The text of an observation, or the whole observation as JSON when it has none.
 
     >>> text_of({"message": "Your turn.", "done": False}), text_of({"board": [0, 1]})
     ('Your turn.', '{"board": [0, 1]}')

@@ -1,8 +1,8 @@
 """The main process's side of drawing reasoning-gym questions; `shoal.tasks.procedural_worker` is the other side.
 
-Why another process: questions are reproducible only under a fixed PYTHONHASHSEED (see `shoal.procedural`), some
-settings make a generator loop for ever, some generators print or run snippets, and the import takes a second and
-110 MB. The child holds no state that a draw depends on, so it may be killed at any moment.
+A child process draws, for four reasons. Questions are reproducible only under a fixed PYTHONHASHSEED (see
+`shoal.procedural`). Some settings make a generator loop for ever. Some generators print or run snippets. The import
+takes a second and 110 MB. The child holds no state that a draw depends on, so it may be killed at any moment.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": 
 
 @cache
 def libraries() -> str:
-    """What besides reasoning-gym's release may change a question: other ones may print it otherwise."""
+    """Releases besides reasoning-gym's on which a question may depend: another release prints otherwise."""
     names = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "sympy")]
     system = [platform.machine(), " ".join(platform.libc_ver())]
     return ", ".join([f"python {platform.python_version()}", *system, *names])
@@ -39,22 +39,22 @@ def libraries() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Everything a reasoning-gym question depends on besides split, seed and index."""
+    """Settings that a reasoning-gym question depends on, besides split, seed and index."""
 
     dataset: str
     config: str  # JSON object, keys sorted
     system_prompt: str = ""
     rewrite: tuple[tuple[str, str], ...] = ()
     info: str = "{}"
-    """Of its tasks: their scorer, where it is not the dataset's own."""
+    """JSON object of each task: a `scorer` in place of the dataset's own."""
 
 
 class NoReply(TaskError):
-    """The child took too long or died; whether there is such a question is not known."""
+    """The child took too long or died; whether such a question exists is not known."""
 
 
 class CheckSettings(msgspec.Struct, frozen=True, tag="check"):
-    """Are these settings right? `params` is a JSON object."""
+    """Asks whether settings are valid. `params` is a JSON object."""
 
     dataset: str
     params: str
@@ -62,7 +62,7 @@ class CheckSettings(msgspec.Struct, frozen=True, tag="check"):
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):
-    """One question, please."""
+    """Asks for the question at an index."""
 
     spec: Spec
     split: Split
@@ -71,16 +71,16 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
 
 
 class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
-    """The question of a receipt, please."""
+    """Asks for the question of a receipt."""
 
     spec: Spec
     receipt: Receipt
     most_characters: int | None = None
-    """Of settings that somebody else chose: of question and truth together."""
+    """Number of characters of question and truth together, for settings of a peer."""
 
 
 class Why(StrEnum):
-    """Why there is no question, where that makes a difference."""
+    """The cause of a missing question, where callers treat causes differently."""
 
     OTHER_RELEASE = "other release"
     OUT_OF_BOUNDS = "out of bounds"
@@ -91,30 +91,30 @@ _ERRORS = {Why.OTHER_RELEASE: OtherRelease, Why.OUT_OF_BOUNDS: OutOfBounds, Why.
 
 
 class ProceduralReply(msgspec.Struct, frozen=True):
-    """The config of a `CheckSettings`, the task of a `Draw` or `Redraw`, or why there is none."""
+    """The config of a `CheckSettings`, the task of a `Draw` or `Redraw`, or an error."""
 
     config: str = ""
     task: Task | None = None
     question: str = ""
-    """Of a `Redraw`: as the dataset gives it, before it is rewritten."""
+    """The dataset's own question of a `Redraw`, before it is rewritten."""
     split: Split | None = None
-    """Of a `Redraw`: where the question belongs."""
+    """The split of a `Redraw`'s question."""
     error: str = ""
     why: Why = Why.ANY
-    """Of an error."""
+    """The cause of an error."""
 
 
 class ProceduralClient:
-    """One child process that draws; callers from any thread take turns. Use as a context manager.
+    """A child process that draws; callers from any thread take turns. A context manager.
 
-    The child starts at once and imports while the caller does other things; it is started anew when it died. It ends
-    with the thread that started it at the latest.
+    The child starts at once and imports in the background. A child that died is started again. The child ends with the
+    thread that started it at the latest.
     """
 
     def __init__(self, draw_timeout_s: float = DRAW_TIMEOUT_S, *, boxed: bool = False) -> None:
         """A draw that takes longer than `draw_timeout_s` is a `TaskError`: some settings never give a question.
 
-        A `boxed` child, which draws what others ask for, has bounded memory and writes no files.
+        A `boxed` child, which draws for peers, has bounded memory and writes no files.
         """
         self._draw_timeout_s = draw_timeout_s
         self._boxed = boxed
@@ -131,25 +131,24 @@ class ProceduralClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
+        """Process id of the child; None without a child."""
         return self._child.pid if self._child else None
 
     def config_json(self, dataset: str, params: str, level: int | None) -> str:
-        """The dataset's checked settings as JSON. Raises `TaskError` naming what is wrong."""
+        """The dataset's checked settings as JSON. Raises `TaskError` naming the wrong setting."""
         return self._ask(CheckSettings(dataset, params, level), dataset).config
 
     def draw(self, spec: Spec, split: Split, seed: int, index: int) -> Task:
-        """A pure function of its arguments. Raises `TaskError` when there is no such question."""
+        """The task at an index: a pure function of the arguments. Raises `TaskError` when no such question exists."""
         task = self._ask(Draw(spec, split, seed, index), spec.dataset).task
         assert task is not None
         return task
 
     def redraw(self, spec: Spec, receipt: Receipt, most_characters: int | None = None) -> tuple[str, Task, Split]:
-        """The raw question of a receipt, the task that `spec` makes of it, and the split it belongs to.
+        """The raw question of a receipt, the task that `spec` makes of it, and its split.
 
-        With `most_characters` the settings are somebody else's, and neither they nor the question may be any larger.
-        Raises `OtherRelease` or `OutOfBounds`, another `TaskError` when the receipt gives no question, and `NoReply`
-        when it cannot tell.
+        `most_characters` bounds the settings and the question of a peer. Raises `OtherRelease`, `OutOfBounds`, another
+        `TaskError` when the receipt gives no question, and `NoReply` when the child cannot tell.
         """
         reply = self._ask(Redraw(spec, receipt, most_characters), spec.dataset)
         assert reply.task is not None
@@ -180,7 +179,7 @@ class ProceduralClient:
         return reply
 
     def _answer(self, frame: bytes) -> ProceduralReply:
-        """The reply to a frame, of a second child when the first has died."""
+        """The reply to a frame, from a second child when the first has died."""
         with contextlib.suppress(ConnectionError):
             return self._running().reply(frame, self._draw_timeout_s)
         self._discard()
@@ -206,7 +205,7 @@ class _Child(BlockingChild):
         self._ready = False
 
     def reply(self, frame: bytes, timeout_s: float) -> ProceduralReply:
-        """Raises `TimeoutError` or `ConnectionError`."""
+        """The reply to a frame. Raises `TimeoutError` or `ConnectionError`."""
         if not self._ready:
             self.receive(START_TIMEOUT_S)
             self._ready = True

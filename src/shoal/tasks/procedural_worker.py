@@ -16,14 +16,14 @@ from shoal.types import Receipt, Split, Task, seed_for
 EVAL_SHARE = 0.2
 MAX_ATTEMPTS = 256
 BOXED_BYTES = 1 << 30
-"""Memory of a process that draws what others ask for, beside what it has when it begins."""
+"""Bytes of memory that a boxed process may add to its memory at the start."""
 
 
 def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
     """The task at `index`: the first of a path of seeds whose question belongs to the split.
 
-    Questions are held out by their text, so the splits share none however few there are. The run's seed moves the
-    training questions only: all runs are compared on the same held-out ones. Raises `TaskError`.
+    A question's text decides its split, so the splits share no question however few there are. The run's seed moves
+    only the training questions: all runs are compared on equal held-out questions. Raises `TaskError`.
     """
     reason = f"none of {MAX_ATTEMPTS} questions drawn belongs to the {split} split; these settings allow too few"
     run = (seed,) if split is Split.TRAIN else ()
@@ -44,7 +44,7 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
 
 
 def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> ProceduralReply:
-    """The question and the task of a receipt, of settings within bounds if there are any. Raises `TaskError`."""
+    """The question and the task of a receipt; `most_characters` bounds settings and question. Raises `TaskError`."""
     if most_characters is not None:
         procedural.check_bounds(receipt.dataset, receipt.config)
     entry = procedural.entry_of(receipt)
@@ -59,7 +59,7 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
 
 
 def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:
-    """What the main process is told."""
+    """The reply to a request of the main process."""
     try:
         if isinstance(request, CheckSettings):
             params = json.loads(request.params)
@@ -76,7 +76,7 @@ def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:
 
 
 def box() -> None:
-    """Bounds what this process may take from now on."""
+    """Bounds the memory and the files of this process from now on."""
     taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most_bytes = taken_bytes + BOXED_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))

@@ -1,14 +1,14 @@
-"""Where task services register and ask for work: the registry over HTTP, in a thread of its own.
+"""The task server: a run's registry of task services over HTTP, in a thread of its own.
 
     GET    /openapi.json                 the protocol, for other languages
-    GET    /v1/status                    who serves what
+    GET    /v1/status                    services and their workers
     POST   /v1/members                   Hello -> Welcome
-    POST   /v1/members/MEMBER/work       Ask -> Work, after `beat_s` at the latest; the heartbeat
+    POST   /v1/members/MEMBER/work       WorkRequest -> Work, after `beat_s` at the latest; the heartbeat
     POST   /v1/members/MEMBER/results    Results -> Acknowledged
     DELETE /v1/members/MEMBER            leaves
 
-All but the first want `Authorization: Bearer TOKEN`. A thread, because a run draws its first questions before its event
-loop exists, and because a busy loop must not let heartbeats look late.
+Every route but the first wants `Authorization: Bearer TOKEN`. The server has a thread, because a run draws its first
+questions before its event loop exists. A busy event loop must also not delay heartbeats.
 """
 
 import asyncio
@@ -52,15 +52,15 @@ T = TypeVar("T")
 
 
 class ServiceLost(TaskError):
-    """Whoever worked on a job is gone, or says that trying again may help."""
+    """The worker of a job is gone, or reported that another attempt may help."""
 
 
 class ServiceLate(TaskError):
-    """Nothing came within the deadline."""
+    """No result came within the deadline."""
 
 
 class TaskServer:
-    """The registry and those who wait for it; everything runs on one event loop."""
+    """The registry and its waiting requests, all on one event loop."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class TaskServer:
         lease_s: float = LEASE_S,
         host: str = "",
     ) -> None:
-        """With a `token`, whoever serves must have it. `host` is where the user has it listen."""
+        """With a `token`, every request must carry it. `host` is the address that the user configured."""
         self.registry = Registry(names, lease_s=lease_s)
         self.registry.on_work = self._wake
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
-        """Of each service: jobs by what became of them."""
+        """Number of jobs by result, of each service."""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._events: dict[str, asyncio.Event] = {}
         self._closing = False
@@ -93,7 +93,7 @@ class TaskServer:
         )
 
     async def call(self, name: str, job: Job, timeout_s: float) -> Result:
-        """What a service makes of a job. Raises `ServiceLost` and `ServiceLate`."""
+        """Has a service do a job and returns the result. Raises `ServiceLost` and `ServiceLate`."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Result | Lost] = loop.create_future()
 
@@ -123,7 +123,7 @@ class TaskServer:
         return result
 
     def close(self) -> None:
-        """Answers all who wait for work, and gives out none any more."""
+        """Answers all waiting requests, and gives out no more work."""
         self._closing = True
         for event in self._events.values():
             event.set()
@@ -139,40 +139,40 @@ class TaskServer:
             await asyncio.sleep(self._lease_s / 6)
             self.registry.expire(asyncio.get_running_loop().time())
 
-    def _wake(self, member: str) -> None:
-        event = self._events.get(member)
+    def _wake(self, worker: str) -> None:
+        event = self._events.get(worker)
         if event is not None:
             event.set()
 
     async def _join(self, http: Request) -> Response:
         hello = await _body(http, Hello)
-        member = self.registry.join(hello, asyncio.get_running_loop().time())
-        return json(Welcome(member, self._beat_s, self._lease_s))
+        worker = self.registry.join(hello, asyncio.get_running_loop().time())
+        return json(Welcome(worker, self._beat_s, self._lease_s))
 
     async def _work(self, http: Request) -> Response:
-        member, ask = http.path_params["member"], await _body(http, WorkRequest)
+        worker, ask = http.path_params["member"], await _body(http, WorkRequest)
         loop = asyncio.get_running_loop()
-        event = self._events[member] = asyncio.Event()
+        event = self._events[worker] = asyncio.Event()
         hangup = loop.create_task(_hangs_up(http), name="a task service waits for work")
         hangup.add_done_callback(lambda _: event.set())
         try:
-            self.registry.heard(member, ask, loop.time())
+            self.registry.renew(worker, ask, loop.time())
             work = Work([], [])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._beat_s):
                     while not self._closing:
-                        work = self.registry.work(member, ask.holding, loop.time())
+                        work = self.registry.work(worker, ask.holding, loop.time())
                         if work.jobs or work.cancelled:
                             break
                         event.clear()
                         await event.wait()
                         if hangup.done():
-                            self.registry.hung_up(member, loop.time())
+                            self.registry.on_disconnect(worker, loop.time())
                             break
         finally:
             hangup.cancel()
-            if self._events.get(member) is event:
-                del self._events[member]
+            if self._events.get(worker) is event:
+                del self._events[worker]
         return json(work)
 
     async def _results(self, http: Request) -> Response:
@@ -187,12 +187,12 @@ class TaskServer:
         return json({name: self.status_of(name) for name in self.registry})
 
     def status_of(self, name: str) -> dict[str, object]:
-        """One service: its processes, what waits and runs, and what became of its jobs."""
-        members = self.registry.members_of(name)
+        """Status of one service: its workers, its waiting and running jobs, and the results so far."""
+        workers = self.registry.workers_of(name)
         waiting, running = self.registry.load_of(name)
         return {
-            "members": len(members),
-            "version": members[0].version if members else None,
+            "members": len(workers),
+            "version": workers[0].version if workers else None,
             "max_running": self.registry.max_running_of(name),
             "waiting": waiting,
             "running": running,
@@ -204,7 +204,7 @@ class TaskServer:
 
 
 class TaskServerThread:
-    """A hub in a thread. A context manager; `on_members` is called in that thread."""
+    """A task server in a thread. A context manager; `on_workers` is called in that thread."""
 
     def __init__(
         self,
@@ -216,15 +216,18 @@ class TaskServerThread:
         beat_s: float = BEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
-        """Listens at once. Raises `ConfigError` when the port is taken, or others reach it and there is no token."""
+        """Listens at once.
+
+        Raises `ConfigError` when the port is taken, or when other hosts reach the port without a token.
+        """
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
-        self.hub = TaskServer(names, token=token, beat_s=beat_s, lease_s=lease_s, host=host)
+        self.server = TaskServer(names, token=token, beat_s=beat_s, lease_s=lease_s, host=host)
         self._listening = listening_socket(host, port)
         self.url = url_of(self._listening)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="task services", daemon=True)
-        self._server = uvicorn.Server(uvicorn_config(self.hub.app, grace_s=STOP_GRACE_S))
+        self._server = uvicorn.Server(uvicorn_config(self.server.app, grace_s=STOP_GRACE_S))
         self._thread.start()
 
     def __enter__(self) -> "TaskServerThread":
@@ -236,20 +239,20 @@ class TaskServerThread:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread; services find nobody there and go on trying."""
+        """Ends the thread; workers go on trying to connect."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self.hub.close)
+            self._loop.call_soon_threadsafe(self.server.close)
             self._server.should_exit = True
         self._thread.join()
 
     def call(self, name: str, job: Job, timeout_s: float) -> Result:
-        """As `TaskServer.call`, from any thread but the hub's; blocks."""
-        return asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop).result()
+        """Calls `TaskServer.call` from any thread but the server's, and blocks."""
+        return asyncio.run_coroutine_threadsafe(self.server.call(name, job, timeout_s), self._loop).result()
 
-    async def called(self, name: str, job: Job, timeout_s: float) -> Result:
-        """As `TaskServer.call`, from another event loop."""
+    async def call_async(self, name: str, job: Job, timeout_s: float) -> Result:
+        """Calls `TaskServer.call` from another event loop."""
         return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self.hub.call(name, job, timeout_s), self._loop)
+            asyncio.run_coroutine_threadsafe(self.server.call(name, job, timeout_s), self._loop)
         )
 
     def _serve(self) -> None:
@@ -258,7 +261,7 @@ class TaskServerThread:
 
 
 async def _hangs_up(http: Request) -> None:
-    """Returns when whoever asks is gone; its body has been read."""
+    """Returns when the client has disconnected; the request's body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""A task service of other processes, as the run that trains on it sees it."""
+"""The run's side of a task service in other processes."""
 
 import asyncio
 import time
@@ -14,9 +14,9 @@ from shoal.tasks.remote_protocol import (
     Hello,
     Job,
     JobFailed,
+    JobOutcome,
     JobScores,
     JobTask,
-    Played,
     Result,
     RolloutJob,
     ScoreJob,
@@ -33,70 +33,71 @@ RETRIES = 3
 RETRY_S = 0.5
 POLL_S = 0.05
 
-R = TypeVar("R", JobTask, Played, JobScores)
+R = TypeVar("R", JobTask, JobOutcome, JobScores)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteService:
-    """Implements `interfaces.TaskService` by asking the processes that serve it. Everything they say is checked."""
+    """Implements `interfaces.TaskService` with a service's workers. Every answer of a worker is checked."""
 
     name: str
-    hub: TaskServerThread
+    server: TaskServerThread
 
     def present(self, timeout_s: float) -> Hello:
-        """What the first process says of itself, once there is one. Raises `TaskError` after `timeout_s`."""
+        """Waits for the first worker and returns its registration. Raises `TaskError` after `timeout_s`."""
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s:
-            if members := self.hub.hub.registry.members_of(self.name):
-                return members[0]
+            if workers := self.server.server.registry.workers_of(self.name):
+                return workers[0]
             time.sleep(POLL_S)
         raise TaskError(
             f"tasks.{self.name}: expected a process that serves it, none registered within {timeout_s:g} s; start one "
-            f"with: shoal task serve MODULE:TASK --orchestrator {self.hub.url}"
+            f"with: shoal task serve MODULE:TASK --orchestrator {self.server.url}"
         )
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of one rollout, as its processes have it."""
-        return max((one.timeout_s for one in self.hub.hub.registry.members_of(self.name)), default=300.0)
+        """Seconds that one rollout may take, the most of its workers."""
+        return max((one.timeout_s for one in self.server.server.registry.workers_of(self.name)), default=300.0)
 
     @property
     def max_running(self) -> int:
-        """Rollouts that its processes take at once."""
-        return self.hub.hub.registry.max_running_of(self.name)
+        """Number of rollouts at once, of all workers together."""
+        return self.server.server.registry.max_running_of(self.name)
 
     def has(self, capability: Capability) -> bool:
-        """Whether its processes do that themselves."""
-        return any(capability in member.capabilities for member in self.hub.hub.registry.members_of(self.name))
+        """True if some worker of the service has the capability."""
+        return any(capability in worker.capabilities for worker in self.server.server.registry.workers_of(self.name))
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; blocks. Raises `TaskError`."""
         for attempt in range(RETRIES + 1):
             try:
-                return self._task(self.hub.call(self.name, DrawJob(split, index), DRAW_TIMEOUT_S), split, index)
+                return self._task(self.server.call(self.name, DrawJob(split, index), DRAW_TIMEOUT_S), split, index)
             except ServiceLost:
                 if attempt == RETRIES:
                     raise
                 time.sleep(RETRY_S)
         raise AssertionError
 
-    async def drawn(self, split: Split, index: int) -> Task:
-        """The same, without blocking. Raises `TaskError`."""
-        return self._task(await self._called(DrawJob(split, index), DRAW_TIMEOUT_S), split, index)
+    async def draw_async(self, split: Split, index: int) -> Task:
+        """The task at `index`, without blocking. Raises `TaskError`."""
+        return self._task(await self._call(DrawJob(split, index), DRAW_TIMEOUT_S), split, index)
 
     async def play(self, task: Task, session: SessionAt, timeout_s: float) -> Outcome:
-        """What a rollout came to. Raises `ServiceLost`, `ServiceLate`, `PolicyFailed` and `EnvironmentFailed`.
+        """Runs a rollout and returns its outcome.
 
-        A lost one is not tried again here: it needs a new session.
+        Raises `ServiceLost`, `ServiceLate`, `PolicyFailed` and `EnvironmentFailed`. A lost rollout is not repeated
+        here: it needs a new session.
         """
-        result = await self.hub.called(self.name, RolloutJob(task, session), timeout_s)
-        return _expected(result, Played).outcome
+        result = await self.server.call_async(self.name, RolloutJob(task, session), timeout_s)
+        return _expected(result, JobOutcome).outcome
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order; what goes wrong is a status."""
+        """One reward per answer, in order; a failure is a status."""
         status = RewardStatus.FAILED
         try:
-            result = await self._called(ScoreJob(task, list(answers)), SCORE_TIMEOUT_S)
+            result = await self._call(ScoreJob(task, list(answers)), SCORE_TIMEOUT_S)
             rewards = _expected(result, JobScores).rewards
             if len(rewards) == len(answers):
                 return rewards
@@ -107,17 +108,17 @@ class RemoteService:
             why = str(error)
         return [Reward(0.0, status, evidence=why)] * len(answers)
 
-    async def _called(self, job: Job, timeout_s: float) -> Result:
-        """The result, of another process when the first is lost."""
+    async def _call(self, job: Job, timeout_s: float) -> Result:
+        """Has a job done, by another worker when the first is lost."""
         for _ in range(RETRIES):
             try:
-                return await self.hub.called(self.name, job, timeout_s)
+                return await self.server.call_async(self.name, job, timeout_s)
             except ServiceLost:
                 await asyncio.sleep(RETRY_S)
-        return await self.hub.called(self.name, job, timeout_s)
+        return await self.server.call_async(self.name, job, timeout_s)
 
     def _task(self, result: Result, split: Split, index: int) -> Task:
-        """A task under a name of ours. Raises `TaskError`."""
+        """The task of a result, under the run's own name. Raises `TaskError`."""
         try:
             task = _expected(result, JobTask).task
         except (PolicyFailed, EnvironmentFailed) as error:
@@ -131,7 +132,7 @@ class Scoring(Protocol):
     """A task service that may score answers itself."""
 
     def has(self, capability: Capability) -> bool:
-        """Whether it does."""
+        """True if the service has the capability."""
         ...
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -141,7 +142,7 @@ class Scoring(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServiceScorer:
-    """Implements `interfaces.Scorer`: what a service scores itself is asked there, the rest of `others`."""
+    """Implements `interfaces.Scorer`: a service with that capability scores its own tasks, `others` scores the rest."""
 
     services: Mapping[str, Scoring]
     others: Scorer
@@ -155,7 +156,7 @@ class ServiceScorer:
 
 
 def _expected(result: Result, kind: type[R]) -> R:
-    """The result, when it is of the kind that was asked for."""
+    """The result, checked to be of the expected kind. Raises `PolicyFailed` and `EnvironmentFailed`."""
     if isinstance(result, kind):
         return result
     if isinstance(result, JobFailed):

@@ -1,7 +1,7 @@
-"""A process that serves a task: asks the orchestrator for work, does it, and hands in what came of it.
+"""A worker: asks the orchestrator for work, does it, and returns the results.
 
-Nothing listens here. While the orchestrator is away, work goes on and is handed in when it is back; when it does not
-know this process any more, the work is dropped, because somebody else does it, and the process registers again.
+A worker listens on no port. While the orchestrator is away, work goes on, and its results are sent later. When the
+orchestrator has forgotten the worker, the worker drops its jobs, which others do now, and registers again.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from shoal.tasks.remote_protocol import (
     Hello,
     Job,
     JobFailed,
+    JobOutcome,
     JobScores,
     JobTask,
-    Played,
     Result,
     Results,
     RolloutJob,
@@ -39,17 +39,17 @@ from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome
 
 FOR_EVER = Retry(tries=None, pause_s=0.5, growth=1.0, timeouts=True, statuses=lambda status: status >= 500)
-"""The orchestrator may be away for as long as it likes; whoever runs the worker ends it."""
+"""Retries without end: the orchestrator may be away for any time, and the user ends the worker."""
 JOIN_TIMEOUT_S = 60.0
 CONNECTIONS = 256
 MOST_RESULTS, MOST_RESULT_BYTES = 16, 4_000_000
-"""What is handed in at once is below `hub.MOST_BODY_BYTES`."""
+"""Number and bytes of results in one request at most, below `remote_server.MOST_BODY_BYTES`."""
 MODEL_TRIES = 4
 T = TypeVar("T")
 
 
 class Gone(Exception):
-    """The orchestrator does not know this process (any more)."""
+    """The orchestrator does not know this worker (any more)."""
 
 
 @dataclass(slots=True)
@@ -61,16 +61,16 @@ class HttpModel:
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients."""
+        """URL for OpenAI's clients."""
         return self.session.openai_base_url
 
     @property
     def api_key(self) -> str:
-        """Of the session."""
+        """The session's key."""
         return self.session.api_key
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
-        """What the model says next. Raises `PolicyFailed` when the context is full, `EnvironmentFailed` otherwise."""
+        """The model's next message. Raises `PolicyFailed` when the context is full, `EnvironmentFailed` otherwise."""
         body: dict[str, object] = {"model": "policy", "messages": [wire_of(message) for message in messages]}
         if tools:
             body["tools"] = msgspec.Raw(tools.encode())
@@ -87,8 +87,11 @@ class HttpModel:
 
 
 @dataclass(slots=True)
-class _Desk:
-    """What a membership works on. Invariant: a lease is here until its result is acknowledged or it is cancelled."""
+class _OpenJobs:
+    """The jobs of one registration.
+
+    Invariant: a lease is here until its result is acknowledged or the lease is cancelled.
+    """
 
     running: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
@@ -96,11 +99,11 @@ class _Desk:
 
     @property
     def holding(self) -> list[str]:
-        """All leases."""
+        """All leases, of running jobs and of unacknowledged results."""
         return [*self.running, *self.results]
 
     def forget(self, lease: str) -> None:
-        """Nobody waits for it."""
+        """Cancels a job and drops its result."""
         self.results.pop(lease, None)
         task = self.running.pop(lease, None)
         if task is not None:
@@ -108,10 +111,10 @@ class _Desk:
 
 
 class RemoteWorker:
-    """Serves a task for as long as it is not cancelled, whatever becomes of the orchestrator."""
+    """Serves a task until it is cancelled, also while the orchestrator is away."""
 
     def __init__(self, served: Definition, url: str, *, token: str = "") -> None:
-        """`url` is the orchestrator's; `token` what it wants of those who serve."""
+        """`url` is the orchestrator's; `token` is the run's."""
         self._served = served
         self._url = url.rstrip("/")
         self._headers = authorization(token)
@@ -120,13 +123,13 @@ class RemoteWorker:
         """Registers and works. Raises `TaskError` when the orchestrator does not want this task as it is."""
         async with session(CONNECTIONS) as http:
             while True:
-                welcome = await self._joined(http)
+                welcome = await self._join(http)
                 on_joined(welcome.member)
                 with contextlib.suppress(Gone):
-                    await self._membership(http, welcome)
+                    await self._serve(http, welcome)
 
-    async def _joined(self, http: aiohttp.ClientSession) -> Welcome:
-        """Tries until the orchestrator is there."""
+    async def _join(self, http: aiohttp.ClientSession) -> Welcome:
+        """Registers, as soon as the orchestrator answers."""
         served = self._served
         hello = msgspec.json.encode(
             Hello(served.name, served.version, served.capabilities, served.max_running, served.timeout_s)
@@ -138,24 +141,24 @@ class RemoteWorker:
             return msgspec.json.decode(body, type=Welcome)
         raise TaskError(f"the orchestrator at {self._url} said: {words(body)}")
 
-    async def _membership(self, http: aiohttp.ClientSession, welcome: Welcome) -> None:
-        """Works until the orchestrator does not know this process any more: raises `Gone`."""
-        desk, at = _Desk(), f"{self._url}/v1/members/{welcome.member}"
-        handing_in = asyncio.create_task(self._hand_in(http, at, desk), name="handing in results")
+    async def _serve(self, http: aiohttp.ClientSession, welcome: Welcome) -> None:
+        """Works until the orchestrator does not know this worker any more: raises `Gone`."""
+        open_jobs, at = _OpenJobs(), f"{self._url}/v1/members/{welcome.member}"
+        handing_in = asyncio.create_task(self._hand_in(http, at, open_jobs), name="handing in results")
         try:
             while True:
-                asked = WorkRequest(desk.holding)
-                work = await self._posted(http, f"{at}/work", asked, Work, welcome.lease_s + welcome.beat_s)
+                asked = WorkRequest(open_jobs.holding)
+                work = await self._post(http, f"{at}/work", asked, Work, welcome.lease_s + welcome.beat_s)
                 for lease in work.cancelled:
-                    desk.forget(lease)
+                    open_jobs.forget(lease)
                 for job in work.jobs:
-                    doing = asyncio.create_task(self._do(http, job, desk), name=f"job {job.lease}")
-                    desk.running[job.lease] = doing
+                    doing = asyncio.create_task(self._do(http, job, open_jobs), name=f"job {job.lease}")
+                    open_jobs.running[job.lease] = doing
                 if handing_in.done():
                     handing_in.result()
         finally:
             handing_in.cancel()
-            doing_all = list(desk.running.values())
+            doing_all = list(open_jobs.running.values())
             for doing in doing_all:
                 doing.cancel()
             await asyncio.gather(handing_in, *doing_all, return_exceptions=True)
@@ -163,19 +166,19 @@ class RemoteWorker:
                 async with asyncio.timeout(1.0), http.delete(at, headers=self._headers):
                     pass
 
-    async def _hand_in(self, http: aiohttp.ClientSession, at: str, desk: _Desk) -> None:
-        """Sends what is done, as much at once as there is."""
+    async def _hand_in(self, http: aiohttp.ClientSession, at: str, open_jobs: _OpenJobs) -> None:
+        """Sends finished results, as many at once as the limits allow."""
         while True:
-            await desk.wake.wait()
-            desk.wake.clear()
-            while desk.results:
-                sent = list(desk.results.values())[:MOST_RESULTS]
-                await self._posted(http, f"{at}/results", Results(sent), Acknowledged, 60.0)
+            await open_jobs.wake.wait()
+            open_jobs.wake.clear()
+            while open_jobs.results:
+                sent = list(open_jobs.results.values())[:MOST_RESULTS]
+                await self._post(http, f"{at}/results", Results(sent), Acknowledged, 60.0)
                 for result in sent:
-                    desk.results.pop(result.lease, None)
+                    open_jobs.results.pop(result.lease, None)
 
-    async def _posted(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
-        """The answer, asked for again while the orchestrator is away. Raises `Gone`."""
+    async def _post(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
+        """Posts a request and returns the answer, with retries while the orchestrator is away. Raises `Gone`."""
         status, answer = await exchanged(
             http, "POST", url, msgspec.json.encode(body), self._headers, timeout_s=timeout_s, retry=FOR_EVER
         )
@@ -183,17 +186,17 @@ class RemoteWorker:
             raise Gone
         return msgspec.json.decode(answer, type=kind)
 
-    async def _do(self, http: aiohttp.ClientSession, job: Job, desk: _Desk) -> None:
+    async def _do(self, http: aiohttp.ClientSession, job: Job, open_jobs: _OpenJobs) -> None:
         result = await self._result(http, job)
-        if desk.running.pop(job.lease, None) is not None:
-            desk.results[job.lease] = result
-            desk.wake.set()
+        if open_jobs.running.pop(job.lease, None) is not None:
+            open_jobs.results[job.lease] = result
+            open_jobs.wake.set()
 
     async def _result(self, http: aiohttp.ClientSession, job: Job) -> Result:
-        """What came of a job, whatever the author's code raised."""
+        """Does a job; an exception of the author's code becomes a `JobFailed`."""
         try:
             async with asyncio.timeout(job.deadline_s):
-                result = await self._done(http, job)
+                result = await self._run(http, job)
             if (size := len(msgspec.json.encode(result))) > MOST_RESULT_BYTES:
                 why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {size}"
                 return JobFailed(job.lease, Whose.ENVIRONMENT, why)
@@ -204,13 +207,13 @@ class RemoteWorker:
             return JobFailed(job.lease, Whose.ENVIRONMENT, str(failure)[:4096], failure.retry)
         except TimeoutError:
             return JobFailed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
-        except Exception as error:  # an author's code is anybody's: its failure is a result
+        except Exception as error:  # an author's code may raise anything: its failure is a result
             return JobFailed(job.lease, Whose.ENVIRONMENT, described(error))
 
-    async def _done(self, http: aiohttp.ClientSession, job: Job) -> Result:
+    async def _run(self, http: aiohttp.ClientSession, job: Job) -> Result:
         if isinstance(job, DrawJob):
             return JobTask(job.lease, await asyncio.to_thread(self._served.draw, job.split, job.index))
         if isinstance(job, RolloutJob):
             outcome: Outcome = await self._served.rollout(job.task, HttpModel(job.session, http))
-            return Played(job.lease, outcome)
+            return JobOutcome(job.lease, outcome)
         return JobScores(job.lease, await self._served.score(job.task, job.answers))

@@ -1,4 +1,4 @@
-"""Rows of any data set as tasks, each epoch in an order of its own; a share of them, by their text, is held out."""
+"""Draws rows of any data set as tasks, each epoch in its own order; a share of the rows, by text, is held out."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Rows:
         )
 
     def row_of(self, task: Task) -> dict[str, Json]:
-        """The row that a task was made of."""
+        """The row of a task."""
         number: int = json.loads(task.info)["row"]
         return self._rows[number]
 

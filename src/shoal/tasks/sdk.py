@@ -1,4 +1,4 @@
-"""What a task is written with: a class, or only a function that draws questions.
+"""Tasks of authors: a class with the methods below, or only a function that draws questions.
 
     @task("sums", version="1")
     class Sums:
@@ -16,9 +16,9 @@
         def scores(self, task, answers):                  # instead of `score`: a whole group, to compare its answers
             return [len(set(answers)) / len(answers)] * len(answers)
 
-`draw` gets a generator whose seed is the hash of the task's name, the split and the index, and a question that belongs
-to the other split by its text is drawn anew: draws can be repeated, and held-out questions stay held out. Methods may
-be `async` or not; those that are not run in threads. The class is made once in each process that serves it.
+`draw` gets a generator whose seed is the hash of the task's name, the split and the index. A question that belongs to
+the other split by its text is drawn again. Draws are therefore repeatable, and held-out questions stay held out.
+Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ MOST_ATTEMPTS = 256
 
 
 class EnvironmentFailed(Exception):
-    """The task could not be worked on, through no fault of the policy: the rollout is not trained with.
+    """The environment failed, not the policy: the rollout is not trained with.
 
-    With `retry` another attempt may help, and is made. Any other exception counts as this, without one.
+    With `retry` another attempt may help, and is made. Any other exception counts as this one without `retry`.
     """
 
     def __init__(self, reason: str, *, retry: bool = False) -> None:
@@ -53,26 +53,26 @@ class EnvironmentFailed(Exception):
 
 
 class PolicyFailed(Exception):
-    """The policy made it impossible to go on: the rollout ends here and is trained with, with a reward of 0."""
+    """The policy made it impossible to go on: the rollout ends here and is trained with a reward of 0."""
 
 
 class Model(Chat, Protocol):
-    """The model as a rollout has it: ask it here, or hand the URLs and the key to any client of OpenAI or Anthropic."""
+    """The model of a rollout: call `answer`, or give the URL and the key to any client of OpenAI or Anthropic."""
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients; also what Anthropic's want, less its `/v1`."""
+        """URL for OpenAI's clients; Anthropic's clients want it without `/v1`."""
         ...
 
     @property
     def api_key(self) -> str:
-        """Of the session."""
+        """The session's key."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a task asks. Without `score` and `rollout` a checker judges: `scorer` is as in a configuration."""
+    """A task's question. Without `score` and `rollout` a checker scores; `scorer` is as in a configuration."""
 
     text: str
     answer: str | None = None
@@ -83,7 +83,7 @@ class Question:
 
 
 class Definition:
-    """A task as the rest of Shoal sees it, whatever it was written with."""
+    """A task of an author, as the rest of Shoal sees it."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class Definition:
 
     @property
     def author(self) -> object:
-        """The class or function that was made a task; other processes find the task by its name."""
+        """The author's class or function; other processes find the task by its name."""
         inner = self._author.draw if isinstance(self._author, _Drawing) else self._author
         return inner if inspect.isfunction(inner) else type(inner)
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What the author wrote."""
+        """Capabilities that the author wrote methods for."""
         known = {Capability.DRAW: ["draw"], Capability.ROLLOUT: ["rollout"], Capability.SCORE: ["score", "scores"]}
         return [capability for capability, names in known.items() if any(map(self._wrote, names))]
 
@@ -124,11 +124,11 @@ class Definition:
         return callable(getattr(self._author, name, None))
 
     def has(self, capability: Capability) -> bool:
-        """Whether the author wrote that."""
+        """True if the author wrote a method for the capability."""
         return capability in self.capabilities
 
     def renamed(self, name: str, max_running: int) -> "Definition":
-        """The same under another name: other questions of the same kind."""
+        """A copy of the definition under another name, which draws other questions of the kind."""
         return Definition(
             name,
             self._author,
@@ -139,7 +139,7 @@ class Definition:
         )
 
     def draw(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `TaskError` when none is found that belongs to the split."""
+        """The task at an index. Raises `TaskError` when no question is found that belongs to the split."""
         if self._draws_tasks:
             task = cast(TaskService, self._author).draw(split, index)
             return dataclasses.replace(task, service=self._name)
@@ -152,8 +152,8 @@ class Definition:
         raise TaskError(f"{self._name}: none of {MOST_ATTEMPTS} questions drawn belongs to the {split} split")
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
-        """What the author's rollout says, scored here when it gives the answer itself."""
-        outcome = outcome_of(await _called(self._author.rollout, task, model))  # type: ignore[attr-defined]
+        """Runs the author's rollout, and scores it here when it gives only the answer."""
+        outcome = outcome_of(await _call(self._author.rollout, task, model))  # type: ignore[attr-defined]
         if outcome.reward is None and outcome.answer is not None and Capability.SCORE in self.capabilities:
             (reward,) = await self.score(task, [outcome.answer])
             if reward.status is not RewardStatus.SCORED:
@@ -162,7 +162,7 @@ class Definition:
         return outcome
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """The same, as `interfaces.Playable` wants it."""
+        """Implements `interfaces.Playable.play` with the author's rollout."""
         return await self.rollout(task, cast(Model, chat))
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -173,13 +173,13 @@ class Definition:
 
     async def _scored(self, task: Task, answer: str) -> Reward:
         try:
-            return _reward(await _called(self._author.score, task, answer))  # type: ignore[attr-defined]
-        except Exception as error:  # an author's code is anybody's: its failure is a status
+            return _reward(await _call(self._author.score, task, answer))  # type: ignore[attr-defined]
+        except Exception as error:  # an author's code may raise anything: its failure is a status
             return self._unscored(error)
 
     async def _scored_together(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         try:
-            given = await _called(self._author.scores, task, answers)  # type: ignore[attr-defined]
+            given = await _call(self._author.scores, task, answers)  # type: ignore[attr-defined]
             rewards = [_reward(one) for one in cast(Sequence[object], given)]
             if len(rewards) != len(answers):
                 raise ValueError(f"scores: expected {len(answers)} rewards, got {len(rewards)}")
@@ -207,7 +207,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """A function that draws, in place of a class."""
+    """Wraps a function that draws in a class."""
 
     draw: Callable[[random.Random], Question | str]
 
@@ -215,9 +215,9 @@ class _Drawing:
 def task(
     name: str, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64, timeout_s: float = 300.0
 ) -> Callable[[object], Definition]:
-    """Makes a task of a class, or of a function that draws.
+    """Decorates a class, or a function that draws, as a task.
 
-    `max_running` are rollouts at once in one process, `timeout_s` is the deadline of one.
+    `max_running` is the number of rollouts at once in one process, `timeout_s` the seconds that one rollout may take.
     """
 
     def decorated(author: object) -> Definition:
@@ -234,8 +234,8 @@ def task(
 def definition_at(path: str) -> Definition:
     """The task that `module:name` names. Raises `ConfigError` and `TaskError`.
 
-    It may be a decorated class or function, a `Definition`, something callable that gives one, or a task service that
-    draws `Task`s by split and index.
+    The name may be of a decorated class or function, a `Definition`, a callable that returns a `Definition`, or a task
+    service that draws `Task`s by split and index.
     """
     found = own_code("task", path)
     if not isinstance(found, Definition) and callable(found):
@@ -251,7 +251,7 @@ def definition_at(path: str) -> Definition:
 
 
 def outcome_of(said: object) -> Outcome:
-    """What an author or an agent says in the end: nothing, an answer, a reward or an outcome."""
+    """Converts the result of an author's rollout or of an agent: None, an answer, a reward or an outcome."""
     if isinstance(said, Outcome):
         return said
     if said is None:
@@ -263,8 +263,8 @@ def _reward(given: object) -> Reward:
     return given if isinstance(given, Reward) else Reward(float(cast(float, given)))
 
 
-async def _called(method: Callable[..., object], *arguments: object) -> object:
-    """What an author's method gives; one that is not `async` runs in a thread, where it may take its time."""
+async def _call(method: Callable[..., object], *arguments: object) -> object:
+    """Calls an author's method; a method that is not `async` runs in a thread, where it may take its time."""
     if inspect.iscoroutinefunction(method):
         return await cast(Awaitable[object], method(*arguments))
     given = await asyncio.to_thread(method, *arguments)

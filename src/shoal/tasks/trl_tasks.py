@@ -4,10 +4,10 @@
     game = trl_task("game", rows, environment_factory=Game)             # service = "python", path = "my_tasks:game"
     sums = trl_task("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
 
-Reward functions are called as TRL calls them, `f(prompts=..., completions=..., **columns)`, with a whole group at a
-time; with tools or environments with one rollout, as it ends: one that compares completions is not what it was there.
-None says nothing of a rollout.
-Environments have `reset(**row)`, public methods that are tools, and perhaps `get_reward()` (TRL 1.x).
+Reward functions are called as in TRL, `f(prompts=..., completions=..., **columns)`, with a whole group at a time. With
+tools or environments each call has one rollout, as it ends, so a function cannot compare completions. A reward of None
+leaves the rollout out. Environments have `reset(**row)`, public methods that are tools, and perhaps `get_reward()` (TRL
+1.x).
 """
 
 import asyncio
@@ -45,8 +45,8 @@ def trl_task(
     if environment_factory is None and not tools:
         if not reward_funcs:
             raise TaskError(f"{name}: expected reward functions or an environment, got neither")
-        return Definition(name, _Scored(drawn, rewards), max_running=max_running)
-    return Definition(name, _Played(drawn, rewards, environment_factory, tools), max_running=max_running)
+        return Definition(name, _SingleTurn(drawn, rewards), max_running=max_running)
+    return Definition(name, _ToolUse(drawn, rewards, environment_factory, tools), max_running=max_running)
 
 
 class _Rewards:
@@ -58,7 +58,7 @@ class _Rewards:
     async def of(
         self, row: Row, messages: Sequence[Message], said: Sequence[Sequence[Message]], **more: Any
     ) -> list[Reward]:
-        """One reward for each of the completions of a prompt; none of which no function has anything to say."""
+        """One reward for each completion of a prompt; a completion for which every function gives None fails."""
         columns = {name: [value] * len(said) for name, value in row.items() if name not in ("prompt", "completion")}
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else [plain(message) for message in messages]
         # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
@@ -67,8 +67,8 @@ class _Rewards:
             completions = [one[-1]["content"] for one in completions]
         totals: list[float | None] = [None] * len(said)
         for function, weight in self._parts:
-            called = function(prompts=[prompt] * len(said), completions=completions, **columns, **more)
-            values = await called if inspect.isawaitable(called) else called
+            given = function(prompts=[prompt] * len(said), completions=completions, **columns, **more)
+            values = await given if inspect.isawaitable(given) else given
             for i, value in enumerate(_one_each(values, len(said), function)):
                 if value is not None:
                     totals[i] = (totals[i] or 0.0) + weight * float(value)
@@ -82,8 +82,8 @@ def _one_each(values: Sequence[Any], n: int, function: Callable[..., Any]) -> Se
     return values
 
 
-class _Scored:
-    """Answered in one turn by whoever draws answers."""
+class _SingleTurn:
+    """Implements the author's methods of a `Definition` whose answers take one turn."""
 
     def __init__(self, rows: Rows, rewards: _Rewards) -> None:
         self._rows, self._rewards = rows, rewards
@@ -96,7 +96,7 @@ class _Scored:
         return await self._rewards.of(self._rows.row_of(task), task.messages, said)
 
 
-class _Played:
+class _ToolUse:
     """A conversation in which the model calls tools until it calls none."""
 
     def __init__(
@@ -115,7 +115,7 @@ class _Played:
         row, environment = self._rows.row_of(task), self._factory() if self._factory else None
         messages, tools = list(task.messages), {tool.__name__: tool for tool in self._tools}
         if environment is not None:
-            seen = await called(environment.reset, **row)
+            seen = await call(environment.reset, **row)
             if seen is not None:
                 messages[-1] = Message(messages[-1].role, messages[-1].content + str(seen))
             tools |= tools_of(environment)
@@ -124,7 +124,7 @@ class _Played:
         more = {"environments": [environment]} if environment is not None else {}
         (reward,) = await self._rewards.of(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
-            own = float(cast(float, await called(cast(Any, environment).get_reward)))
+            own = float(cast(float, await call(cast(Any, environment).get_reward)))
             return Outcome(reward=reward.value + own)
         if reward.status is not RewardStatus.SCORED:
             raise EnvironmentFailed(reward.evidence)
@@ -141,7 +141,7 @@ NOT_TOOLS = frozenset({"reset", "get_reward"})
 
 
 async def converse(model: Model, messages: list[Message], tools: Mapping[str, Callable[..., Any]]) -> None:
-    """Goes on until the model calls no tool, or `MOST_TOOL_TURNS` times; `messages` gets all that is said."""
+    """Goes on until the model calls no tool, at most `MOST_TOOL_TURNS` times; appends every message to `messages`."""
     described = tools_json(tools.values())
     for _ in range(MOST_TOOL_TURNS):
         said = await model.answer(messages, tools=described)
@@ -153,26 +153,26 @@ async def converse(model: Model, messages: list[Message], tools: Mapping[str, Ca
 
 
 async def _result(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
-    """What a tool says. A wrong call is answered with what is wrong, as TRL does: it is the model's to mend."""
+    """A tool's result. A wrong call gets its error as the result, as in TRL, so that the model can mend it."""
     if name not in tools:
         return json.dumps({"error": f"there is no tool {name!r}"})
     try:
-        return str(await called(tools[name], **json.loads(arguments)))
+        return str(await call(tools[name], **json.loads(arguments)))
     except EnvironmentFailed:
         raise
-    except Exception as error:  # a tool is anybody's code
+    except Exception as error:  # a tool may raise anything
         return json.dumps({"error": str(error)})
 
 
-async def called(function: Callable[..., Any], **arguments: Any) -> object:
-    """What a function gives, `async` or not; one that is not runs in a thread."""
+async def call(function: Callable[..., Any], **arguments: Any) -> object:
+    """Calls a function, `async` or not; a plain function runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)
 
 
 def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:
-    """A JSON array of what transformers makes of annotated functions with docstrings, as TRL does."""
+    """JSON array of transformers' schemas of annotated functions with docstrings, as in TRL."""
     from transformers.utils import get_json_schema
 
     described = [get_json_schema(tool) for tool in tools]
@@ -180,7 +180,7 @@ def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as TRL's reward functions see it.
+    """Converts a message to the form of TRL's reward functions.
 
     >>> plain(Message(Role.USER, "Hello"))
     {'role': 'user', 'content': 'Hello'}

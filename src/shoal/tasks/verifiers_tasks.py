@@ -3,8 +3,8 @@
     from shoal.tasks.verifiers_tasks import verifiers_task
     sums = verifiers_task("sums", taskset="my-taskset")              # served by: shoal task serve my_tasks:sums ...
 
-The environment runs an episode as ever; its model is the session. verifiers wants versions of its own of some packages,
-so it mostly is in an environment of its own, where `shoal task serve` needs neither torch nor a model.
+The environment runs an unchanged episode; its model is the session. verifiers pins its own releases of some packages.
+It therefore mostly lives in its own environment, where `shoal task serve` needs neither torch nor a model.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 
 KEY_VARIABLE = "SHOAL_SESSION_KEY"
-"""verifiers reads keys from the environment; ours is in the URL already."""
+"""Name of the environment variable that verifiers reads a key from; Shoal's key is in the URL."""
 
 
 def verifiers_task(
@@ -32,9 +32,10 @@ def verifiers_task(
     max_running: int = 32,
     eval_share: float = 0.2,
 ) -> Definition:
-    """A task of a verifiers taskset; `env` is the rest of the `[env]` block. Of an infinite one the first are taken.
+    """A task of a verifiers taskset; `env` is the rest of the `[env]` block.
 
-    Where an agent runs is part of it, as in `{"agent": {"runtime": {"type": "subprocess"}}}`.
+    An infinite taskset gives its first `most_tasks` tasks. `env` says where an agent runs: `{"agent": {"runtime":
+    {"type": "subprocess"}}}`.
     """
     made = Verifiers(name, {**(env or {}), "taskset": {**_table(env), "id": taskset}}, most_tasks, eval_share)
     return Definition(name, made, max_running=max_running)
@@ -46,7 +47,7 @@ def _table(env: "dict[str, Json] | None") -> dict[str, Json]:
 
 
 class Verifiers:
-    """What `Definition` is made of."""
+    """Implements the author's methods of a `Definition` with a verifiers environment."""
 
     def __init__(self, name: str, env: dict[str, Json], most_tasks: int, eval_share: float) -> None:
         from verifiers.v1.utils import loaders
@@ -64,7 +65,7 @@ class Verifiers:
         self._serving: asyncio.Future[None] | None = None
 
     def draw(self, split: Split, index: int) -> Task:
-        """One of the taskset's own tasks; which one, the index alone says."""
+        """The taskset's task that the split and the index pick."""
         numbers = self._numbers[split]
         number = numbers[seed_for(split, self._name, index) % len(numbers)]
         data = self._tasks[number].data
@@ -86,7 +87,7 @@ class Verifiers:
         return Outcome(reward=float(sum(trace.reward for trace in episode.traces)))
 
     async def _served(self) -> None:
-        """Has the environment's shared resources up for as long as this process lives."""
+        """Starts the environment's shared resources, which last as long as this process."""
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_future()
             self._holding = asyncio.create_task(self._hold(self._serving), name=f"serving {self._name}")
@@ -97,14 +98,14 @@ class Verifiers:
             async with self._env.serving():
                 up.set_result(None)
                 await asyncio.Event().wait()
-        except (Exception, SystemExit) as error:  # whatever the environment raises: those who wait are told
+        except (Exception, SystemExit) as error:  # an environment may raise anything: every waiter gets it
             with contextlib.suppress(asyncio.InvalidStateError):
                 up.set_exception(EnvironmentFailed(f"{type(error).__name__}: {error}"))
             self._serving = None
 
 
 def _config_of(kind: Any, env: dict[str, Json]) -> Any:
-    """The environment's settings, as its class has them."""
+    """The environment's settings, as an object of its settings class."""
     from verifiers.v1 import EnvConfig
     from verifiers.v1.env import Env
     from verifiers.v1.utils.generic import concrete_type

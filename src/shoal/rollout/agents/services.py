@@ -97,7 +97,7 @@ class RemoteSource:
         wait_s = REDRAW_S
         while True:
             try:
-                task = await self.service.drawn(Split.TRAIN, index)
+                task = await self.service.draw_async(Split.TRAIN, index)
             except ServiceLost:
                 continue  # whoever drew it is gone, which says nothing of the others
             except ServiceLate:
@@ -129,13 +129,13 @@ class RemoteSource:
             asyncio.get_running_loop().call_later(rest_s, self._is_away, "it rests", False)
         return rollouts
 
-    def served_by(self, processes: int) -> None:
+    def served_by(self, workers: int) -> None:
         """How many there are now. With none, what runs waits for one; after `AWAY_S` it is given up, and with it the
         places that it takes from the others."""
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
-        if processes:
+        if workers:
             self._is_away(NO_PROCESS, False)
         else:
             self._leaving = asyncio.get_running_loop().call_later(AWAY_S, self._gone)
@@ -154,19 +154,19 @@ class RemoteSource:
             self.on_presence(self.name, before)
 
 
-def attend(hub: TaskServerThread, sources: Sequence[Source], wake: Callable[[], None]) -> None:
+def attend(server: TaskServerThread, sources: Sequence[Source], wake: Callable[[], None]) -> None:
     """Tells the sources, on the event loop that calls this, how many processes serve them; `wake` hears of it too."""
     loop = asyncio.get_running_loop()
     served = {source.name: source for source in sources if isinstance(source, RemoteSource)}
 
-    def changed(name: str, processes: int) -> None:
-        served[name].served_by(processes)
+    def changed(name: str, workers: int) -> None:
+        served[name].served_by(workers)
         wake()
 
-    def members(name: str, processes: int) -> None:
-        loop.call_soon_threadsafe(changed, name, processes)
+    def notify(name: str, workers: int) -> None:
+        loop.call_soon_threadsafe(changed, name, workers)
 
-    hub.hub.registry.on_members = members
+    server.server.registry.on_workers = notify
     for source in served.values():
-        if not hub.hub.registry.members_of(source.name):
+        if not server.server.registry.workers_of(source.name):
             source.served_by(0)

@@ -25,7 +25,7 @@ GAMES: Mapping[str, type[SeededGame]] = {
 
 
 def turns_service(config: TaskConfig, seed: int) -> SeededGame:
-    """The task that `path` names, or else `name`. Raises `TaskError`."""
+    """The game that `path` names, or else `name`. Raises `TaskError`."""
     chosen = config.path or config.name
     if chosen not in GAMES:
         raise TaskError(f"tasks.{config.name}: expected the name of one of {', '.join(GAMES)}, got {chosen!r}")

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator, which the model calls as its chat template has tools called."""
+"""Arithmetic with a calculator that the model calls as a tool, in its chat template's own form."""
 
 import ast
 import operator
@@ -41,12 +41,12 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 class CalculatorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How hard the questions are."""
+    """Difficulty of the questions."""
 
     terms: int = 4
     digits: int = 3
     turns: int = 6
-    """Answers in one rollout; several calls may be in each."""
+    """Number of answers in one rollout; an answer may have several calls."""
 
     def __post_init__(self) -> None:
         if not (2 <= self.terms <= 20 and 1 <= self.digits <= 9 and self.turns >= 1):
@@ -54,7 +54,7 @@ class CalculatorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class Nothing(msgspec.Struct, frozen=True):
-    """No more is hidden than the answer."""
+    """The game hides only the answer."""
 
 
 class Calculator(SeededGame):
@@ -74,7 +74,7 @@ class Calculator(SeededGame):
         return Posed(f"What is {expression}? Use the calculator, then answer with the number.", Nothing(), answer)
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """Calls are answered until there is none."""
+        """Answers calls until the model makes none."""
         messages = list(task.messages)
         for _ in range(self._parameters.turns):
             said = await chat.answer(messages, tools=TOOLS)
@@ -91,7 +91,7 @@ class Calculator(SeededGame):
 
 
 def value_of(expression: str) -> str:
-    """The exact value. Raises `ValueError` with what is wrong.
+    """The exact value of an expression. Raises `ValueError` with the reason.
 
     >>> value_of("(2 + 3) * 4"), value_of("1 / 3")
     ('20', '1/3')
@@ -125,7 +125,7 @@ class _Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _result(call: ToolCall) -> str:
-    """What the tool says; what is wrong with a call is said to the model, which may try again."""
+    """The tool's result; an error goes to the model, which may try again."""
     if call.name != "calculator":
         return f"error: there is no tool {call.name[:40]!r}, only calculator"
     try:

@@ -1,4 +1,4 @@
-"""Guess the number: after each wrong guess it is said whether the number is higher or lower."""
+"""Guess the number: a hint after each wrong guess says whether the number is higher or lower."""
 
 import random
 import re
@@ -13,15 +13,15 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tries` that halve the range find any of 2^tries - 1 numbers."""
+    """Difficulty of the game: `tries` that halve the range find any of 2^tries - 1 numbers."""
 
     smallest: int = 1
     largest: int = 30
     size: int = 7
-    """Numbers in question, out of the above."""
+    """Number of candidates, out of the range above."""
     tries: int = 3
     remind: bool = True
-    """Whether a hint also says which numbers are left."""
+    """True if a hint also names the numbers that are left."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= self.largest - self.smallest + 1:
@@ -31,7 +31,7 @@ class GuessParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Secret(msgspec.Struct, frozen=True):
-    """What is being guessed."""
+    """The number to guess, and its range."""
 
     low: int
     high: int
@@ -53,7 +53,7 @@ class GuessNumber(SeededGame):
         return Posed(text, Secret(low, high, number), str(number))
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """An answer without a number is a lost try."""
+        """Gives hints until the number is found; an answer without a number loses a try."""
         secret, messages = hidden_of(task, Secret), list(task.messages)
         low, high = secret.low, secret.high
         for tries_left in reversed(range(self._parameters.tries)):
@@ -70,7 +70,7 @@ class GuessNumber(SeededGame):
                 hint, high = "Lower", min(high, guess - 1)
             if tries_left:
                 left = f": it is from {low} to {high}." if self._parameters.remind else "."
-                messages += [said, self.told(hint + left)]
+                messages += [said, self.reply(hint + left)]
         return Outcome(reward=0.0)
 
     @property

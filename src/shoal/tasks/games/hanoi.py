@@ -16,11 +16,11 @@ _MOVE = re.compile(r"\b([ABC])\W*(?:to|->)?\W*([ABC])\b")
 
 
 class HanoiParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A start needs at most 2^disks - 1 moves."""
+    """Difficulty of the game: a start needs at most 2^disks - 1 moves."""
 
     disks: int = 3
     spare: int = 2
-    """Moves beyond those."""
+    """Number of moves beyond 2^disks - 1."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.disks <= 12 and self.spare >= 0):
@@ -34,7 +34,7 @@ class HanoiStart(msgspec.Struct, frozen=True):
 
 
 class Hanoi(SeededGame):
-    """The reward is 1 when all disks are on peg C in time. A move against the rules is told so, and counts."""
+    """The reward is 1 when all disks are on peg C in time. A move against the rules gets a hint, and counts."""
 
     parameters = HanoiParameters
 
@@ -51,7 +51,7 @@ class Hanoi(SeededGame):
         return Posed(f"{rules}\n{_shown(pegs)}", HanoiStart(pegs))
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """Ends when all disks are where they belong, or the moves are used up."""
+        """Plays until all disks are on the goal, or the moves are used up."""
         pegs, messages = hidden_of(task, HanoiStart).pegs, list(task.messages)
         for moves_left in reversed(range(2 ** len(pegs) - 1 + self._parameters.spare)):
             said = await chat.answer(messages)
@@ -64,7 +64,7 @@ class Hanoi(SeededGame):
             if pegs == GOAL * len(pegs):
                 return Outcome(reward=1.0)
             if moves_left:
-                messages += [said, self.told(f"{hint}\n{_shown(pegs)}".strip())]
+                messages += [said, self.reply(f"{hint}\n{_shown(pegs)}".strip())]
         return Outcome(reward=0.0)
 
     @property
@@ -74,7 +74,7 @@ class Hanoi(SeededGame):
 
 
 def moved_disk(pegs: str, source: str, target: str) -> str | None:
-    """The pegs of the disks after a move; None for one that the rules forbid.
+    """The pegs of the disks after a move; None when the rules forbid the move.
 
     >>> moved_disk("AAB", "A", "B"), moved_disk("BAB", "A", "B"), moved_disk("BBB", "A", "B")
     ('BAB', None, None)
@@ -88,10 +88,10 @@ def moved_disk(pegs: str, source: str, target: str) -> str | None:
 def best_move(pegs: str) -> tuple[str, str]:
     """The next move of the shortest way to the goal, from a start that is not the goal.
 
-    A disk that is not where it belongs waits until all smaller ones are on the third peg.
+    A disk that is not on its target waits until all smaller disks are on the third peg.
 
-    >>> best_move("AA"), best_move("BAC")
-    (('A', 'B'), ('A', 'C'))
+        >>> best_move("AA"), best_move("BAC")
+        (('A', 'B'), ('A', 'C'))
     """
     target, move = GOAL, (GOAL, GOAL)
     for peg in reversed(pegs):

@@ -1,4 +1,4 @@
-"""Towers of Hanoi as a careless teacher plays them: what the embedded model of many turns is shown first."""
+"""Towers of Hanoi played by a careless teacher: the first lessons of the embedded model of many turns."""
 
 import asyncio
 import random
@@ -11,9 +11,9 @@ from shoal.tasks.games.hanoi import PEGS, Hanoi, best_move
 from shoal.types import Message, Role, Split, seed_for
 
 REWRITE = [(r"(?s)^.*A: (.*)\nB: (.*)\nC: (.*)$", r"\1/\2/\3"), (" ", "")]
-"""Shortens what is told to the disks of each peg."""
+"""Regular expressions that shorten each message of the game to the disks of each peg."""
 EVAL_SHARE = 0.5
-"""As in examples/turns: which starts the model is never shown."""
+"""Share of held-out starts, as in examples/turns; the model is never shown them."""
 
 
 def towers(name: str = "hanoi") -> TaskConfig:
@@ -23,15 +23,15 @@ def towers(name: str = "hanoi") -> TaskConfig:
 
 @dataclass(frozen=True, slots=True)
 class CarelessTeacher:
-    """Implements `interfaces.Chat`: makes the best move, or, at a share of the turns, any, by the rules or not."""
+    """Implements `interfaces.Chat` with the best move, or, at a share of the turns, any move, legal or not."""
 
     rng: random.Random
     careless_share: float
     said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
-    """What it said, after what."""
+    """Messages before each answer, and the answer."""
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
-        """A move."""
+        """The next move."""
         disks = messages[-1].content.split("/")
         pegs = "".join(PEGS[[str(i) in on for on in disks].index(True)] for i in range(1, _count(disks) + 1))
         move = "".join(best_move(pegs))
@@ -46,7 +46,7 @@ def _count(disks: Sequence[str]) -> int:
 
 
 def played_turns(seed: int, careless_share: float) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """What was said before each move, and the move, of training games one after the other, without end."""
+    """Messages before each move, and the move, of one training game after the other, without end."""
     service = Hanoi(towers(), seed)
     rng = random.Random(seed_for("careless teacher", seed))
     with asyncio.Runner() as runner:

@@ -1,4 +1,4 @@
-"""Small programs, what they should give, and slips that make them wrong."""
+"""Small programs, their right values, and slips that make them wrong."""
 
 import itertools
 import math
@@ -11,12 +11,12 @@ from shoal.types import Json
 
 @dataclass(frozen=True, slots=True)
 class SmallProgram:
-    """A right function `f`, in source and, to know what is right, here."""
+    """A right function `f`: its source, and its values computed by `value`."""
 
     what: str
     source: str
     slips: tuple[tuple[str, str], ...]
-    """What is there, and what makes it wrong."""
+    """Pairs of a text of the source, and a text that makes the program wrong."""
     takes: tuple[str, ...]
     value: Callable[..., Json]
 

@@ -1,4 +1,4 @@
-"""Repair a program until its tests pass: after each attempt the sandbox runs them, and the first that fails is told."""
+"""Repair a program until its tests pass: the sandbox runs them after each attempt, and a hint names the failure."""
 
 import asyncio
 import json
@@ -32,11 +32,11 @@ for arguments in calls:
         line = "!" + type(error).__name__ + ": " + str(error)[:200].replace(chr(10), " ")
     print(line, flush=True)
 """
-"""Says what the program returns, a line for each call. Whether that is right is found out outside."""
+"""Source that prints the program's value of each call; the comparison happens outside the sandbox."""
 
 
 class RepairParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a rollout may go on."""
+    """Bounds of a rollout."""
 
     attempts: int = 4
     tests: int = 5
@@ -47,7 +47,7 @@ class RepairParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tests(msgspec.Struct, frozen=True):
-    """Calls of `f` and what they have to give."""
+    """Calls of `f` and their right values."""
 
     calls: list[list[object]]
     values: list[object]
@@ -81,7 +81,7 @@ class Repair(SeededGame):
             if not why:
                 return Outcome(reward=1.0)
             if attempts_left:
-                messages += [said, self.told(f"A test fails: {why}")]
+                messages += [said, self.reply(f"A test fails: {why}")]
         return Outcome(reward=0.0)
 
     async def _why_wrong(self, source: str, tests: Tests) -> str:

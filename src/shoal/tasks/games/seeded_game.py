@@ -1,4 +1,4 @@
-"""What the tasks of many turns have in common: questions drawn by seed, split by what they ask and hide."""
+"""Base class of the games: draws questions by seed, and splits them by their text and hidden part."""
 
 import random
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Posed:
-    """A question, and what only the game knows."""
+    """A question, and the hidden part that only the game knows."""
 
     text: str
     hidden: msgspec.Struct
@@ -28,7 +28,7 @@ class Posed:
 
 
 class SeededGame(ABC):
-    """Implements `interfaces.Playable`. A question is what is asked and what is hidden, and is in one split by both."""
+    """Implements `interfaces.Playable`. The text and the hidden part of a question decide its split."""
 
     parameters: ClassVar[type[msgspec.Struct]]
 
@@ -48,7 +48,7 @@ class SeededGame(ABC):
         return self._config.name
 
     def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`. Raises `TaskError` where all questions belong to the other split."""
+        """The task at `index`. Raises `TaskError` when all questions belong to the other split."""
         for attempt in range(MOST_ATTEMPTS):
             posed = self.posed(random.Random(seed_for("turns", self.name, self._seed, split, index, attempt)))
             hidden = msgspec.json.encode(posed.hidden).decode()
@@ -58,11 +58,11 @@ class SeededGame(ABC):
         raise TaskError(f"tasks.{self.name}: none of {MOST_ATTEMPTS} questions belongs to the {split} split")
 
     def text(self, text: str) -> str:
-        """As the model sees it: with the rewriting of the configuration."""
+        """The text after the configured rewriting, as the model sees it."""
         return rewritten(text, self._config.rewrite)
 
-    def told(self, text: str) -> Message:
-        """What is said to the model."""
+    def reply(self, text: str) -> Message:
+        """A message of the game to the model."""
         return Message(Role.USER, self.text(text))
 
     @abstractmethod
@@ -71,9 +71,9 @@ class SeededGame(ABC):
 
     @abstractmethod
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """One rollout."""
+        """Plays one rollout."""
 
 
 def hidden_of(task: Task, kind: type[S]) -> S:
-    """What only the game knows."""
+    """The hidden part of a task."""
     return msgspec.json.decode(task.info, type=kind)
