@@ -271,8 +271,12 @@ class Rollout:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
-EXTERNAL = "external/"
-"""What the ids of groups begin with that peers drew."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The signed message of a peer that a group was made of."""
+
+    peer_id: str
+    message_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +287,13 @@ class Group:
     task: Task
     rollouts: tuple[Rollout, ...]
     admitted_version: int
+    origin: Origin | None = None
+    """None for a group that this node sampled itself."""
 
     @property
     def external(self) -> bool:
-        """Whether a peer drew it, as text."""
-        return self.id.startswith(EXTERNAL)
+        """Whether a peer sampled the group."""
+        return self.origin is not None
 
     @property
     def finished(self) -> tuple[Rollout, ...]:

@@ -12,7 +12,6 @@ from shoal.experience import RunMeta, archive, step_counts, task_counts
 from shoal.experience.audit import audit
 from shoal.experience.export import export_jsonl
 from shoal.experience.log import FILE, external_groups, snapshot
-from shoal.types import EXTERNAL
 
 META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
 STEPS = 12
@@ -29,7 +28,7 @@ async def some_run(run_dir: Path) -> None:
         await run_group(buffer, f"{step}d", size=4, failed=3)
         taken = await buffer.take(2, step)
         ids = [one.id for one in taken]
-        foreign = [group(f"{EXTERNAL}{step}", (step, step))] if step % 3 == 0 else []
+        foreign = [group(f"{step}peer", (step, step), peer="reef")] if step % 3 == 0 else []
         await buffer.consumed(step, step, ids, version_after=step + 1, external=foreign)
         await buffer.published(step + 1, f"checksum {step}")
         buffer.publish(step + 1)
@@ -49,6 +48,8 @@ def seen(run_dir: Path) -> tuple[object, ...]:
     with snapshot(run_dir) as connection:
         foreign = external_groups(connection, 99)
     rows = (run_dir / "rows.jsonl").read_text()
+    assert [one.origin.peer_id for one in foreign] == ["reef"] * (STEPS // 3)
+    assert task_counts(run_dir)["chain_sum"].external == STEPS // 3
     return report.sentences(), rows, task_counts(run_dir), step_counts(run_dir), foreign
 
 

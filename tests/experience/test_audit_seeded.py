@@ -13,7 +13,7 @@ from shoal.experience import Buffer, RunMeta, checkpoint, log
 from shoal.experience.audit import Check, audit
 from shoal.experience.balance import Balance, BatchChoice
 from shoal.experience.log import ConsumedGroup, StepRecord, open_log
-from shoal.types import EXTERNAL, Completion, FinishReason, Group, Reward, RewardStatus, RolloutStatus, Turn
+from shoal.types import Completion, FinishReason, Group, Reward, RewardStatus, RolloutStatus, Turn
 
 MASKED = RunMeta(max_staleness=1, late="mask_tokens", groups_per_step=1, push_every=1)
 
@@ -368,13 +368,25 @@ def test_staleness_is_told_in_steps_too_when_a_version_is_several(tmp_path):
     assert (report.staleness_max, report.staleness_steps) == (0, 3)
 
 
+def test_an_own_group_is_own_whatever_its_id_says(tmp_path):
+    async def main():
+        buffer = Buffer(open_log(tmp_path, META, resume=False), META, max_running=64)
+        buffer.gate.max_staleness = 9  # a gate that lets too many start
+        for number in range(9):
+            await buffer.admit(f"external/{number}", "chain_sum")
+        await buffer.close()
+
+    asyncio.run(main())
+    assert list(audit(tmp_path).findings) == [Check.ADMISSION]
+
+
 def test_groups_of_peers_are_in_no_bound_of_admission(tmp_path):
     async def main():
         opened = open_log(tmp_path, META, resume=False)
         buffer = Buffer(opened, META, max_running=64)
         await run_group(buffer, "a")
         taken = await buffer.take(1, 0)
-        foreign = [group(f"{EXTERNAL}{number}") for number in range(9)]
+        foreign = [group(f"g{number}", peer="reef") for number in range(9)]
         await buffer.consumed(0, 0, [taken[0].id], version_after=1, external=foreign)
         await buffer.close()
 

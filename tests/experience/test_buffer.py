@@ -12,7 +12,7 @@ from shoal import wire
 from shoal.errors import RunDirError
 from shoal.experience import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
 from shoal.experience.log import FILE, ConsumedGroup, StepRecord, insert_step
-from shoal.types import EXTERNAL, Message, Role
+from shoal.types import Message, Role
 
 
 def rows(run_dir, query):
@@ -292,7 +292,7 @@ def test_places_that_peers_took_let_no_more_own_groups_start_also_after_a_resume
         buffer.fill(1)
         assert buffer.room == 2 * META.groups_per_step - 2
         (own,) = await buffer.take(1, 0)
-        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group(f"{EXTERNAL}x")])
+        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group("x", peer="reef")])
         buffer.publish(1)
         room = buffer.room
         await buffer.close()

@@ -33,7 +33,7 @@ from shoal.types import (
 
 FIELDS = [
     *("group_id", "rollout_id", "task", "receipt", "answer", "messages", "tokens", "mask", "logprobs", "versions"),
-    *("advantages", "texts", "reward", "parts", "evidence", "turn_rewards"),
+    *("advantages", "texts", "reward", "parts", "evidence", "turn_rewards", "peer"),
     *("status", "reason", "finished_seq", "admitted_version", "consumed_version", "consumed_step"),
 ]
 
@@ -84,6 +84,7 @@ def test_a_line_per_rollout_has_the_promised_fields_in_order(run_dir, tmp_path):
         "parts": [],
         "evidence": "",
         "turn_rewards": [0.0],
+        "peer": None,
         "status": "finished",
         "reason": "",
         "finished_seq": 1,

@@ -16,7 +16,6 @@ from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.status import status, status_lines
 from shoal.run.waits import telling_waits
-from shoal.types import EXTERNAL
 
 
 def written_run(run_dir: Path) -> None:
@@ -101,11 +100,11 @@ def test_groups_of_peers_take_nothing_from_the_shares_of_the_run_s_own_tasks(tmp
         buffer = open_buffer(tmp_path)
         await run_group(buffer, "a0", service="alpha")
         (own,) = await buffer.take(1, 0)
-        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group(f"{EXTERNAL}peer/1")])
+        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group("theirs", service="alpha", peer="reef")])
         await buffer.close()
 
     asyncio.run(groups())
     (tmp_path / "resolved.toml").write_text("")
     tasks = status(tmp_path)["tasks"]
     assert tasks["alpha"]["share"] == 1.0
-    assert [task["share"] for name, task in tasks.items() if name.startswith(EXTERNAL)] == [None]
+    assert (tasks["alpha"]["trained"], tasks["alpha"]["trained_of_peers"]) == (1, 1)

@@ -16,12 +16,12 @@ from shoal.swarm.node import Node
 from shoal.swarm.node_files import NodeDeps
 from shoal.trainer.packing import even_slices
 from shoal.types import (
-    EXTERNAL,
     Completion,
     External,
     FinishReason,
     Group,
     Message,
+    Origin,
     Reward,
     Role,
     Rollout,
@@ -37,7 +37,8 @@ def group(id_: str, token: int) -> Group:
     turn = Turn((1,), Completion((token,), (-1.0,), (0,), FinishReason.STOP))
     external = External() if token == THEIRS else None
     rollouts = tuple(Rollout(f"{id_}#{r}", (), (turn,), Reward(r), external=external) for r in (0.0, 1.0))
-    return Group(id_, Task("t", "gcd", (Message(Role.USER, "?"),)), rollouts, 0)
+    origin = Origin("reef", id_) if external else None
+    return Group(id_, Task("t", "gcd", (Message(Role.USER, "?"),)), rollouts, 0, origin)
 
 
 def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
         parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None)
         loop = TrainLoop(parts, first_step=0, version=0)
         own = [group(f"own{i}", OWN) for i in range(4)]
-        rows_of, _ = loop._rows([*own, *(group(f"{EXTERNAL}{i}", THEIRS) for i in range(4))], 0)
+        rows_of, _ = loop._rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], 0)
         rows = list(rows_of.values())
         for part in even_slices(len(rows), 2):
             tokens = [row.tokens[-1] for i in part for row in rows[i]]

@@ -7,6 +7,7 @@ from shoal.types import (
     FinishReason,
     Group,
     Message,
+    Origin,
     Receipt,
     Reward,
     Role,
@@ -32,13 +33,14 @@ def rollout(rollout_id, versions=(0, 0), *, failed=False, reason="", drawn=None)
     )
 
 
-def group(group_id, versions=(0, 0), *, admitted=0, service="chain_sum", size=2, failed=0):
+def group(group_id, versions=(0, 0), *, admitted=0, service="chain_sum", size=2, failed=0, peer=None):
     task = Task(f"t-{group_id}", service, (Message(Role.USER, "1 + 1 ="),), answer="2", receipt=RECEIPT)
     rollouts = (
         rollout(f"{group_id}/{i}", versions, failed=i < failed, reason="no answer" if i < failed else "")
         for i in range(size)
     )
-    return Group(group_id, task, tuple(rollouts), admitted)
+    origin = None if peer is None else Origin(peer, f"{peer}/{group_id}")
+    return Group(group_id, task, tuple(rollouts), admitted, origin)
 
 
 async def run_group(buffer, group_id, versions=None, **kwargs):

@@ -130,7 +130,7 @@ def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_
             assert await asked(page) != question
             assert page.complaints == []
             consumed = await trained(config, server.url)
-            assert any(group_id.startswith(f"external/{peer}/") for group_id in consumed), consumed
+            assert any(group_id.startswith(f"{peer}/") for group_id in consumed), consumed
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library
-from shoal.types import EXTERNAL, Group, Message, Reward, Role, Rollout, Split, Task
+from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task
 from until import until
 
 HANG = "1e99999999"
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:
     answered = tuple(
         Rollout(text, (*task.messages, Message(Role.ASSISTANT, text)), (), Reward(0.0)) for text in ("a", "b")
     )
-    contents = Contents([Group(f"{EXTERNAL}x", task, answered, 0)])
+    contents = Contents([Group("x", task, answered, 0)])
     assert contents.repeats(task, ["A ", "b"], "x", 0.0)
     assert not contents.repeats(task, ["A ", "c"], "x", 0.0)
     assert [contents.take(task, ["c"], author, 100.0) for author in "xyx"] == [True, True, False]

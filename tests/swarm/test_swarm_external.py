@@ -11,12 +11,12 @@ from shoal.swarm.external import external_rows, own_likelihood
 from shoal.swarm.offer import OfferedRollout
 from shoal.trainer.advantage import rows
 from shoal.types import (
-    EXTERNAL,
     Completion,
     External,
     FinishReason,
     Group,
     Message,
+    Origin,
     Reward,
     Role,
     Rollout,
@@ -35,7 +35,7 @@ def rollout(value: float, own: float, external: External) -> Rollout:
 
 
 def group(*rollouts: Rollout) -> Group:
-    return Group(f"{EXTERNAL}x", TASK, rollouts, 0)
+    return Group("x", TASK, rollouts, 0, Origin("reef", "x"))
 
 
 def trained(source: Group, *advantages: float) -> list[Sample]:

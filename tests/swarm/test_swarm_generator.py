@@ -159,6 +159,7 @@ def test_a_resumed_node_takes_nothing_that_it_has_trained_on_before(tmp_path: Pa
         own.close()
     assert before
     assert after
+    assert all(group.external for group in before)
     assert not {group.id for group in before} & {group.id for group in after}
 
 

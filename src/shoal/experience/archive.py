@@ -31,7 +31,7 @@ VACUUM_PAGES = 512
 """Pages given back to the disk between two writes of others."""
 
 _COLUMNS = {
-    "started": ("started_seq", "group_id", "service", "admitted_version", "after_step"),
+    "started": ("started_seq", "group_id", "service", "admitted_version", "after_step", "peer_id", "message_id"),
     "groups": ("finished_seq", "group_id", "task", "admitted_version", "after_step"),
     "ended": ("group_id", "outcome", "reason", "after_step"),
     "consumed": ("finished_seq", "step", "position", "horizon", "trained_from", "masked_tokens"),
@@ -40,7 +40,7 @@ _COLUMNS = {
     "rollouts": ("finished_seq", "position", "body"),
 }
 _BYTES = ("task", "body")
-_TEXT = ("group_id", "service", "outcome", "reason", "checksum")
+_TEXT = ("group_id", "service", "outcome", "reason", "checksum", "peer_id", "message_id")
 _INDEXED = {
     "started": ("group_id",),
     "groups": ("group_id", "finished_seq"),

@@ -19,7 +19,7 @@ from shoal.experience.audit_rows import check_rows
 from shoal.experience.findings import KEPT_IDS, AuditReport, Check
 from shoal.experience.log import BODY_BYTES, read_meta, read_steps, snapshot
 from shoal.experience.raw import RawGroup, RawRollout, RawTask, read_groups, rollout_id
-from shoal.types import EXTERNAL, RewardStatus, RolloutStatus
+from shoal.types import RewardStatus, RolloutStatus
 
 __all__ = ["KEPT_IDS", "AuditReport", "Check", "audit"]
 
@@ -44,6 +44,7 @@ class _Seen:
     id: str
     ended_after: int | None
     service: str
+    is_own: bool
 
     def waits_at(self, step: int) -> bool:
         return self.ended_after is None or self.ended_after >= step
@@ -57,7 +58,7 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
     waiting: dict[int, _Seen] = {}
     for step, horizon, chosen in _choices(connection):
         while ahead is not None and ahead.finished_seq <= horizon:
-            if not ahead.id.startswith(EXTERNAL):  # it was never on offer
+            if ahead.is_own:  # a peer's was never on offer
                 waiting[ahead.finished_seq] = ahead
             ahead = next(groups, None)
         waiting = {seq: seen for seq, seen in waiting.items() if seq in chosen or seen.waits_at(step)}
@@ -81,9 +82,8 @@ def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[in
     """(step, horizon, ids of the groups by finished_seq) of each time groups were taken."""
     rows = connection.execute(
         "SELECT step, horizon, finished_seq, COALESCE(group_id, 'finished_seq ' || finished_seq) "
-        "FROM consumed LEFT JOIN groups USING (finished_seq) "
-        "WHERE group_id IS NULL OR group_id NOT LIKE ? ORDER BY step, horizon",
-        (f"{EXTERNAL}%",),
+        "FROM consumed LEFT JOIN groups USING (finished_seq) LEFT JOIN started USING (group_id) "
+        "WHERE peer_id IS NULL ORDER BY step, horizon"
     )
     for (step, horizon), chosen in groupby(rows, key=itemgetter(0, 1)):
         yield step, horizon, {seq: group_id for _, _, seq, group_id in chosen}
@@ -110,10 +110,11 @@ def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]
     if group.version is not None:
         _check_staleness(group, rollouts, report, pushed)
         failed = sum(rollout.status == FAILED for rollout in rollouts)
-        if 2 * failed >= len(rollouts) and not group.id.startswith(EXTERNAL):
+        if 2 * failed >= len(rollouts) and group.peer_id is None:
             report.found(Check.USABLE, group.id, f"was trained though {failed} of {len(rollouts)} rollouts failed")
     drawn = (version for rollout in rollouts for version in rollout.drawn_versions)
-    return _Seen(min(drawn, default=group.admitted_version), group.finished_seq, group.id, group.ended_after, service)
+    oldest = min(drawn, default=group.admitted_version)
+    return _Seen(oldest, group.finished_seq, group.id, group.ended_after, service, group.peer_id is None)
 
 
 def _check_staleness(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from shoal.experience import checkpoint
 from shoal.experience.findings import AuditReport, Check
-from shoal.experience.log import read_steps
-from shoal.types import EXTERNAL
+from shoal.experience.log import CONSUMED_OF, read_steps
 
 
 def check_rows(connection: sqlite3.Connection, report: AuditReport, run_dir: Path) -> None:
@@ -86,11 +85,8 @@ def _check_steps(connection: sqlite3.Connection, report: AuditReport) -> None:
         if pushed not in (0, 1) or (due and not pushed):
             report.found(Check.STEPS, name, f"went from version {record.version} to {record.version_after}")
         expected, version = record.step + 1, record.version_after
-    own = (
-        "SELECT step, SUM(group_id NOT LIKE ?) AS own FROM consumed JOIN groups USING (finished_seq) "
-        "GROUP BY step HAVING own > ?"
-    )
-    for step, count in connection.execute(own, (f"{EXTERNAL}%", meta.groups_per_step)):
+    own = f"SELECT step, SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step HAVING own > ?"
+    for step, count in connection.execute(own, (meta.groups_per_step,)):
         report.found(Check.STEPS, f"step {step}", f"trained {count} groups, expected at most {meta.groups_per_step}")
     early = (
         "SELECT DISTINCT version FROM published WHERE version > 0 AND version NOT IN (SELECT version_after FROM steps)"
@@ -104,12 +100,10 @@ def _check_admission(connection: sqlite3.Connection, report: AuditReport) -> Non
     meta = report.meta
     ended = dict(connection.execute("SELECT after_step, COUNT(*) FROM ended GROUP BY after_step"))
     versions = {-1: 0, **dict(connection.execute("SELECT step, version_after FROM steps"))}
-    started = (
-        "SELECT after_step, COUNT(*) FROM started WHERE service NOT LIKE ? GROUP BY after_step ORDER BY after_step"
-    )
+    started = "SELECT after_step, COUNT(*) FROM started WHERE peer_id IS NULL GROUP BY after_step ORDER BY after_step"
     count = 0
     over = sorted(ended)
-    for step, number in connection.execute(started, (f"{EXTERNAL}%",)).fetchall():
+    for step, number in connection.execute(started).fetchall():
         count += number
         while over and over[0] <= step:
             count -= ended[over.pop(0)]

@@ -18,7 +18,7 @@ from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
 from shoal.experience.uses import Taken
 from shoal.experience.writer import LogWriter
-from shoal.types import EXTERNAL, Group, Sample
+from shoal.types import Group, Sample
 
 T = TypeVar("T")
 
@@ -64,10 +64,9 @@ class Buffer:
         self._on_room: Callable[[], None] | None = None
         self._on_finished: Callable[[Group], None] | None = None
         self._opened = opened
-        self.recovered, counts = self._recover(opened, meta)
-        own = {name: one for name, one in counts.items() if not name.startswith(EXTERNAL)}
-        self.counts: dict[str, TaskCounts] = own
-        """Per task service, of the groups that this node drew."""
+        self.counts: dict[str, TaskCounts]
+        """Per task service."""
+        self.recovered, self.counts = self._recover(opened, meta)
         self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
 
     @classmethod
@@ -215,7 +214,7 @@ class Buffer:
     ) -> None:
         """Records, in one transaction, that `step` trains these groups, in this order, under `version`.
 
-        Then the `external` ones, which peers drew: they enter the log here, were never on offer and pass no gate.
+        Then the `external` ones, which peers sampled: they enter the log here, were never on offer and pass no gate.
         `rows` are what the trainer was given of each group, by id: the log says how many late tokens they have masked.
 
         `version_after` is `version + 1` when the step ends with a push. Await it before the weights that come of the
@@ -236,6 +235,8 @@ class Buffer:
             del self._taken[one.waited.group.id]
         if any(not group.external or group.oldest_version > version for group in external):
             raise ValueError(f"step {step}: expected external groups of version {version} or older")
+        for group in external:
+            self._counts(group.task.service).external += 1
         after, self._last_step = self._last_step, step
         record = StepRecord(step, version, version_after)
 

@@ -10,7 +10,7 @@ from shoal.experience.log import snapshot
 
 @dataclass(slots=True)
 class TaskCounts:
-    """Groups of one task service. Invariant: `started == finished + failed + dropped + in_flight`."""
+    """Own groups of one task service. Invariant: `started == finished + failed + dropped + in_flight`."""
 
     started: int = 0
     finished: int = 0
@@ -20,6 +20,8 @@ class TaskCounts:
     """By reason."""
     dropped: Counter[str] = field(default_factory=Counter)
     """By reason."""
+    external: int = 0
+    """Groups of peers that were trained; they are in no other number."""
 
     @property
     def in_flight(self) -> int:
@@ -34,7 +36,7 @@ class TaskCounts:
 
 @dataclass(frozen=True, slots=True)
 class StepTaskCounts:
-    """What happened to the groups of one task between the end of the step before and the end of `step`."""
+    """What happened to the own groups of one task between the end of the step before and the end of `step`."""
 
     step: int
     service: str
@@ -71,6 +73,8 @@ def read_task_counts(connection: sqlite3.Connection) -> dict[str, TaskCounts]:
             task.dropped[reason] += number
         elif finished:
             task.finished += number
+    for service, number in connection.execute(_EXTERNAL_COUNTS):
+        counts.setdefault(service, TaskCounts()).external = number
     return counts
 
 
@@ -78,18 +82,20 @@ _TASK_COUNTS = """
 SELECT service, groups.group_id IS NOT NULL, outcome, reason, COUNT(step), COUNT(*)
 FROM started LEFT JOIN groups USING (group_id) LEFT JOIN ended USING (group_id)
     LEFT JOIN consumed ON consumed.finished_seq = groups.finished_seq
-GROUP BY 1, 2, 3, 4
+WHERE peer_id IS NULL GROUP BY 1, 2, 3, 4
 """
+_EXTERNAL_COUNTS = "SELECT service, COUNT(*) FROM started WHERE peer_id IS NOT NULL GROUP BY service"
 
 _STEP_COUNTS = """
 SELECT step, service, SUM(started), SUM(finished), SUM(failed), SUM(dropped), SUM(consumed) FROM (
     SELECT after_step + 1 AS step, service, 1 AS started, 0 AS finished, 0 AS failed, 0 AS dropped, 0 AS consumed
-    FROM started
+    FROM started WHERE peer_id IS NULL
     UNION ALL SELECT groups.after_step + 1, service, 0, 1, 0, 0, 0
-    FROM groups JOIN started USING (group_id) LEFT JOIN ended USING (group_id) WHERE outcome IS NOT 'failed'
+    FROM groups JOIN started USING (group_id) LEFT JOIN ended USING (group_id)
+    WHERE outcome IS NOT 'failed' AND peer_id IS NULL
     UNION ALL SELECT ended.after_step + 1, service, 0, 0, outcome = 'failed', outcome = 'dropped', 0
     FROM ended JOIN started USING (group_id)
     UNION ALL SELECT step, service, 0, 0, 0, 0, 1
-    FROM consumed JOIN groups USING (finished_seq) JOIN started USING (group_id)
+    FROM consumed JOIN groups USING (finished_seq) JOIN started USING (group_id) WHERE peer_id IS NULL
 ) GROUP BY step, service ORDER BY step, service
 """

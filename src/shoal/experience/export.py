@@ -10,6 +10,7 @@
     reward                 null where the scorer did not answer
     parts, evidence        the reward's parts by name, and what the scorer says for it
     turn_rewards           of each turn, beside the reward
+    peer                   id of the peer that sampled it; null for the run's own
     status, reason         of the rollout: "finished", or "failed" and why. A finished rollout whose group was not
                            trained on carries the group's reason, such as "stale"
     finished_seq           order of commit of the group
@@ -80,6 +81,7 @@ class ExportRow(msgspec.Struct):
     parts: list[NamedValue]
     evidence: str
     turn_rewards: list[float]
+    peer: str | None
     status: str
     reason: str
     finished_seq: int
@@ -149,6 +151,7 @@ def _row(
         parts=[NamedValue(name, value) for name, value in rollout.reward.parts],
         evidence=rollout.reward.evidence,
         turn_rewards=[turn.reward for turn in rollout.turns],
+        peer=group.peer_id,
         status=rollout.status,
         reason=rollout.reason or group.ended_reason or "",
         finished_seq=group.finished_seq,
@@ -226,6 +229,7 @@ _PARQUET = pa.schema(
         ("parts", pa.list_(_struct(name=_TEXT, value=pa.float64()))),
         ("evidence", _TEXT),
         ("turn_rewards", pa.list_(pa.float64())),
+        ("peer", _TEXT),
         ("status", _TEXT),
         ("reason", _TEXT),
         ("finished_seq", _NUMBER),

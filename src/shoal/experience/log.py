@@ -20,7 +20,7 @@ from shoal import wire
 from shoal.errors import LogBehind, RunDirError
 from shoal.experience import archive, checkpoint
 from shoal.experience.schema import FORMAT, SCHEMA
-from shoal.types import EXTERNAL, Group, Rollout, Task
+from shoal.types import Group, Origin, Rollout, Task
 
 FILE = "log.sqlite"
 T = TypeVar("T")
@@ -33,6 +33,13 @@ _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, 
 """What a full disk, or one that nobody may write, makes of a statement."""
 BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
+
+CONSUMED_OF = "consumed JOIN groups USING (finished_seq) LEFT JOIN started USING (group_id)"
+"""Table of the groups that were trained on, with the peers they came from."""
+_GROUPS = (
+    "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, message_id "
+    "FROM groups LEFT JOIN started USING (group_id)"
+)
 
 Late = Literal["drop", "mask_tokens", "train"]
 
@@ -283,8 +290,13 @@ def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) 
 
 
 def insert_external(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
-    """Records a group that a peer drew, which started and finished here at once; gives its finished_seq."""
-    insert_started(connection, group.id, f"{EXTERNAL}{group.task.service}", group.admitted_version, after_step)
+    """Records a peer's group, which started and finished here at once; gives its finished_seq."""
+    assert group.origin is not None
+    insert_started(connection, group.id, group.task.service, group.admitted_version, after_step)
+    connection.execute(
+        "UPDATE started SET peer_id = ?, message_id = ? WHERE group_id = ?",
+        (group.origin.peer_id, group.origin.message_id, group.id),
+    )
     return insert_group(connection, group, after_step)
 
 
@@ -332,19 +344,17 @@ def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
     """Groups that finished and were neither consumed nor ended, with their finished_seq, in that order."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, admitted_version FROM groups "
-        "WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
+        f"{_GROUPS} WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
         "AND group_id NOT IN (SELECT group_id FROM ended) ORDER BY finished_seq"
     )
-    for seq, group_id, task, version in rows:
-        yield seq, _group(connection, seq, group_id, task, version)
+    for row in rows:
+        yield row[0], _group(connection, *row)
 
 
 def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
     """The groups of a step, in the order they were trained in."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, admitted_version FROM consumed JOIN groups USING (finished_seq) "
-        "WHERE step = ? ORDER BY position",
+        f"{_GROUPS} JOIN consumed USING (finished_seq) WHERE step = ? ORDER BY position",
         (step,),
     ).fetchall()
     return [_group(connection, *row) for row in rows]
@@ -353,26 +363,25 @@ def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
 def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
     """The newest groups of peers that were trained on, oldest first."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, admitted_version FROM groups WHERE group_id GLOB ? "
-        "ORDER BY finished_seq DESC LIMIT ?",
-        (f"{EXTERNAL}*", most),
+        f"{_GROUPS} WHERE peer_id IS NOT NULL ORDER BY finished_seq DESC LIMIT ?",
+        (most,),
     ).fetchall()
     return [_group(connection, *row) for row in reversed(rows)]
 
 
 def count_used(connection: sqlite3.Connection) -> int:
     """How many groups that passed the gate were trained on."""
-    query = "SELECT COUNT(*) FROM consumed JOIN groups USING (finished_seq) WHERE group_id NOT LIKE ?"
-    return int(connection.execute(query, (f"{EXTERNAL}%",)).fetchone()[0])
+    query = f"SELECT COUNT(*) FROM {CONSUMED_OF} WHERE peer_id IS NULL"
+    return int(connection.execute(query).fetchone()[0])
 
 
 def count_filled(connection: sqlite3.Connection, groups_per_step: int) -> int:
     """How many groups of peers were trained in place of own ones: where a step had fewer than its number of these."""
     query = (
-        "SELECT SUM(MIN(foreign_ones, MAX(0, ? - own))) FROM (SELECT SUM(group_id LIKE ?) AS foreign_ones, "
-        "SUM(group_id NOT LIKE ?) AS own FROM consumed JOIN groups USING (finished_seq) GROUP BY step)"
+        "SELECT SUM(MIN(foreign_ones, MAX(0, ? - own))) FROM (SELECT SUM(peer_id IS NOT NULL) AS foreign_ones, "
+        f"SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step)"
     )
-    return int(connection.execute(query, (groups_per_step, f"{EXTERNAL}%", f"{EXTERNAL}%")).fetchone()[0] or 0)
+    return int(connection.execute(query, (groups_per_step,)).fetchone()[0] or 0)
 
 
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:
@@ -381,7 +390,8 @@ def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepReco
     return [StepRecord(*row) for row in rows]
 
 
-def _group(connection: sqlite3.Connection, seq: int, group_id: str, task: bytes, version: int) -> Group:
+def _group(connection: sqlite3.Connection, seq: int, group_id: str, task: bytes, version: int, *of: str) -> Group:
     bodies = connection.execute("SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position", (seq,))
     rollouts = tuple(wire.decode(body, Rollout, BODY_BYTES) for (body,) in bodies)
-    return Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version)
+    origin = None if of[0] is None else Origin(*of)
+    return Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version, origin)

@@ -86,6 +86,8 @@ class RawGroup:
     id: str
     task: bytes
     admitted_version: int
+    peer_id: str | None
+    """None of an own group."""
     ended_reason: str | None
     ended_after: int | None
     """The step after which it ended."""
@@ -103,10 +105,10 @@ class RawGroup:
 def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
     """Every finished group in the order of commit, one in memory at a time."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, admitted_version, reason, ended.after_step, step, version, "
-        "trained_from, masked_tokens "
-        "FROM groups LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) "
-        "LEFT JOIN steps USING (step) ORDER BY finished_seq"
+        "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, reason, ended.after_step, step, "
+        "version, trained_from, masked_tokens FROM groups LEFT JOIN started USING (group_id) "
+        "LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) "
+        "ORDER BY finished_seq"
     )
     bodies = "SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position"
     for row in rows:

@@ -10,8 +10,8 @@
     checkpoints  the steps after which a checkpoint was saved
 
 Everything else (counts, staleness, what waits, what a crash interrupted) is derived from these.
-A group that a peer drew (its id begins with "external/") is written whole, in the transaction of the step that trains
-it; no gate counted it, and it waited for nobody.
+A peer's group has the peer in its row of `started`, where own groups have null. It is written whole, in the transaction
+of the step that trains it; no gate counted it, and it waited for nobody.
 `after_step` is the last step consumed when a row was written, -1 before the first.
 """
 
@@ -20,7 +20,7 @@ SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE started(
     started_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, service TEXT NOT NULL,
-    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
+    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL, peer_id TEXT, message_id TEXT);
 CREATE TABLE groups(
     finished_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, task BLOB NOT NULL,
     admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);

@@ -14,7 +14,7 @@ from shoal.experience.export import Extras
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawGroup, read_groups
 from shoal.trainer.advantage import Kind, returns_of, turn_advantages
-from shoal.types import EXTERNAL, Rollout, RolloutStatus
+from shoal.types import Rollout, RolloutStatus
 
 WITHIN_GROUPS: tuple[Kind, ...] = ("grpo", "grpo_no_std", "rloo")
 ANCHOR = "a"
@@ -60,7 +60,7 @@ class _Advantages:
 
     def __call__(self, group: RawGroup) -> list[list[float] | None] | None:
         """Of each rollout's sampled tokens; None for those that failed."""
-        if group.step is None or group.version is None or group.id.startswith(EXTERNAL):
+        if group.step is None or group.version is None or group.peer_id is not None:
             return None
         rollouts = _rollouts(group)
         if not rollouts:

@@ -8,7 +8,6 @@ from shoal.experience import task_counts
 from shoal.experience.log import FILE
 from shoal.observe.progress import WARNINGS
 from shoal.observe.report.records import RunRecords, read_run
-from shoal.types import EXTERNAL
 
 MOST_WARNINGS = 8
 LATELY = 20
@@ -22,8 +21,7 @@ def status(run_dir: Path) -> dict[str, object]:
     run = read_run(run_dir)
     counts = task_counts(run_dir)
     weights = {task.name: task.weight for task in run.config.tasks} if run.config else {}
-    own = {name for name in counts if not name.startswith(EXTERNAL)}  # what peers drew has no share
-    consumed = sum(counts[name].consumed for name in own)
+    consumed = sum(task.consumed for task in counts.values())  # without peers' groups, which have no share
     tasks: dict[str, dict[str, object]] = {}
     for name, task in sorted(counts.items()):
         tasks[name] = {
@@ -31,9 +29,10 @@ def status(run_dir: Path) -> dict[str, object]:
             "running": task.in_flight,
             "waiting": task.waiting,
             "trained": task.consumed,
+            "trained_of_peers": task.external,
             "failed": dict(task.failed),
             "dropped": dict(task.dropped),
-            "share": task.consumed / consumed if consumed and name in own else None,
+            "share": task.consumed / consumed if consumed else None,
             "target": weights[name] / sum(weights.values()) if name in weights else None,
             "reward": lately(run, f"reward/{name}"),
             "solve_rate": lately(run, f"solve_rate/{name}"),

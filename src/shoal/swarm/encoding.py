@@ -14,11 +14,9 @@ from shoal.interfaces import Renderer
 from shoal.swarm.offer import Offer
 from shoal.swarm.trust import Reason
 from shoal.types import (
-    EXTERNAL,
     Completion,
     External,
     FinishReason,
-    Group,
     Message,
     Reward,
     Role,
@@ -74,21 +72,19 @@ def encoded(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) ->
     return Encoded(task, offer, prompt_ids, tuple(kept), tuple(answers)), refused
 
 
-def group_of(
-    group_id: str,
+def rollouts_of(
     source: Encoded,
     rewards: Sequence[Reward],
     logprobs: Sequence[Sequence[float]],
     version: int,
     external: External,
-) -> Group:
-    """A group as if this node had drawn it under `version`.
+) -> tuple[Rollout, ...]:
+    """The kept answers of an offer as rollouts, as if this node had sampled them under `version`.
 
     `rewards` are the node's own, one per kept rollout; `logprobs` its own of each whole row but the first token (nats,
     at the rollout temperature), so that the behaviour is the node itself at the time of encoding. `external` is what
     the log is to remember.
     """
-    assert group_id.startswith(EXTERNAL), group_id
     rollouts = []
     for position, (i, ids, reward, row) in enumerate(
         zip(source.kept, source.answer_ids, rewards, logprobs, strict=True)
@@ -99,11 +95,11 @@ def group_of(
         completion = Completion(ids, own, (version,) * len(ids), reason)
         rollouts.append(
             Rollout(
-                id=f"{group_id}#{position}",
+                id=f"{source.task.id}#{position}",
                 messages=(*source.task.messages, Message(Role.ASSISTANT, offered.text)),
                 turns=(Turn(source.prompt_ids, completion),),
                 reward=reward,
                 external=external,
             )
         )
-    return Group(group_id, source.task, tuple(rollouts), version)
+    return tuple(rollouts)

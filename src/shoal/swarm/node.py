@@ -30,7 +30,7 @@ from shoal.errors import ExchangeUnavailable, TaskError, WireError
 from shoal.interfaces import NotOurs
 from shoal.swarm import offer as offers
 from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import encoded, group_of
+from shoal.swarm.encoding import encoded, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
 from shoal.swarm.node_files import BANNED_FILE, Intake, NodeCounts, NodeDeps, ReadyOffer, ban_in, read_lines
@@ -39,7 +39,7 @@ from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, PendingOffers
 from shoal.swarm.strategy import Candidate, Own, differ, sharer_of, taken, taker_of
 from shoal.swarm.trust import Reason, VerifiedMessage
-from shoal.types import EXTERNAL, External, Group, Reward, RewardStatus, seed_for
+from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
 """What newcomers wait after an offer of one, by the time that it took: a crowd of liars takes a fifth of the time."""
@@ -98,7 +98,7 @@ class Node(Peer):
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[ReadyOffer] = []
         trained = list(trained)
-        self._taken = dict.fromkeys(group.id.removeprefix(EXTERNAL).rpartition("/")[0] for group in trained)
+        self._taken = dict.fromkeys(group.origin.message_id for group in trained if group.origin)
         """Letters that are or were ready, the newest last; none is a second time."""
         self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
@@ -157,10 +157,11 @@ class Node(Peer):
         own = iter(await logprobs(rows))
         groups = []
         for ready in chosen:
-            group_id = f"{EXTERNAL}{ready.message.id}/{ready.uses}"
             computed = [next(own) for _ in ready.source.kept]
+            origin = Origin(ready.message.peer_id, ready.message.id)
             own_record = self._external(ready.source.task.service)
-            groups.append(group_of(group_id, ready.source, ready.rewards, computed, version, own_record))
+            rollouts = rollouts_of(ready.source, ready.rewards, computed, version, own_record)
+            groups.append(Group(f"{ready.message.id}/{ready.uses}", ready.source.task, rollouts, version, origin))
         self.tally.taken += len(groups)
         return groups
 

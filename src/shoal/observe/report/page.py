@@ -127,10 +127,13 @@ def _event_row(event: Mapping[str, float | str | None]) -> tuple[str, str]:
 def _count_table(counts: Mapping[str, TaskCounts]) -> str:
     """What became of the groups of each task; empty without a log."""
     rows = [
-        (name, task.started, task.consumed, task.waiting, task.failed.total(), task.dropped.total(), task.in_flight)
+        (
+            *(name, task.started, task.consumed, task.waiting, task.failed.total(), task.dropped.total()),
+            *(task.in_flight, task.external),
+        )
         for name, task in sorted(counts.items())
     ]
-    heads = ("Task", "Started", "Consumed", "Waiting", "Failed", "Dropped", "In flight")
+    heads = ("Task", "Started", "Consumed", "Waiting", "Failed", "Dropped", "In flight", "Consumed of peers")
     return _table([tuple(f"{cell:,}" if isinstance(cell, int) else cell for cell in row) for row in rows], heads)
 
 
