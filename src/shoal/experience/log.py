@@ -30,7 +30,7 @@ INTERRUPTED = "interrupted"
 OPEN_TIMEOUT_S = 30.0
 """How long opening a log waits for another program's lock."""
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-"""What a full disk, or one that nobody may write, makes of a statement."""
+"""SQLite errors of a disk that is full or that nobody may write."""
 BODY_BYTES = 1_000_000_000
 """Of one value: what SQLite stores, so that whatever was logged can be read again."""
 
