@@ -1,19 +1,19 @@
-"""Nodes that learn from each other's text, owe each other nothing, and trust no one's bytes (SAPO, arXiv 2509.08721).
+"""Nodes train on each other's text and trust none of each other's bytes (SAPO, arXiv 2509.08721).
 
-identity   the key that signs what a node says
-envelope   signed, size-limited bytes around one payload
-offer      what is shared: a question with its rollouts as text (pure)
-trust      which bytes are let in, and what is known of who sent them
-contents   which answers were taken before, whoever signed them (pure)
-strategy   what is shared and what is taken (pure)
-encoding   foreign text as rows of this node's tokenizer (pure)
-external   what foreign answers are reinforced with (pure)
-exchange   envelopes in memory, for tests and simulations
-options    where a swarm meets
-nats       envelopes through NATS JetStream
-server     a nats-server of one's own
-node_files what a node works with, reads, remembers and counts
-peer       what everybody in a swarm does
-generator  a peer that does not train; `chat` and `rules` answer for it
-node       all of these beside the buffer of one training run
+identity    the key that signs a node's messages
+envelope    signed, size-limited bytes around one payload
+offer       a shared question with its rollouts as text (pure)
+trust       the ingress filter, and the record of each peer
+contents    digests of answers that were taken before, under any name (pure)
+strategy    choice of own groups to share and of offers to take (pure)
+encoding    peers' text as rows of this node's tokenizer (pure)
+external    the gradient's weight of peers' answers (pure)
+exchange    envelopes in memory, for tests and simulations
+options     servers and credentials of a swarm
+nats        envelopes through NATS JetStream
+server      an embedded nats-server
+node_files  dependencies, intake, files and counts of a node
+peer        base class of every participant of a swarm
+generator   a peer that does not train; `chat` and `rules` answer for it
+node        the peer beside the buffer of a training run
 """

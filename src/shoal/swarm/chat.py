@@ -1,4 +1,4 @@
-"""A frozen model behind any URL that speaks OpenAI's chat completions, as an `Answerer`."""
+"""A frozen model behind an OpenAI-compatible URL serves as an `Answerer`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ModelAt:
-    """Where a model is, and how it is asked."""
+    """Address of a model, with its sampling settings."""
 
     url: str
-    """Up to and including /v1."""
+    """URL up to and including /v1."""
     name: str
     key: str = ""
     max_tokens: int = 256
     temperature: float | None = 1.0
-    """The server's own when unset."""
+    """Temperature of sampling; None leaves it to the server."""
 
 
 class ChatModel:
-    """Asks one model; use as an async context manager."""
+    """Client of one model; use as an async context manager."""
 
     kind = GeneratorKind.FROZEN
 
@@ -47,16 +47,16 @@ class ChatModel:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model on its server."""
         return self._model.name
 
     async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
-        """`n` independent answers, without those that say nothing. Raises `EngineUnavailable` or `RequestRefused`."""
-        found = await asyncio.gather(*(self.said(task.messages) for _ in range(n)))
+        """Samples `n` independent answers and drops empty ones. Raises `EngineUnavailable` or `RequestRefused`."""
+        found = await asyncio.gather(*(self.ask(task.messages) for _ in range(n)))
         return [rollout for rollout in map(_offered, found) if rollout is not None]
 
-    async def said(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> ChatChoice:
-        """One answer. Raises `EngineUnavailable` or `RequestRefused`."""
+    async def ask(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> ChatChoice:
+        """Samples one answer, with up to `tries` attempts. Raises `EngineUnavailable` or `RequestRefused`."""
         model = self._model
         request: dict[str, object] = {
             "model": model.name,
@@ -75,7 +75,7 @@ class ChatModel:
 
 
 def _offered(choice: ChatChoice) -> OfferedRollout | None:
-    said = written(choice.message.message)
-    if not said:
+    text = written(choice.message.message)
+    if not text:
         return None
-    return OfferedRollout(said, complete=choice.finish_reason == "stop")
+    return OfferedRollout(text, complete=choice.finish_reason == "stop")

@@ -1,11 +1,13 @@
-"""Which of this node's own tasks a peer means; implements `interfaces.Recogniser`.
+"""A node matches a peer's claim with one of its own tasks; implements `interfaces.Recogniser`.
 
-Of a procedural task the receipt is drawn again, in a process of its own that may be killed, with bounded memory and no
-files to write: question and truth then come from here, and a claim that differs is a lie, signed by its author, unless
-it was drawn with other libraries. By itself a node draws only the datasets that it trains on, with the settings that it
-trains on, so that what a peer can choose is a seed. `DrawBounds` say which others it draws.
-Of a task without a receipt only the question is looked up among the node's own. Tasks that a function of the user's or
-a judge scores are nobody else's: what peers write does not get there.
+The receipt of a procedural task is drawn again in a killable process with bounded memory and no files to write.
+Question and truth come from that draw. A claim that differs is a signed lie, unless other libraries drew it.
+
+By default a node draws only its own datasets with its own settings, so a peer can choose nothing but a seed.
+`DrawBounds` allow other datasets.
+
+A task without a receipt is looked up by its question among the node's own. Tasks with a user's function or a judge as
+scorer are never matched, so peers' text does not reach those scorers.
 """
 
 import asyncio
@@ -26,21 +28,21 @@ REDRAW_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DrawBounds:
-    """Which questions a node draws for others."""
+    """Limits on the questions that a node draws for peers."""
 
     datasets: Literal["mine", "any"] | tuple[str, ...] = "mine"
-    """Beside its own settings of its own datasets: nothing, everything, or any settings of these datasets."""
+    """Datasets drawn with a peer's settings: none but the node's own, any, or the named datasets."""
     draw_s: float = REDRAW_TIMEOUT_S
     characters: int = 8000
-    """Of question and truth together, where the settings are not its own."""
+    """Characters of question and truth together, for settings that are not the node's own."""
 
     def allows(self, dataset: str) -> bool:
-        """Whether a dataset is drawn with others' settings."""
+        """Tells whether a dataset may be drawn with a peer's settings."""
         return self.datasets == "any" or (self.datasets != "mine" and dataset in self.datasets)
 
 
 class OwnTasks:
-    """Knows the tasks of some services. Use as a context manager: it may own a process that draws."""
+    """Tasks of some services, matched with peers' claims. Use as a context manager: a child process may draw for it."""
 
     def __init__(self, services: Iterable[TaskService], bounds: DrawBounds | None = None) -> None:
         services = list(services)
@@ -56,7 +58,7 @@ class OwnTasks:
         self._drawer = ProceduralClient(self._bounds.draw_s, boxed=True) if draws else None
 
     def check(self) -> None:
-        """Blocks. Raises `TaskError` for a dataset to be drawn for others that does not exist."""
+        """Draws once from each dataset allowed by name. Blocks. Raises `TaskError` for an unknown dataset."""
         if self._drawer is not None and not isinstance(self._bounds.datasets, str):
             for name in self._bounds.datasets:
                 self._drawer.config_json(name, "{}", None)
@@ -67,7 +69,7 @@ class OwnTasks:
             self._drawer.close()
 
     async def claim(self, task: Task) -> Claim:
-        """What to tell others of a task of this node. Raises `TaskError` for one that cannot be told."""
+        """Builds the claim of an own task. Raises `TaskError` for a task that cannot be shared."""
         if task.receipt is None:
             if _question(task) not in self._listed:
                 raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
@@ -81,7 +83,7 @@ class OwnTasks:
         return Claim(task.service, question, task.answer, task.receipt, libraries())
 
     async def task(self, claim: Claim) -> Task | NotOurs:
-        """The training task of this node that asks the same, with this node's own prompt, truth and scorer."""
+        """Finds the training task with the claim's question; prompt, truth and scorer are this node's own."""
         found = await self._found(claim)
         return found if isinstance(found, NotOurs) or is_confined(task_spec(found)) else NotOurs.UNKNOWN_TASK
 
@@ -97,7 +99,6 @@ class OwnTasks:
         return await asyncio.to_thread(self._redrawn, self._drawer, spec, claim)
 
     def _spec(self, receipt: Receipt) -> Spec | None:
-        """How this node draws a receipt: as its own task, or as one that it has only of others."""
         own = self._specs.get(receipt.dataset)
         if own is not None and own.config == receipt.config:
             return own
@@ -109,7 +110,6 @@ class OwnTasks:
         return Spec(receipt.dataset, receipt.config, told.system_prompt if told else "")
 
     def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | NotOurs:
-        """Blocks while it is drawn."""
         assert claim.receipt is not None
         most = None if spec in self._specs.values() else self._bounds.characters
         try:
@@ -133,6 +133,6 @@ class OwnTasks:
 
 
 def _question(task: Task) -> str:
-    """What is asked, as one text; the node's own system prompt is left out."""
+    """Joins the prompt's messages without the node's own system prompt."""
     asked: list[Message] = [message for message in task.messages if message.role is not Role.SYSTEM]
     return "\n\n".join(message.content for message in asked)

@@ -1,7 +1,7 @@
-"""Which answers to which questions were taken before, whoever signed them. Pure; bounded.
+"""Digests of answers tell which were taken before, under any peer's signature. Pure; bounded.
 
-An offer costs its author nothing to sign again, under any name. So what counts is what is in it: one is taken if it
-has an answer that nobody gave before, and a question is taken of the same author once in a while, and praised once.
+A new signature costs a peer nothing, so offers are compared by content. An offer counts if it has an answer that nobody
+gave before. A question counts once in a while per author, and earns praise once.
 """
 
 import hashlib
@@ -12,21 +12,21 @@ from shoal.model.answer import written
 from shoal.types import Group, Task
 
 MOST = 1 << 17
-"""Answers that are remembered, and authors' questions; those of the longest ago are forgotten."""
+"""Entries of each table; the oldest are forgotten."""
 
 
 class Contents:
-    """Remembers digests: of questions with answers, and of questions with authors."""
+    """Digests of questions with answers, and of questions with authors."""
 
     def __init__(self, trained: Iterable[Group] = ()) -> None:
-        """`trained` are external groups of this run's earlier life, the oldest first."""
+        """`trained` lists external groups of this run's earlier process, oldest first."""
         self._answers: OrderedDict[bytes, float] = OrderedDict()
         self._asked: OrderedDict[bytes, float] = OrderedDict()  # when, of a clock that is never set
         for group in trained:
             self._remember(group.task, [written(rollout.messages[-1]) for rollout in group.rollouts])
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
-        """Whether all texts were given before, or this was taken of the same author since then.
+        """Tells whether all texts were given before, or the author's question was taken after `since_s`.
 
         Space and case make no difference.
         """
@@ -35,7 +35,7 @@ class Contents:
         return all(_digest(task, _plain(text)) in self._answers for text in texts)
 
     def take(self, task: Task, texts: Sequence[str], peer_id: str, now_s: float) -> bool:
-        """Remembers what is taken; gives whether it is the first time of this author with this question."""
+        """Stores the digests of an offer; returns True for the author's first offer of this question."""
         self._remember(task, texts)
         return _put(self._asked, _digest(task, peer_id), now_s)
 
@@ -45,7 +45,7 @@ class Contents:
 
 
 def _put(table: OrderedDict[bytes, float], key: bytes, value: float) -> bool:
-    """Whether a key is new; now it is the newest."""
+    """Inserts a key as the newest; returns True if the table did not have it."""
     new = key not in table
     table[key] = value
     table.move_to_end(key)

@@ -1,8 +1,7 @@
-"""Foreign text as rows of this node's own tokenizer and template, and as a group that can be trained on. Pure.
+"""Encoding turns peers' text into rows of this node's tokenizer and into a trainable group. Pure.
 
-The prompt is the node's own, of its own task. An answer is taken only if it reads back as it was written: a text that
-holds the name of a special token, or characters that the tokenizer does not know, would be trained as something that
-nobody said.
+The prompt is the node's own. An answer is kept only if its token ids decode to the same text. Names of special tokens
+and characters unknown to the tokenizer would otherwise be trained as tokens that no model sampled.
 """
 
 from collections import Counter
@@ -28,29 +27,29 @@ from shoal.types import (
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The rollouts of an offer that this node can read, as token ids."""
+    """Rollouts of an offer that this node can read, as token ids."""
 
     task: Task
     offer: Offer
     prompt_ids: tuple[int, ...]
     kept: tuple[int, ...]
-    """Which of the offer's rollouts."""
+    """Indices of the kept rollouts within the offer."""
     answer_ids: tuple[tuple[int, ...], ...]
-    """Of each kept one, with the stop token if it is complete."""
+    """Token ids of each kept answer, with the stop token if the answer is complete."""
 
     @property
     def answers(self) -> list[str]:
-        """The kept texts."""
+        """Texts of the kept rollouts."""
         return [self.offer.rollouts[i].text for i in self.kept]
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """Prompt and answer of each kept rollout."""
+        """Token ids of prompt and answer, one row per kept rollout."""
         return [self.prompt_ids + ids for ids in self.answer_ids]
 
 
 def encoded(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:
-    """What of an offer can be read as answers to the node's own `task`, and why the rest cannot."""
+    """Encodes an offer as answers to the node's own `task`; counts the other rollouts by the reason of refusal."""
     refused: Counter[Reason] = Counter()
     kept, answers = [], []
     try:
@@ -79,11 +78,11 @@ def rollouts_of(
     version: int,
     external: External,
 ) -> tuple[Rollout, ...]:
-    """The kept answers of an offer as rollouts, as if this node had sampled them under `version`.
+    """Builds rollouts of the kept answers as if this node had sampled them under `version`.
 
-    `rewards` are the node's own, one per kept rollout; `logprobs` its own of each whole row but the first token (nats,
-    at the rollout temperature), so that the behaviour is the node itself at the time of encoding. `external` is what
-    the log is to remember.
+    `rewards` are the node's own, one per kept rollout. `logprobs` are the node's own too: nats at the rollout
+    temperature, for every token of a row but the first. The behaviour policy is therefore the node at the time of
+    encoding. The log keeps `external`.
     """
     rollouts = []
     for position, (i, ids, reward, row) in enumerate(

@@ -1,15 +1,15 @@
-"""Signed, size-limited bytes around one payload: what travels between peers.
+"""An envelope carries one payload between peers as signed, size-limited bytes.
 
     frame    = signature (64 bytes) + wire bytes of the Envelope (format version, msgpack)
     Envelope = schema, swarm, author's public key, session, sequence, time, kind, body
     body     = one zstd frame that states its size
 
-The signature is over all bytes after it, so that nothing in an envelope can be changed, moved to another swarm or given
-to another author. `session` is when the author's process began, in milliseconds, and `sequence` counts from 0 within
-it: together they order what one author says, across its restarts and without a file.
+The signature covers all bytes after it, so no part can be changed or moved to another swarm or author. `session` is the
+start of the author's process in Unix milliseconds, and `sequence` counts from 0 within it. Together they order an
+author's messages across restarts, without a file.
 
-A reader goes from cheap to dear and stops at the first thing that is wrong: `opened` (size, then schema), `is_genuine`
-(signature), and only then `payload_of` (decompression, bounded by the size that is stated and allowed).
+Checks run in order of cost and stop at the first failure. `opened` checks size and schema, `is_genuine` the signature.
+Only then `payload_of` decompresses, within the stated and allowed size.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from shoal.swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is
 
 SCHEMA = 1
 MAX_FRAME_BYTES = 256 * 1024
-"""Of a frame as it travels; servers allow 512 KiB."""
+"""Bytes of a frame as it travels; servers allow 512 KiB."""
 MAX_PAYLOAD_BYTES = 512 * 1024
-"""Of a body once it is decompressed: sixty-four answers of 8 KB, or eight of 64 KB."""
+"""Bytes of a decompressed body: sixty-four answers of 8 KB, or eight of 64 KB."""
 LEVEL = 3  # of compression: higher ones gain little on texts of a few KB
 _SIGNED = b"shoal envelope\x00"  # what else the key may sign one day begins in another way
 _DECOMPRESSOR = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD_BYTES)
@@ -33,7 +33,7 @@ _COMPRESSOR = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
 
 
 class Kind(StrEnum):
-    """What an envelope holds."""
+    """Type of an envelope's payload."""
 
     OFFER = "offer"
     WANT = "want"
@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One signed message. `author` is the public key."""
+    """One signed message; `author` is the public key."""
 
     schema: int
     swarm: str
@@ -64,22 +64,22 @@ class Envelope:
 
     @property
     def peer_id(self) -> str:
-        """Of the author."""
+        """Peer id of the author."""
         return peer_id_of(self.author)
 
 
 class Signer:
-    """Numbers and signs what one node says in one swarm."""
+    """Signer of one node's messages in one swarm; numbers each."""
 
     def __init__(self, identity: Identity, swarm: str, *, session: int) -> None:
-        """`session` must be larger than that of any earlier process with this identity: the time in ms is."""
+        """`session` must exceed that of every earlier process with this identity; Unix time in ms does."""
         self._identity = identity
         self._swarm = swarm
         self._session = session
         self._sequence = 0
 
     def frame(self, kind: Kind, payload: bytes, now_s: float) -> bytes:
-        """The signed frame of a payload. Raises `WireError` when nobody would let it in."""
+        """Signs a payload. Raises `WireError` for a frame that every ingress filter would refuse."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise WireError(f"payload: expected at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
         body = _COMPRESSOR.compress(payload)
@@ -93,24 +93,24 @@ class Signer:
 
 
 def signed(identity: Identity, data: bytes) -> bytes:
-    """The frame around an envelope's wire bytes."""
+    """Prefixes an envelope's wire bytes with their signature."""
     return identity.sign(_SIGNED + data) + data
 
 
 def opened(frame: bytes) -> Envelope:
-    """The envelope in a frame; nobody has said yet that it is genuine. Raises `WireError`."""
+    """Decodes a frame without checking its signature. Raises `WireError`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"frame: expected at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
     return wire.decode(frame[SIGNATURE_BYTES:], Envelope, MAX_FRAME_BYTES)
 
 
 def is_genuine(frame: bytes, envelope: Envelope) -> bool:
-    """Whether the author that the envelope names signed this frame."""
+    """Tells whether the envelope's author signed this frame."""
     return is_signed_by(envelope.author, frame[:SIGNATURE_BYTES], _SIGNED + frame[SIGNATURE_BYTES:])
 
 
 def payload_of(envelope: Envelope) -> bytes:
-    """The decompressed body. Never takes more memory than the allowed size. Raises `WireError`."""
+    """Decompresses a body in bounded memory. Raises `WireError`."""
     try:
         size = zstandard.frame_content_size(envelope.body)
         if not 0 <= size <= MAX_PAYLOAD_BYTES:

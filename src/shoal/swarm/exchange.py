@@ -1,7 +1,7 @@
-"""An exchange inside one process, for tests, simulations and experiments with many nodes. Deterministic.
+"""A swarm inside one process serves tests, simulations and experiments with many nodes. Deterministic.
 
-It keeps what a server would keep: the last frames of each author and kind, for those who join late. A member that is
-`away` can neither publish nor receive, as when the network is cut; when it is back it reads on where it stopped.
+It keeps the last frames of each author and kind for late joiners, as a server would. An exchange that is `away` neither
+publishes nor receives, as with a cut cable. Once back it reads on from its last frame.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from collections import defaultdict, deque
 from shoal.errors import ExchangeUnavailable
 
 MOST_BEHIND = 1024
-"""Frames that a member reads up on; one that is further behind skips to the newest half of these, for old offers are
-worth little and in a large swarm there are more of them than anybody can read."""
+"""Frames of arrears that an exchange reads. One further behind skips to the newest half: old offers are worth little,
+and a large swarm sends more than a node can read."""
 KEPT_PER_AUTHOR = 128
-"""Frames of one author and kind. An author that floods pushes out its own frames and nobody else's."""
+"""Frames of one author and kind; a flooding author pushes out only its own."""
 
 
 class MemorySwarm:
-    """What all members of one swarm share. One event loop."""
+    """Frames and exchanges of one swarm. One event loop."""
 
     def __init__(self, kept_per_author: int = KEPT_PER_AUTHOR) -> None:
         self._kept: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
@@ -28,13 +28,13 @@ class MemorySwarm:
         self._peers: list[MemoryExchange] = []
 
     def join(self) -> "MemoryExchange":
-        """A new member; it receives what is still kept, its own frames too."""
+        """Adds an exchange; it receives all kept frames, its own included."""
         member = MemoryExchange(self)
         self._peers.append(member)
         return member
 
     def put(self, kind: str, author: str, frame: bytes) -> None:
-        """Gives a frame to all members."""
+        """Delivers a frame to every exchange."""
         kept = self._kept[kind, author]
         kept.append(self.end)
         self.frames[self.end] = frame
@@ -46,7 +46,7 @@ class MemorySwarm:
 
 
 class MemoryExchange:
-    """One member's end of a `MemorySwarm`; implements `interfaces.Exchange`."""
+    """One peer's end of a `MemorySwarm`; implements `interfaces.Exchange`."""
 
     def __init__(self, swarm: MemorySwarm) -> None:
         self._swarm = swarm
@@ -56,17 +56,17 @@ class MemoryExchange:
 
     @property
     def connected(self) -> bool:
-        """Whether this member is not away."""
+        """True unless this exchange is away."""
         return not self._away
 
     @property
     def failure(self) -> str:
-        """Why nobody can be reached."""
+        """Reason why the swarm cannot be reached; empty if it can."""
         return "this member is cut off" if self._away else ""
 
     @property
     def away(self) -> bool:
-        """Whether this member is cut off."""
+        """True while this exchange is cut off."""
         return self._away
 
     @away.setter
@@ -75,13 +75,13 @@ class MemoryExchange:
         self.wake()
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
-        """Gives a frame to all members. Raises `ExchangeUnavailable` while this one is away."""
+        """Delivers a frame to every exchange. Raises `ExchangeUnavailable` while this one is away."""
         if self._away:
             raise ExchangeUnavailable(self.failure)
         self._swarm.put(kind, author, frame)
 
     async def receive(self, most: int) -> list[bytes]:
-        """Waits for frames and gives up to `most`, oldest first."""
+        """Waits for frames and returns up to `most`, oldest first."""
         while True:
             if not self._away and (found := self._following(most)):
                 return found
@@ -89,7 +89,7 @@ class MemoryExchange:
             await self._news.wait()
 
     def wake(self) -> None:
-        """There may be something new."""
+        """Wakes the waiting reader."""
         self._news.set()
 
     def _following(self, most: int) -> list[bytes]:

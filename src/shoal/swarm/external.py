@@ -1,8 +1,8 @@
-"""What peers' answers are reinforced with: against their group or this node's own skill, negatives as told. Pure.
+"""Credit rules set how peers' answers are reinforced: against their group or against this node's own skill. Pure.
 
-The gradient of a foreign answer that came out worse pushes down a text that the node might never say; measured at tiny
-scale that hurt specialists, and leaving those out recovered what sharing had cost (docs/swarm.md). Everything here is
-computed from what this node knows by itself: a peer chooses texts, never how much is made of them.
+The gradient of a worse external answer pushes down text that this node might never write. At tiny scale this hurt
+specialists, and dropping such answers recovered the cost of sharing (docs/swarm.md). Every weight is computed from this
+node's own records: a peer chooses texts, never their weight.
 """
 
 import math
@@ -13,16 +13,17 @@ from shoal.config import Credit
 from shoal.types import Group, Rollout, Sample
 
 LEAST_DEVIATION = 0.25
-"""Of a skill that is nearly 0 or 1, so that no single answer weighs more than four."""
+"""Smallest deviation to divide by, for a skill near 0 or 1: no single answer weighs more than four."""
 
 
 def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
-    """The rows of an external group, in the order of its finished rollouts (repeated, if it was padded).
+    """Builds the rows of an external group, in the order of its finished rollouts, with repeats if it was padded.
 
-    Where the group remembers the node's own skill, advantages are against that (`skill_advantage`). Of these
+    Advantages are relative to the node's own skill where the group stores one (`skill_advantage`). Two suffixes of
+    `credit` change the negative advantages:
 
-    *_drop    leaves out the negative ones; the tokens still count in the loss's denominator
-    *_weight  multiplies the negative ones with `own_likelihood`
+        *_drop    leaves them out; their tokens still count in the loss's denominator
+        *_weight  multiplies them with `own_likelihood`
     """
     finished = group.finished
     return tuple(_weighed(row, finished[i % len(finished)], credit) for i, row in enumerate(rows))
@@ -40,9 +41,9 @@ def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
 
 
 def skill_advantage(reward: float, skill: float) -> float:
-    """(r - b) / max(sqrt(b (1 - b)), 0.25), b being this node's mean reward in tasks of the kind.
+    """Computes (r - b) / max(sqrt(b (1 - b)), 0.25), where b is this node's mean reward in such tasks.
 
-    It needs no group: one right answer of a person teaches a node that is mostly wrong, and nothing else would.
+    It needs no group: a single right answer teaches a node that is mostly wrong.
 
     >>> skill_advantage(1.0, 0.0), skill_advantage(1.0, 0.5), skill_advantage(0.5, 0.5)
     (4.0, 1.0, 0.0)
@@ -51,9 +52,9 @@ def skill_advantage(reward: float, skill: float) -> float:
 
 
 def own_likelihood(rollout: Rollout) -> float:
-    """min(1, exp(l / T - u)): per token, how likely the text is here beside what the node says itself.
+    """Computes min(1, exp(l / T - u)): the text's likelihood per token, relative to this node's own samples.
 
-    l is the log-likelihood of the T tokens under the node, u the mean per token of its own samples in such tasks.
+    l is the log-likelihood (nats) of the T tokens under the node; u is the mean logprob per token of its own samples.
     """
     own = math.fsum(lp for turn in rollout.turns for lp in turn.completion.logprobs)
     usual = 0.0 if rollout.external is None else rollout.external.usual_logprob

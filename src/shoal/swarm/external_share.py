@@ -1,10 +1,13 @@
-"""How many of a step's groups are peers': as many as peers supply, fewer while rewards swing. Pure; off by default.
+"""The adaptive split sets how many groups of a step are external. Pure; off by default.
 
-A step trains B groups, I of its own and J = B - I of peers. A node that hears s groups of use for each that it draws
-itself can take s for each: I = B / (1 + s). Where all nodes do so, s = (N - 1) rho W (N nodes, a share rho of whose
-groups has something to learn from, each of use W times); drawing less would leave too little to take. Measuring s
-rather than knowing N, rho and W needs no agreement among nodes, and does not hunt: when peers draw less because they
-take more, s stays what it is.
+A step trains B groups: I own and J = B - I external. A node that receives s useful groups per own group can take s for
+each, so I = B / (1 + s). If all nodes do so, s = (N - 1) rho W. N counts nodes, rho is the share of groups with an
+advantage, and W the uses of each. Fewer own draws would leave too little to take.
+
+Measuring s needs no agreement among nodes on N, rho and W. It does not oscillate: peers that draw less because they
+take more leave s unchanged.
+
+The split takes fewer external groups while rewards swing.
 """
 
 import math
@@ -15,23 +18,22 @@ from statistics import fmean, linear_regression, variance
 import msgspec
 
 SPLIT_FILE = "split.json"
-"""Of a node's folder: what the split has come to, for a run that goes on."""
+"""File in a node's folder with the state of the split, for a resumed run."""
 REUSE_CAP = 4
-"""Times that one group is counted as supply, however often it may be used: the fifth time teaches little."""
+"""Uses of a group that count as supply, whatever its limit of uses: a fifth use teaches little."""
 MEMORY = 0.9
-"""Of the supply, with every step."""
+"""Weight of the past in the measured supply, per step."""
 WINDOW = 20
-"""Steps between two looks at how rewards swing, and of each look."""
+"""Steps in one measurement of the oscillation, and between two of them."""
 CALM = 0.12
-"""Largest oscillation that is calm. In SAPO's experiment (arXiv 2509.08721) that of 8/0, 6/2 and 4/4 was below .1, that
-of 2/6 .156."""
+"""Largest oscillation that counts as calm. In SAPO's experiment (arXiv 2509.08721) it was below .1 for 8/0, 6/2 and
+4/4, and .156 for 2/6."""
 CHANCE = 1.8
-"""Times the variance that questions and draws alone would give, up to which rewards are taken for steady: about the 5 %
-bound of F with as many degrees of freedom."""
+"""Ratio to the variance of chance below which rewards count as steady: about the 5 % bound of F."""
 
 
 def most_external(groups: int) -> int:
-    """Bound on J that leaves a quarter of a step's groups its own.
+    """Bounds J so that a quarter of a step's groups are own.
 
     >>> most_external(8), most_external(4), most_external(1)
     (6, 3, 0)
@@ -41,7 +43,7 @@ def most_external(groups: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """What a split remembers of its steps."""
+    """Memory of a split."""
 
     supply: float
     cap: int
@@ -49,10 +51,10 @@ class SplitState:
 
 
 class AdaptiveSplit:
-    """I and J of one node. Invariant: 0 <= external <= most < groups, so that some are always its own."""
+    """I and J of one node. Invariant: 0 <= external <= most < groups, so every step has own groups."""
 
     def __init__(self, groups: int, most: int, reuse: int = 1) -> None:
-        """Of `groups` up to `most` may be peers', each of them used `reuse` times at most."""
+        """Up to `most` of `groups` may be external, each used at most `reuse` times."""
         if not 0 <= most < groups or reuse < 1:
             raise ValueError(f"expected 0 <= most < groups and reuse >= 1, got {most}, {groups}, {reuse}")
         self._groups, self._most, self._uses = groups, most, min(reuse, REUSE_CAP)
@@ -62,12 +64,13 @@ class AdaptiveSplit:
 
     @property
     def external(self) -> int:
-        """J: groups of peers that the next step wants; the others are its own."""
+        """J: number of external groups in the next step."""
         own = self._groups / (1 + self._supply * self._uses)
         return min(round(self._groups - own), self._cap)
 
     def stepped(self, rewards: Sequence[float], heard: float) -> None:
-        """A step trained own groups of these mean rewards, one at least; `heard` groups of use came since the last."""
+        """Records a step: mean rewards of its own groups, at least one, and the useful groups received since the last
+        step."""
         wanted = self.external
         self._supply = MEMORY * self._supply + (1 - MEMORY) * heard / len(rewards)
         self._rewards.append(tuple(rewards))
@@ -77,11 +80,11 @@ class AdaptiveSplit:
             self._rewards = []
 
     def state(self) -> str:
-        """What `restore` goes on from: JSON."""
+        """JSON for `restore`."""
         return msgspec.json.encode(SplitState(self._supply, self._cap, tuple(self._rewards))).decode()
 
     def restore(self, text: str) -> None:
-        """Goes on from a state; one that cannot be read, or of other settings, counts as far as it fits."""
+        """Restores a state; an unreadable state, or one of other settings, applies as far as it fits."""
         try:
             state = msgspec.json.decode(text, type=SplitState)
         except (msgspec.MsgspecError, RecursionError):
@@ -91,10 +94,10 @@ class AdaptiveSplit:
 
 
 def oscillation(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of the steps' mean rewards about a line, over their mean size, less what chance explains.
+    """Measures the deviation of the steps' mean rewards from a line, over their mean size, less the part of chance.
 
-    A row per step, with the mean reward of each of its groups; three steps at least. 0 where the steps differ by no
-    more than their groups would by themselves.
+    A row per step holds the mean reward of each of its groups; at least three steps. The result is 0 where steps differ
+    no more than their groups would by themselves.
 
     >>> round(oscillation([[0.2, 0.2], [0.8, 0.8]] * 8), 2)
     0.64

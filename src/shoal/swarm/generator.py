@@ -1,7 +1,7 @@
-"""A member that does not train: it draws questions, has them answered, signs the answers and shares them.
+"""A generator is a peer that does not train: it draws questions, signs the answers of an `Answerer`, and shares them.
 
-Who answers is an `Answerer`: a model behind a URL (`chat.py`) or a rule (`rules.py`). What answers are worth is for the
-takers to say; a generator scores and takes nothing, but it hears what others lack and draws more of that.
+The `Answerer` is a model behind a URL (`chat.py`) or a rule (`rules.py`). The takers score its answers. A generator
+scores and takes nothing, but it reads peers' wants and draws more of those tasks.
 """
 
 import asyncio
@@ -26,49 +26,48 @@ from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Split, Task, seed_for
 
 RETRY_S = 0.5
-"""After a failure, at least."""
+"""Seconds between two attempts after a failure, at least."""
 MOST_FAILURES = 5
-"""In a row, before anything was shared: who is to make so many groups and end does not try for ever."""
+"""Consecutive failures, before the first shared group, after which a generator with a group limit gives up."""
 FRESH_S = 600.0
-"""Age above which a want is none any more."""
+"""Seconds after which a want is forgotten."""
 UNASKED = 0.1
-"""How much of each task is drawn that nobody lacks, beside a need of 1."""
-"""Peers whose wants are remembered."""
+"""Weight of a task that nobody wants, beside 1 for a whole need."""
 LOG = logging.getLogger(__name__)
 
 
 class Answerer(Protocol):
-    """Answers questions."""
+    """Source of answers."""
 
     @property
     def kind(self) -> GeneratorKind:
-        """What it is."""
+        """Kind of generator that offers name."""
         ...
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         ...
 
     async def answers(self, task: Task, n: int) -> Sequence[OfferedRollout]:
-        """Up to `n` answers; none when it has none. Raises an `EngineError` when it is away."""
+        """Returns up to `n` answers, possibly none. Raises an `EngineError` while the source is away."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorPace:
-    """How much a generator makes."""
+    """Amount and rate of a generator's groups."""
 
     rollouts: int = 8
     """Answers to one question."""
     every_s: float = 1.0
-    """Between two questions at least; takers hear at most 8 a second of one author."""
+    """Seconds between two questions, at least; takers read at most 8 messages a second of one author."""
     groups: int | None = None
-    """After which it ends; None for never."""
+    """Groups after which the generator ends; None for never."""
 
 
 class Generator(Peer):
-    """Draws, asks and shares. One event loop; `run` ends after `pace.groups` or never."""
+    """Peer that draws, asks and shares. One event loop; `run` ends after `pace.groups` or never."""
 
     def __init__(
         self,
@@ -91,13 +90,13 @@ class Generator(Peer):
         self._rng = random.Random(seed_for("generator", identity.peer_id))
         self._needs = Needs()
         self._failure, self._failures = "", 0
-        """Why the last group failed, and how many did in a row; the swarm's servers being away is none."""
+        """Reason of the last failure, and number of consecutive failures; an unreachable swarm counts as none."""
         self.tally = NodeCounts()
 
     async def run(self) -> None:
-        """Shares as many groups as it is to, hearing what others lack meanwhile. Raises a `ShoalError`.
+        """Shares the groups of its pace and reads peers' wants meanwhile. Raises a `ShoalError`.
 
-        A model that refuses the first question ends it; so do failures from the start, when groups are counted.
+        A model that refuses the first question ends the run. So do failures from the start, if the pace limits groups.
         """
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(self._listen(), name="generator: listening")
@@ -109,7 +108,7 @@ class Generator(Peer):
                 reporting.cancel()
 
     def status(self) -> dict[str, object]:
-        """What `shoal swarm status` shows."""
+        """State shown by `shoal swarm status`."""
         common = super().status()
         return {
             **common,
@@ -130,7 +129,7 @@ class Generator(Peer):
             await asyncio.sleep(rest_s if shared else max(rest_s, RETRY_S))
 
     async def _share(self, number: int) -> bool:
-        """Whether one more group is done. What goes wrong with one ends no other, unless there was never a good one."""
+        """Shares one group; returns whether it was done. A failure ends nothing once a group was shared."""
         service = self._services[self._next_service()]
         index = seed_for("generator", self.peer_id, self._session, number) % 2**31
         try:
@@ -150,14 +149,14 @@ class Generator(Peer):
         return True
 
     async def _frame(self, task: Task, answers: Sequence[OfferedRollout]) -> bytes:
-        """The signed offer of a task's answers. Raises `TaskError`, `WireError` or `ValueError`."""
+        """Signs the offer of a task's answers. Raises `TaskError`, `WireError` or `ValueError`."""
         claim = await self._own.claim(task)
         name = offers.model_name(self._answerer.name)
         made = Offer(claim, tuple(answers), self._answerer.kind, name, self._clock())
         return self._signer.frame(Kind.OFFER, offers.encode(made), self._clock())
 
     def _failed(self, error: Exception) -> None:
-        """Says so where people look. Raises a `ShoalError` when there is no use in going on."""
+        """Reports a failure in log and status. Raises a `ShoalError` when further attempts are useless."""
         why = str(error) or type(error).__name__
         if why != self._failure:
             LOG.warning("no group was shared: %r", why)  # quoted: a server may have written it
@@ -171,13 +170,12 @@ class Generator(Peer):
             raise ShoalError(f"no group could be shared, {self._failures} in a row failed; the last: {why}") from error
 
     def _next_service(self) -> str:
-        """One of its task services, by what others lack."""
+        """Samples a task service, weighted by peers' needs."""
         wanted = self._wanted()
         names = list(self._services)
         return self._rng.choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])[0]
 
     def _wanted(self) -> dict[str, float]:
-        """The largest need that somebody had lately, of each task service."""
         return self._needs.largest(self._clock() - FRESH_S)
 
     def _receive(self, message: VerifiedMessage) -> None:

@@ -1,6 +1,6 @@
-"""The Ed25519 key with which a node signs what it says; made on first use, in a file that only its owner can read.
+"""An identity is the Ed25519 key that signs a node's messages. First use makes it, in a file that only its owner reads.
 
-A peer is known by its id, a hash of its public key: nobody gives ids away, so nobody can be asked for another's.
+A peer's id is a hash of its public key: ids need no registry, and nobody can claim another's.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SIGNATURE_BYTES = 64
 
 
 class Identity:
-    """One private key and the id that follows from it."""
+    """One private key and the peer id that follows from it."""
 
     __slots__ = ("_key", "peer_id", "public_key")
 
@@ -37,12 +37,12 @@ class Identity:
 
     @classmethod
     def fresh(cls) -> "Identity":
-        """A new one that is written nowhere."""
+        """Makes an identity that is written nowhere."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """The identity in a PEM file, made when there is none. Raises `ConfigError`."""
+        """Loads the identity in a PEM file, or makes both. Raises `ConfigError`."""
         try:
             if not path.exists():
                 _write_once(path, cls.fresh()._pem())
@@ -61,7 +61,7 @@ class Identity:
         return cls(key)
 
     def sign(self, data: bytes) -> bytes:
-        """The signature of `data`: 64 bytes."""
+        """Signs `data`; the signature has 64 bytes."""
         return self._key.sign(data)
 
     def _pem(self) -> bytes:
@@ -69,12 +69,12 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """The id of whoever holds the private key: 32 hexadecimal digits."""
+    """Hashes a public key to a peer id of 32 hexadecimal digits."""
     return hashlib.blake2b(public_key, digest_size=16, person=b"shoal-peer").hexdigest()
 
 
 def is_signed_by(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether the holder of the key signed `data`. Never raises: other bytes are simply no signature."""
+    """Tells whether the key's owner signed `data`. Never raises: malformed bytes are no signature."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -83,7 +83,7 @@ def is_signed_by(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """The file appears whole, and the first of two processes that make it wins."""
+    """Writes a file whole; the first of two processes wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
     try:

@@ -1,4 +1,4 @@
-"""What a swarm has on offer, for people."""
+"""A listing shows people the offers of a swarm."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ UNLIMITED = 1e9
 async def listed(
     servers: Sequence[str], swarm: str, seconds: float
 ) -> tuple[list[dict[str, str | int | float]], dict[str, int]]:
-    """Every offer heard within some seconds, oldest first, and how much was refused by reason.
+    """Lists the offers received within some seconds, oldest first, and counts the refused frames by reason.
 
     Raises `ExchangeUnavailable` when no server was reached meanwhile.
     """

@@ -1,12 +1,12 @@
-"""An exchange through NATS JetStream, which keeps frames for those who join late.
+"""A NATS exchange sends frames through JetStream, which keeps frames for late joiners.
 
-One stream per swarm; one subject per kind and author, of which the server keeps the last frames only, so that an author
-who floods pushes out its own and nobody else's. Frames are pulled, so that a reader is never handed more than it asks
-for. Any member makes the stream when it is missing.
+A swarm has one stream, with one subject per kind and author. The server keeps only the last frames of a subject, so a
+flooding author pushes out only its own. Frames are pulled: a reader gets no more than it asks for. Any peer makes a
+missing stream.
 
-There is one connection and one way of repairing it: whatever fails, it is closed, and `receive` makes a new one to
-whichever server answers, for as long as it takes. Reading goes on after the last frame that was read, by the server's
-clock, also when another server has begun a new stream.
+An exchange has one connection and one repair. After any failure it closes the connection, and `receive` connects to the
+first server that answers, for as long as it takes. Reading continues after the last frame by the server's clock, even
+if another server began a new stream.
 """
 
 import asyncio
@@ -35,14 +35,15 @@ CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 1.0
 PING_INTERVAL_S = 5
-"""Of two pings that are not answered the connection is given up: a cut cable says nothing by itself."""
+"""Seconds between pings. Two unanswered pings end the connection, because a cut cable reports nothing."""
 RETRY_S = (0.25, 4.0)
-"""First and longest pause between two attempts to connect."""
+"""Seconds of the first and of the longest pause between two attempts to connect."""
 CONSUMER_IDLE_S = 60.0
 HISTORY_S = 3600.0
-"""How long the stream keeps frames, and how far back a late joiner reads."""
+"""Seconds that the stream keeps frames, and that a late joiner reads back."""
 SKIP_EVERY_S = 10.0
-"""Between two skips to the newest frames: in a flood everybody is behind again at once, and each makes a consumer."""
+"""Seconds between two skips to the newest frames. In a flood every peer is behind again at once, and each skip makes a
+consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
 _FAILURES = (
     ExchangeUnavailable,
@@ -59,9 +60,9 @@ _FAILURES = (
 
 
 class NatsExchange:
-    """One member's connection; implements `interfaces.Exchange`. Use as an async context manager.
+    """One peer's connection; implements `interfaces.Exchange`. Use as an async context manager.
 
-    Entering connects to nothing: `receive`, which somebody has to await all the time, does.
+    Entering connects to nothing: `receive` connects, so some task must always await it.
     """
 
     def __init__(self, options: NatsOptions) -> None:
@@ -74,9 +75,9 @@ class NatsExchange:
         self._last_number = 0
         self._next_skip_s = 0.0
         self.connections = 0
-        """Made so far; one more than were lost while there is one."""
+        """Connections made so far; the lost connections are one fewer while connected."""
         self.failure = ""
-        """Why the last attempt to reach a server failed, or what is wrong with the stream of one that is connected."""
+        """Reason why the last attempt to connect failed, or fault of the connected stream."""
 
     async def __aenter__(self) -> "NatsExchange":
         return self
@@ -88,11 +89,11 @@ class NatsExchange:
 
     @property
     def connected(self) -> bool:
-        """Whether a server and its stream can be reached now."""
+        """True while a server and its stream can be reached."""
         return self._client is not None and self._client.is_connected and self._consumer is not None
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
-        """Hands a frame to the stream; it is kept there when this returns. Raises `ExchangeUnavailable`."""
+        """Sends a frame; the stream has stored it on return. Raises `ExchangeUnavailable`."""
         client = self._client
         if client is None or not self.connected:
             raise ExchangeUnavailable("no server of the swarm is connected")
@@ -107,7 +108,7 @@ class NatsExchange:
             raise ExchangeUnavailable(f"the swarm's server put a frame into the stream {kept.stream!r}")
 
     async def receive(self, most: int) -> list[bytes]:
-        """Waits for frames and gives up to `most`, oldest first; connects again for as long as it takes."""
+        """Waits for frames and returns up to `most`, oldest first; reconnects for as long as it takes."""
         pause_s = RETRY_S[0]
         while True:
             try:
@@ -126,7 +127,7 @@ class NatsExchange:
                 return frames
 
     async def _fetched(self, most: int) -> list[bytes]:
-        """The next frames that are there within a moment."""
+        """Fetches the next frames that arrive within a moment."""
         if self._client is None or not self._client.is_connected or self._consumer is None:
             await self._disconnect()
             self._client = await self._connect()
@@ -148,7 +149,7 @@ class NatsExchange:
         return frames
 
     def _is_next(self, message: Msg) -> bool:
-        """Whether a message is one to read, and not the last one once more."""
+        """Tells whether a message is to be read, and is no repeat of the last."""
         metadata = message.metadata
         assert metadata.timestamp is not None
         at, number = metadata.timestamp, metadata.sequence.stream
@@ -158,7 +159,7 @@ class NatsExchange:
         return True
 
     async def _connect(self) -> Client:
-        """A connection to any server. Raises what the last one failed with."""
+        """Connects to any server. Raises the last server's failure."""
         options = self._options
         failure: Exception = OSError("no server")
         for url in random.sample(options.servers, len(options.servers)):
@@ -187,7 +188,7 @@ class NatsExchange:
         raise failure
 
     async def _follow(self, stream: JetStreamContext, skip_to: int | None = None) -> JetStreamContext.PullSubscription:
-        """A consumer of everything after the last frame that was read, or from a number of the stream on."""
+        """Makes a consumer of all frames after the last that was read, or from a number of the stream on."""
         await self._ensure_stream(stream)
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.BY_START_TIME if skip_to is None else DeliverPolicy.BY_START_SEQUENCE,
@@ -201,10 +202,10 @@ class NatsExchange:
         return await stream.pull_subscribe(f"{self._subjects}.>", stream=self._stream, config=config)
 
     async def _ensure_stream(self, stream: JetStreamContext) -> None:
-        """Makes the stream unless it is there, on up to three servers; an operator may have made another one.
+        """Makes a missing stream, on up to three servers; an operator may have made another.
 
-        Whoever comes first to a server without accounts can make it too. One that keeps none of the swarm's frames is
-        refused with an `ExchangeUnavailable`; one without bounds is used, and `failure` says so.
+        On a server without accounts, the first comer can make the stream too. A stream that keeps none of the swarm's
+        frames is refused with an `ExchangeUnavailable`. A stream without bounds is used, and `failure` says so.
         """
         with contextlib.suppress(NotFoundError):
             found = (await stream.stream_info(self._stream)).config
@@ -243,7 +244,7 @@ class NatsExchange:
 
 
 def _covers(pattern: str, subjects: str) -> bool:
-    """Whether a subject of NATS has all that another stands for."""
+    """Tells whether a NATS subject covers all subjects of another."""
     have, want = pattern.split("."), subjects.split(".")
     if have[-1] == ">":
         have, want = have[:-1], want[: len(have) - 1]
@@ -251,7 +252,7 @@ def _covers(pattern: str, subjects: str) -> bool:
 
 
 def _complaint(config: StreamConfig) -> str:
-    """What a stream lacks that every swarm should have; nothing of one that was made here."""
+    """Names the bounds that a stream lacks; empty for a stream made here."""
     lacks = []
     if (config.max_bytes or 0) <= 0:
         lacks.append("no bound on its bytes")
@@ -267,7 +268,7 @@ def _complaint(config: StreamConfig) -> str:
 
 
 async def _silence(error: Exception) -> None:
-    """Errors are raised where they are decided; nats-py would log each of them too."""
+    """Drops nats-py's own logging: errors are raised where they are decided."""
 
 
 def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
@@ -280,7 +281,7 @@ def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
 
 
 def _where(credentials: Path | None, *, jwt: bool) -> str | None:
-    """The path of credentials of one kind: a .creds file with a JWT, or a bare nkey seed."""
+    """Path of credentials of one kind: a .creds file with a JWT, or a bare nkey seed."""
     if credentials is None or ("BEGIN NATS USER JWT" in credentials.read_text()) != jwt:
         return None
     return str(credentials)

@@ -1,4 +1,4 @@
-"""What a node of a swarm works with, how fast it reads, what it remembers in files, and what it counts."""
+"""A node's dependencies, intake, files and counts have their home here."""
 
 import asyncio
 import contextlib
@@ -18,18 +18,18 @@ BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
 SESSION_FILE = "session"
 INTAKE_PER_S = 60.0
-"""Frames that are read per second at most, on average, whoever sends how many."""
+"""Frames read per second at most, on average, from all peers together."""
 FRAME_S = 0.5e-3
-"""Of a core's time, which a frame may take; one that takes longer counts as so many more. Most take 0.2 ms."""
+"""Seconds of a core that a frame may take; a slower frame counts as several. Most take 0.2 ms."""
 INTAKE_BURST_S = 16.0
-"""What would be read in this time may be read at once, by who joins late or was cut off."""
+"""Seconds of intake that a late joiner, or a peer that was cut off, may read at once."""
 OWN_COST = 0.25
-"""Of reading one's own frame, beside another's: no signature is checked."""
+"""Cost of reading an own frame, relative to another's: no signature is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDeps:
-    """What a node works with."""
+    """Dependencies of a node."""
 
     exchange: Exchange
     recogniser: Recogniser
@@ -37,9 +37,9 @@ class NodeDeps:
     scorer: Scorer
     max_model_len: int
     model: str
-    """Its name, told to others."""
+    """Name of the model in offers."""
     most_answers: int = MAX_ROLLOUTS
-    """Of an offer: as many as the node's own groups have."""
+    """Answers that count of an offer: as many as the node's own groups have."""
 
 
 @dataclass(slots=True)
@@ -54,28 +54,28 @@ class ReadyOffer:
 
 @dataclass(slots=True)
 class NodeCounts:
-    """What a node did so far."""
+    """Counts since the start of a node."""
 
     shared: int = 0
     shared_bytes: int = 0
     unsent: int = 0
-    """Own groups that were to be shared and could not be: too old by the time, too many, or not portable."""
+    """Own groups chosen for sharing that were too old, too many, or not portable."""
     taken: int = 0
     missing: int = 0
-    """Groups that steps wanted and were not there."""
+    """Groups that steps wanted and did not get."""
 
 
 class Intake:
-    """Bounds what a node reads, in frames and in processor time. One event loop."""
+    """Rate limit of a node's reading, in frames and in processor time. One event loop."""
 
     def __init__(self, per_s: float = INTAKE_PER_S, timer: Callable[[], float] = time.thread_time) -> None:
-        """`timer` says how many seconds of a core this thread has used."""
+        """`timer` returns the seconds of a core that this thread has used."""
         self._frame_s = 1 / per_s
         self.timer = timer
         self._due_s = -math.inf  # when what was read so far would have been read at the average rate
 
     def read(self, ingress: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
-        """What a frame says, or why it is not heard; `now_s` is Unix time."""
+        """Passes a frame through the ingress filter and charges its cost; `now_s` is Unix time."""
         loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
         message = ingress.admit(frame, now_s, loop_s)
         cost = max(OWN_COST if message is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
@@ -88,7 +88,7 @@ class Intake:
 
 
 def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
-    """Adds peers to the ban list in a node's folder, which a running node reads within seconds. Raises `OSError`."""
+    """Adds peers to the ban list in a node's folder; a running node reads it within seconds. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / BANNED_FILE
     before = path.read_bytes() if path.exists() else b""
@@ -99,7 +99,7 @@ def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The words of a file that people edit, in whatever encoding; none without one. Raises `OSError`."""
+    """Reads the words of a file that people edit, in any encoding; a missing file has none. Raises `OSError`."""
     try:
         return path.read_text(errors="replace").split()
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def next_session(folder: Path, now_s: float) -> int:
-    """A number larger than those of all earlier lives in this folder, whatever the clock was set to since."""
+    """Returns a number above those of all earlier processes in this folder, even if the clock went back."""
     path, session = folder / SESSION_FILE, int(now_s * 1000)
     with contextlib.suppress(OSError, ValueError):  # without the file it is the time alone
         session = max(session, int(path.read_text()) + 1)

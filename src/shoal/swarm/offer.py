@@ -1,8 +1,8 @@
-"""What is shared: C(q), a question with its rollouts as decoded text (SAPO, arXiv 2509.08721, algorithm 1). Pure.
+"""An offer is C(q): a question with its rollouts as decoded text (SAPO, arXiv 2509.08721, algorithm 1). Pure.
 
-Only what crosses tokenizers is in it: no token ids, no rewards (the taker scores by itself), no logprobs. Nothing that
-is claimed in it changes by how much a taker trains on it. The types bound how much is built of a payload before it is
-looked at: decoding stops at the first length too large.
+An offer holds only data that crosses tokenizers: no token ids, no logprobs and no rewards, since the taker scores
+itself. No claim in an offer changes its weight in training. The types bound the memory of decoding, which stops at the
+first length that is too large.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 class GeneratorKind(StrEnum):
-    """What drew the rollouts."""
+    """Kind of generator that sampled the rollouts."""
 
     TRAINING = "training"
-    """A model that its node trains."""
+    """Generator that trains its model."""
     FROZEN = "frozen"
-    """A model that stays as it is."""
+    """Generator whose model stays as it is."""
     RULE = "rule"
-    """A program that solves the task."""
+    """Generator that is a program."""
     PERSON = "person"
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedRollout:
-    """One answer. `complete` says that its generator ended it, rather than running out of room."""
+    """One answer; `complete` is False for an answer that ran out of room."""
 
     text: str
     complete: bool = True
@@ -52,7 +52,7 @@ class Offer:
     rollouts: Annotated[tuple[OfferedRollout, ...], Meta(max_length=MAX_ROLLOUTS)]
     generator: GeneratorKind
     model: Name
-    """Its name, for people; printable, and nothing depends on it."""
+    """Name of the model, for people; printable and without effect."""
     made_s: float  # Unix time at which the last rollout ended
 
     def __post_init__(self) -> None:
@@ -70,10 +70,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a node is bad at, so that others may share what would help it."""
+    """A node's weak tasks, so that peers may share groups that would help it."""
 
     needs: Annotated[tuple[tuple[Name, float], ...], Meta(max_length=MAX_WANTED)]
-    """Task services, and how much of the reward is missing there: 0..1."""
+    """Task services with the missing share of the reward there: 0..1."""
 
     def __post_init__(self) -> None:
         if len(self.needs) > MAX_WANTED:
@@ -84,22 +84,22 @@ class Want:
 
 
 def encode(content: Offer | Want) -> bytes:
-    """The payload of an envelope."""
+    """Encodes the payload of an envelope."""
     return wire.encode(content)
 
 
 def decode(payload: bytes) -> Offer:
-    """The offer in a payload. Raises `WireError` for anything else."""
+    """Decodes an offer. Raises `WireError` for any other payload."""
     return wire.decode(payload, Offer, MAX_PAYLOAD_BYTES)
 
 
 def decode_want(payload: bytes) -> Want:
-    """The want in a payload. Raises `WireError` for anything else."""
+    """Decodes a want. Raises `WireError` for any other payload."""
     return wire.decode(payload, Want, MAX_PAYLOAD_BYTES)
 
 
 def model_name(name: str) -> str:
-    """What an offer calls a model.
+    """Replaces characters that an offer cannot name a model with.
 
     >>> model_name("tiny\\n")
     'tiny?'
@@ -108,7 +108,7 @@ def model_name(name: str) -> str:
 
 
 def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
-    """Whether a rollout is one answer in plain text, so that any other node can read it as it was meant."""
+    """Tells whether a rollout is one plain-text answer, readable by any node."""
     answer = rollout.messages[-1] if rollout.messages else None
     return (
         rollout.status is RolloutStatus.FINISHED
@@ -121,7 +121,7 @@ def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
 
 
 def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str, made_s: float) -> Offer | None:
-    """What a node shares of a group of its own; None when none of its rollouts is portable."""
+    """Builds the offer of an own group; None when none of its rollouts is portable."""
     portable = [rollout for rollout in group.rollouts if is_portable(rollout, len(group.task.messages))]
     offered = tuple(_offered(rollout) for rollout in portable[:MAX_ROLLOUTS])
     return Offer(claim, offered, generator, model_name(model), made_s) if offered else None

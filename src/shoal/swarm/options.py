@@ -1,4 +1,4 @@
-"""Where a swarm meets; checked without loading what connects to it."""
+"""NATS options name a swarm's servers; checking them loads no client."""
 
 import os
 import re
@@ -10,21 +10,21 @@ from shoal.config.urls import NATS, checked_url
 from shoal.errors import ConfigError
 
 CREDENTIALS = "SHOAL_NATS_CREDENTIALS"
-"""Names a NATS .creds file or an nkey seed."""
+"""Environment variable with the path of a NATS .creds file or an nkey seed."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class NatsOptions:
-    """Where a swarm meets."""
+    """Servers and credentials of a swarm."""
 
     servers: tuple[str, ...]
-    """URLs: nats://, tls:// or ws://, with user and password or a token in them if the server wants these."""
+    """URLs nats://, tls:// or ws://, with user and password or a token if the server wants these."""
     swarm: str
     credentials: Path | None = None
-    """A NATS .creds file, or an nkey seed."""
+    """Path of a NATS .creds file or an nkey seed."""
     tls_ca: Path | None = None
-    """Whom to trust besides the system's authorities."""
+    """Path of certificates that are trusted besides the system's authorities."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -39,9 +39,9 @@ class NatsOptions:
 
 
 def options_of(servers: Sequence[str], swarm: str) -> NatsOptions:
-    """Options from settings, with the credentials file that the environment names. Raises `ConfigError`.
+    """Builds the options from settings and the environment's credentials file. Raises `ConfigError`.
 
-    Authorities besides the system's come from SSL_CERT_FILE, which Python's ssl reads by itself.
+    Python's ssl reads further authorities from SSL_CERT_FILE by itself.
     """
     credentials = os.environ.get(CREDENTIALS)
     return NatsOptions(tuple(servers), swarm, credentials=Path(credentials) if credentials else None)

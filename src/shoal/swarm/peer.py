@@ -1,9 +1,9 @@
-"""What everybody in a swarm does: reads frames, keeps a ban list and a status, and signs what it says.
+"""A peer reads frames, keeps a ban list and a status, and signs its messages: node, generator and human UI build on it.
 
-    listen   consumes frames of the exchange, one after the other; lets others run between two of them
-    tell     reads banned.txt, does what is to be done now and then, and writes status.json
+    listen   consumes frames of the exchange, one after the other; yields to other tasks between two frames
+    report   reads banned.txt, does the periodic work, and writes status.json
 
-A file of people that cannot be read or written ends nobody: it is logged once, and said in the status.
+A file that cannot be read or written ends no peer: the failure is logged once and shown in the status.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Peer:
-    """One event loop. A node, a generator and a desk of people add what they do with what is heard."""
+    """Base class of node, generator and human UI; each adds its use of the messages received. One event loop."""
 
     report_every_s = 5.0
 
@@ -45,23 +45,23 @@ class Peer:
         self._intake = intake or Intake()
         self.ingress = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
         self.file_failures: dict[str, str] = {}
-        """Why files of this peer could not be read or written last, by name."""
+        """Reasons of the last failures to read or write this peer's files, by file name."""
         self._read_bans()
         self._session = next_session(folder, clock())
         self._signer = Signer(identity, swarm, session=self._session)
 
     @property
     def peer_id(self) -> str:
-        """Of this peer."""
+        """Peer id of this peer."""
         return self._identity.peer_id
 
     @property
     def connected(self) -> bool:
-        """Whether the swarm can be reached now."""
+        """True while the swarm can be reached."""
         return self._exchange.connected
 
     def status(self) -> dict[str, object]:
-        """What `shoal swarm status` shows of anybody."""
+        """State shown by `shoal swarm status` for every kind of peer."""
         return {
             "peer_id": self.peer_id,
             "swarm": self.swarm,
@@ -73,22 +73,22 @@ class Peer:
         }
 
     def remember(self, name: str, text: str) -> None:
-        """Keeps something in a file of this peer, for a life after this one."""
+        """Writes a file of this peer for its next process."""
         with self._file(name):
             write_whole(self._folder / name, text)
 
     def remembered(self, name: str) -> str:
-        """What an earlier life kept; nothing when there is none."""
+        """Reads a file of an earlier process; empty when there is none."""
         path = self._folder / name
         with self._file(name):
             return path.read_text(errors="replace") if path.exists() else ""
         return ""
 
     def _receive(self, message: VerifiedMessage) -> None:
-        """Something was let in. Returns at once."""
+        """Takes a verified message. Returns at once."""
 
     async def _periodic(self) -> None:
-        """What is done every `tell_every_s`, after the ban list was read."""
+        """Does the periodic work, every `report_every_s`, after the ban list was read."""
 
     async def _listen(self) -> None:
         while True:
@@ -119,7 +119,7 @@ class Peer:
 
     @contextmanager
     def _file(self, name: str) -> Iterator[None]:
-        """Around the use of a file: what goes wrong is remembered, and logged when it is new."""
+        """Records failures within the block that uses a file; logs each new failure."""
         try:
             yield
         except OSError as error:

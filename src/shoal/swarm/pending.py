@@ -1,6 +1,6 @@
-"""What was heard of others and waits for its use: offers to be verified, and what their authors lack. Bounded.
+"""Offers wait here for verification, and peers' needs for their use. Bounded.
 
-Authors who are known and a crowd who is not have equal turns.
+Established authors and the crowd of newcomers have equal turns.
 """
 
 import random
@@ -16,7 +16,7 @@ MOST_NEEDY = 512
 
 
 class PendingOffers:
-    """Letters with their offers, in the order in which they came. Invariant: no more than the bounds above."""
+    """Verified messages with their offers, in order of arrival. Invariant: within the bounds above."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -30,7 +30,7 @@ class PendingOffers:
         return message_id in self._offers
 
     def add(self, message: VerifiedMessage, content: Offer) -> list[str]:
-        """Takes an offer in, and gives the authors of those that had to make room."""
+        """Adds an offer; returns the authors of offers that had to make room."""
         pushed_out = []
         if self._of[message.peer_id] >= MOST_PER_AUTHOR:
             pushed_out.append(next(key for key, (one, _) in self._offers.items() if one.peer_id == message.peer_id))
@@ -42,7 +42,7 @@ class PendingOffers:
         return authors
 
     def pop(self, message_id: str) -> tuple[VerifiedMessage, Offer]:
-        """Takes one out."""
+        """Removes an offer and returns it."""
         message, content = self._offers.pop(message_id)
         self._of[message.peer_id] -= 1
         if not self._of[message.peer_id]:
@@ -50,12 +50,13 @@ class PendingOffers:
         return message, content
 
     def drop(self, authors: Collection[str]) -> list[str]:
-        """Takes out all of some authors; gives the author of each."""
+        """Removes all offers of some authors; returns the author of each."""
         keys = [key for key, (message, _) in self._offers.items() if message.peer_id in authors]
         return [self.pop(key)[0].peer_id for key in keys]
 
     def next(self, is_newcomer: Callable[[str], bool], newcomers: bool) -> str | None:
-        """Uniformly one of the established, mostly; of `newcomers` only where it is their turn. None without any."""
+        """Picks an offer: of an established author about every other time, of `newcomers` only in their turn; None
+        without any."""
         known = [key for key, (message, _) in self._offers.items() if not is_newcomer(message.peer_id)]
         new = len(self._offers) - len(known) if newcomers else 0
         if known and (not new or self._rng.random() < 0.5):
@@ -64,25 +65,25 @@ class PendingOffers:
 
 
 class Needs:
-    """What peers said last that they lack."""
+    """Latest wants of peers."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, tuple[float, Want]] = OrderedDict()
 
     def update(self, message: VerifiedMessage, want: Want) -> None:
-        """Of one peer, in place of what it said before."""
+        """Replaces the want of one peer."""
         self._of[message.peer_id] = (message.sent_s, want)
         self._of.move_to_end(message.peer_id)
         if len(self._of) > MOST_NEEDY:
             self._of.popitem(last=False)
 
     def drop(self, peer_ids: Collection[str]) -> None:
-        """Forgets peers."""
+        """Forgets the wants of some peers."""
         for peer_id in self._of.keys() & set(peer_ids):
             del self._of[peer_id]
 
     def largest(self, since_s: float) -> dict[str, float]:
-        """The largest need that anybody has of each service, of those who said so since then (Unix time)."""
+        """Largest need of each service among wants sent since a Unix time."""
         result: dict[str, float] = {}
         for sent_s, want in self._of.values():
             for service, need in want.needs if sent_s >= since_s else ():

@@ -1,4 +1,4 @@
-"""Programs that solve tasks, as an `Answerer`. `truth` is at hand; own ones come by `module:function`."""
+"""Rules are programs that solve tasks, as an `Answerer`: `truth`, or a user's `module:function`."""
 
 import asyncio
 import random
@@ -11,11 +11,11 @@ from shoal.swarm.strategy import own_function
 from shoal.types import Task
 
 Rule: TypeAlias = Callable[[Task, int, random.Random], Sequence[str]]
-"""(task, how many at most, randomness) -> answers; none where the rule does not apply. Runs in a thread."""
+"""(task, most answers, randomness) -> answers; none where the rule does not apply. Runs in a thread."""
 
 
 def truth(task: Task, n: int, rng: random.Random) -> list[str]:
-    """The known truth and slips from it, half of each, so that there is something to compare.
+    """Answers with the known truth and with slips from it, half of each, so that rewards differ.
 
     >>> from shoal.types import Message, Role
     >>> truth(Task("1", "t", (Message(Role.USER, "?"),), "abc"), 1, random.Random(0))
@@ -28,14 +28,14 @@ def truth(task: Task, n: int, rng: random.Random) -> list[str]:
 
 
 def slip(answer: str, rng: random.Random) -> str:
-    """The answer with one character replaced by another one of its sort."""
+    """Replaces one character by another of its sort."""
     i = rng.randrange(len(answer))
     alphabet = digits if answer[i].isdigit() else ascii_letters[:26]
     return answer[:i] + rng.choice([one for one in alphabet if one != answer[i]]) + answer[i + 1 :]
 
 
 class RuleSolver:
-    """Answers by a rule."""
+    """Answerer by a rule."""
 
     kind = GeneratorKind.RULE
 
@@ -46,6 +46,6 @@ class RuleSolver:
         self._rng = random.Random(seed)
 
     async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
-        """What the rule says; nothing else may come of it. Raises what the rule raises."""
+        """Returns up to `n` answers of the rule. Raises the rule's exceptions."""
         texts = await asyncio.to_thread(self._rule, task, n, self._rng)
         return [OfferedRollout(text) for text in texts[:n]]

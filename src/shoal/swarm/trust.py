@@ -1,18 +1,19 @@
-"""Which bytes are let in, and what is known of who sent them. No I/O; both clocks come in as arguments.
+"""The ingress filter admits frames of peers and keeps a record of each author. No I/O; both clocks come in as
+arguments.
 
-Rates are kept by a clock that never goes back, ages by Unix time: who sets a clock silences nobody.
+Rates follow a monotonic clock and ages follow Unix time, so a changed clock silences no peer.
 
-A frame goes from cheap checks to dear ones and is refused at the first that fails:
+Checks run in order of cost, and the first failure refuses the frame:
 
     size -> schema -> swarm -> ban -> signature -> time -> sequence -> rate -> decompression -> payload
 
-After the door the node asks whether the claim is one of its own tasks; a receipt that gives another question or another
-truth on the same libraries is a signed lie, and its author is banned. Everything refused is counted by reason, and
-nothing that anybody else could have done (replaying, forging, flooding with a stolen name) is held against an author.
+After the filter, the node checks that the claim is one of its own tasks. A receipt with another question or truth on
+the same libraries is a signed lie, and its author is banned. Refusals are counted by reason. Acts that another peer
+could have committed (replay, forgery, floods under a stolen name) are never held against an author.
 
-Identities cost nothing, so nothing is given to new ones that a thousand of them could take together: newcomers share
-one rate and one share of the processor; the memory kept for them is bounded, and they push out each other, never the
-established. The established, at most `TrustLimits.authors`, push out who was silent longest.
+New identities are free, so a thousand newcomers together gain no more than one. They share one rate and one share of
+the processor. Their records are bounded and push out each other, never an established author. Established authors, at
+most `TrustLimits.authors`, push out the longest silent.
 """
 
 import time
@@ -28,21 +29,21 @@ from shoal.swarm.envelope import MAX_FRAME_BYTES, Envelope, Kind, is_genuine, op
 from shoal.swarm.offer import Offer, Want
 
 PRIOR = 1.0
-"""Of both counts of a Beta reputation: nothing is known of a newcomer."""
+"""Evidence in both counts of a newcomer's Beta reputation."""
 DECAY = 0.98
-"""Of what was, with every new piece of evidence: about the last 50 count."""
+"""Weight of earlier evidence per new piece: about the last 50 count."""
 ESTABLISHED = 8.0
 """Decayed good evidence above which an author is no newcomer."""
 LIARS = 1024
-"""Newcomers whose ban is remembered: to come back under a new name costs less than to wait."""
+"""Newcomers whose ban is remembered: a new name costs less than waiting."""
 FALLEN = 4096
-"""Established authors whose ban is remembered: each cost somebody the evidence that made it established."""
+"""Established authors whose ban is remembered: each name cost the evidence that established it."""
 WINDOW = 256
-"""Sequence numbers below the highest that may still come, out of order."""
+"""Sequence numbers below the highest that may still arrive, out of order."""
 
 
 class Reason(StrEnum):
-    """Why something was refused."""
+    """Reason of a refusal."""
 
     TOO_LARGE = "too large"
     MALFORMED = "malformed"
@@ -55,7 +56,7 @@ class Reason(StrEnum):
     REPLAYED = "replayed"
     FLOODING = "over the rate"
     BAD_BODY = "bad body"
-    """The author itself signed a body that cannot be decompressed or is no payload."""
+    """Body signed by its author that cannot be decompressed or decoded."""
     UNKNOWN_TASK = NotOurs.UNKNOWN_TASK.value
     HELD_OUT = NotOurs.HELD_OUT.value
     NOT_DRAWN = NotOurs.NOT_DRAWN.value
@@ -69,47 +70,47 @@ class Reason(StrEnum):
     UNSCORED = "not scored"
     HANGS = "no verdict in time"
     REPEATED = "said before"
-    """All its answers to the question were taken before, whoever signed them, or the author's last is not long ago."""
+    """Offer whose answers were all taken before under any name, or that follows its author's last too soon."""
     UNINFORMATIVE = "nothing to learn"
     STALE = "not fresh any more"
     CROWDED = "no room"
 
 
 LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})
-"""Each is proven by the author's own signature, and banned at once."""
+"""Reasons proven by the author's own signature; each bans at once."""
 BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.OTHER_LIBRARIES, Reason.HANGS, Reason.TIMED_OUT})
-"""Held against the author: an honest node does not send them, or seldom."""
+"""Reasons held against the author: an honest node sends such offers seldom or never."""
 STANDING_KEPT = {Reason.HANGS: 0.0, Reason.TIMED_OUT: 0.5, Reason.OTHER_LIBRARIES: 0.5}
-"""Share of the good evidence that an author keeps who sent what is dear to refuse: a hanging answer makes it a newcomer
-again; a receipt that was not drawn in time, which may be this machine's fault, does so after some."""
+"""Share of the good evidence that an author keeps after an offer that is costly to refuse. A hanging answer makes it a
+newcomer again. A receipt that was not drawn in time, perhaps by this machine's fault, does so after several."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrustLimits:
-    """What the door lets through. Rates are envelopes per second; a burst is what a late joiner may read at once."""
+    """Limits of the ingress filter. Rates count envelopes per second; a burst is a late joiner's reading at once."""
 
     max_age_s: float = 3600.0
     skew_s: float = 300.0
-    """How far the clock of an author may be ahead."""
+    """Seconds that an author's clock may be ahead."""
     rate_per_s: float = 8.0
     burst: float = 128.0
     newcomers_rate_per_s: float = 50.0
-    """Of all newcomers together."""
+    """Envelopes per second of all newcomers together."""
     newcomers_burst: float = 512.0
     author_share: float = 0.02
-    """Of a core's time, for decompressing and decoding what one author signs; all newcomers together have as much."""
+    """Share of a core for decompressing and decoding one author's bodies; all newcomers together have the same."""
     author_burst_s: float = 1.0
     authors: int = 4096
-    """Newcomers remembered, and established ones; the ones that were silent for longest are forgotten."""
+    """Records of newcomers, and of established authors; the longest silent are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedMessage:
-    """What came through the door."""
+    """A message that passed the ingress filter."""
 
     peer_id: str
     id: str
-    """Unique among all letters that are ever let in."""
+    """Id, unique among all messages that are ever admitted."""
     sent_s: float
     content: Offer | Want
 
@@ -127,7 +128,7 @@ class Bucket:
         self.left = self.burst
 
     def take(self, now_s: float, amount: float = 1.0) -> bool:
-        """Whether there was enough; if so, it is gone. A clock that goes back fills nothing."""
+        """Takes an amount if it is there, and returns whether it was. A clock that goes back fills nothing."""
         self.left = min(self.burst, self.left + max(0.0, now_s - self.filled_s) * self.rate_per_s)
         self.filled_s = max(self.filled_s, now_s)
         if self.left < amount:
@@ -136,46 +137,46 @@ class Bucket:
         return True
 
     def spend(self, amount: float) -> None:
-        """Takes what was used already, more than is there if need be."""
+        """Subtracts an amount that was already used, below zero if need be."""
         self.left -= amount
 
 
 @dataclass(slots=True)
 class PeerRecord:
-    """What is known of one peer."""
+    """Evidence, rates and sequence numbers of one peer."""
 
     bucket: Bucket
     processor: Bucket
-    """Seconds of a core."""
+    """Bucket of seconds of a core."""
     session: int = -1
     highest: int = -1
-    """Sequence number, in that session."""
+    """Highest sequence number of that session."""
     seen: int = 0
-    """Bit i: `highest - i` has come."""
+    """Bits of arrived numbers: bit i stands for `highest - i`."""
     gaps: int = 0
-    """Sequence numbers that were passed over and have not come since: lost, or never sent."""
+    """Sequence numbers passed over that have not arrived since: lost, or never sent."""
     good: float = 0.0
     bad: float = 0.0
 
     @property
     def trust(self) -> float:
-        """Mean of the Beta reputation, 0..1; one half when nothing is known."""
+        """Mean of the Beta reputation, 0..1; one half without evidence."""
         return (self.good + PRIOR) / (self.good + self.bad + 2 * PRIOR)
 
     @property
     def newcomer(self) -> bool:
-        """Whether too little good is known of it."""
+        """True while the author has too little good evidence."""
         return self.good < ESTABLISHED
 
     def is_new(self, session: int, sequence: int) -> bool:
-        """Whether this number has not come yet and still may."""
+        """Tells whether a sequence number has not arrived yet and still may."""
         if session != self.session:
             return session > self.session
         behind = self.highest - sequence
         return behind < 0 or (behind < WINDOW and not self.seen >> behind & 1)
 
     def mark(self, session: int, sequence: int) -> None:
-        """Records a number that is new."""
+        """Marks a new sequence number as arrived."""
         if session != self.session:
             self.session, self.highest, self.seen = session, sequence, 1
             return
@@ -195,10 +196,10 @@ class PeerRecord:
 
 
 class IngressFilter:
-    """Lets envelopes in, and remembers their authors.
+    """Filter of envelopes, with the records of their authors.
 
-    Invariant: each letter it returns was signed by its author, for this swarm, and was never returned before, as long
-    as its author is remembered; an author is forgotten only when more than `limits.authors` newcomers came after it.
+    Invariant: each returned message was signed by its author for this swarm. No message is returned twice while its
+    author is remembered. An author is forgotten only after more than `limits.authors` later newcomers.
     """
 
     def __init__(
@@ -210,9 +211,9 @@ class IngressFilter:
         banned: Iterable[str] = (),
         timer: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`own_id` is this node's own peer id; its letters come back to it and are set aside.
+        """`own_id` is this node's own peer id, whose messages come back and are set aside.
 
-        `timer` says how many seconds of a core this thread has used.
+        `timer` returns the seconds of a core that this thread has used.
         """
         self._swarm = swarm
         self._own_id = own_id
@@ -230,13 +231,13 @@ class IngressFilter:
 
     @property
     def peers(self) -> dict[str, PeerRecord]:
-        """Everybody who is remembered, by peer id."""
+        """Records of all remembered peers, by peer id."""
         return {**self._established, **self._newcomers}
 
     def admit(self, frame: bytes, now_s: float, steady_s: float | None = None) -> VerifiedMessage | Reason:
-        """What a frame says, or why it is not heard.
+        """Checks a frame; returns its message or the reason of refusal.
 
-        `now_s` is Unix time. `steady_s` is of a clock that is never set; without it `now_s` counts as one.
+        `now_s` is Unix time and `steady_s` is monotonic; without the latter `now_s` serves for both.
         """
         try:
             found = self._checked(frame, now_s, now_s if steady_s is None else steady_s)
@@ -258,7 +259,7 @@ class IngressFilter:
         return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
 
     def refuse(self, peer_id: str, reason: Reason) -> None:
-        """Counts what turned out unusable behind the door, and holds it against its author where that is right."""
+        """Counts a message that failed after the filter, and holds it against its author where that is fair."""
         self.refused[reason] += 1
         if reason in LIES:
             self._ban(peer_id)
@@ -269,7 +270,7 @@ class IngressFilter:
 
     @property
     def lasting_bans(self) -> set[str]:
-        """Whom to hear no more in later runs either: whoever was banned by people, or as an established author."""
+        """Bans that persist across runs: manual bans, and bans of established peers."""
         return self.banned - self._liars.keys()
 
     def _ban(self, peer_id: str) -> None:
@@ -282,7 +283,7 @@ class IngressFilter:
         self.banned.add(peer_id)
 
     def praise(self, peer_id: str) -> None:
-        """An offer of this author was true, and there was something to learn from it."""
+        """Credits an author with a true offer that had an advantage."""
         author = self._remember(peer_id, self._record(peer_id))
         author.learn(good=1.0)
         if not author.newcomer and peer_id in self._newcomers:
@@ -291,11 +292,11 @@ class IngressFilter:
                 self._established.popitem(last=False)
 
     def trust(self, peer_id: str) -> float:
-        """0..1; 0 of the banned."""
+        """Trust in a peer, 0..1; 0 for banned peers."""
         return 0.0 if peer_id in self.banned else self._record(peer_id).trust
 
     def is_newcomer(self, peer_id: str) -> bool:
-        """Whether too little good is known of a peer."""
+        """Tells whether a peer has too little good evidence."""
         return self._record(peer_id).newcomer
 
     def _checked(self, frame: bytes, now_s: float, steady_s: float) -> Envelope | Reason:
@@ -340,12 +341,13 @@ class IngressFilter:
         return Bucket(self._limits.author_share, self._limits.author_burst_s)
 
     def _record(self, peer_id: str) -> PeerRecord:
-        """What is known of a peer; a new record, which nobody remembers yet, of one that is not known."""
+        """Looks up a peer's record; an unknown peer gets a new record that is not stored yet."""
         known = self._established.get(peer_id) or self._newcomers.get(peer_id)
         return known or PeerRecord(Bucket(self._limits.rate_per_s, self._limits.burst), self._processor())
 
     def _remember(self, peer_id: str, author: PeerRecord) -> PeerRecord:
-        """Only who passed the newcomers' rate gets here: else a crowd would push out everybody in a moment."""
+        """Stores the record of an author that passed the newcomers' rate: a crowd would otherwise push out every
+        author."""
         if peer_id in self._established:
             self._established.move_to_end(peer_id)
         else:

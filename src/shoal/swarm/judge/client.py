@@ -218,6 +218,6 @@ async def _exchanged(
 async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:
     """The model's words, or why it has none after some tries. Raises `RequestRefused`."""
     try:
-        return written((await model.said(messages, TRIES, retry_s)).message.message)
+        return written((await model.ask(messages, TRIES, retry_s)).message.message)
     except EngineUnavailable as error:
         return error
