@@ -23,7 +23,14 @@ from shoal.net.process import PARENT
 STANDSTILL_S = 60.0
 """Without a change of the log or of metrics.jsonl, and without an end."""
 POLL_S = 0.1
-MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MAIN = """
+import signal
+from shoal.net.process import die_with_parent
+die_with_parent()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has its background ignore
+from shoal.cli import main
+main()
+"""
 MODULES = {
     Role.ENGINE: "shoal.engine.http_server",
     Role.TRAINER: "shoal.trainer.worker",
@@ -138,8 +145,8 @@ class Victim:
             await asyncio.sleep(POLL_S)
             if self.ending and not interrupted:
                 process.send_signal(signal.SIGINT)
-                interrupted = True
-            if (now := list(self._marks())) != seen:
+                since_s, interrupted = time.monotonic(), True
+            if not interrupted and (now := list(self._marks())) != seen:
                 seen, since_s = now, time.monotonic()
             elif time.monotonic() - since_s > STANDSTILL_S:
                 process.send_signal(signal.SIGUSR1)  # has it say who waits for whom
