@@ -31,7 +31,7 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
 
 fuzz: $(VENV)/dev-installed
-	$(BIN)/python tests/support/gateway_fuzz.py 10000
+	$(BIN)/python tests/support/fuzz_servers.py 100000
 	$(BIN)/python tests/support/checkers_fuzz.py 20000
 
 # What a run of 20,000 tiny steps keeps in memory and on the disk, and how long its steps take.

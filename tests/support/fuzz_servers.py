@@ -1,0 +1,407 @@
+"""Hostile requests against every server of Shoal: `python tests/support/fuzz_servers.py 100000`.
+
+The gateway, the task server, the rewards server, the human page, the judge and the view run in one process, the engine
+in its own as always; all with their real applications over real HTTP. `fuzz_attack` says what is sent.
+"""
+
+import asyncio
+import json
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+import uvicorn
+from starlette.types import ASGIApp
+
+import engine_server
+from chat_templates import renderer
+from fuzz_attack import Attack, Target
+from shoal import wire
+from shoal.config import RewardConfig, TaskConfig
+from shoal.gateway import Gateway
+from shoal.interfaces import EngineInfo
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import uvicorn_config
+from shoal.observe.view.runs import watched
+from shoal.observe.view.server import ViewServer
+from shoal.reward.server import RewardServer
+from shoal.reward.service import RewardService
+from shoal.run.demo_model.architecture import Shape, save, untrained
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
+from shoal.swarm.human.questions import QuestionPace
+from shoal.swarm.human.server import HumanServer, Rates
+from shoal.swarm.identity import Identity
+from shoal.swarm.judge.condition import Condition
+from shoal.swarm.judge.judging import Judge, Rules
+from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Specialty, opened, signed
+from shoal.swarm.judge.server import WIRE, JudgeServer
+from shoal.swarm.judge.store import JudgeStore
+from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.remote_server import TaskServer
+from shoal.types import Completion, FinishReason, Sampling, Split
+from view_run import MadeRun
+
+CONTEXT = 4096
+CLIENTS = 2
+"""Of each server."""
+FAST = 1e9
+"""Requests per second, where there is a rate: what is refused for its haste is not tested."""
+HERE, ME = Identity.fresh(), Identity.fresh()
+SUMS = Specialty("chain_sum", "0.1.25", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
+TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"x": 3}'}}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "what is 3 + 4?"}]},
+        {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "7"},
+    ],
+    "tools": [{"type": "function", "function": TOOL}],
+    "tool_choice": "auto",
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "max_completion_tokens": 20,
+    "seed": 3,
+    "logprobs": True,
+    "response_format": {"type": "text"},
+    "stream_options": {"include_usage": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "return_token_ids": True,
+}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "be brief",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "what is 3 + 4?"}]},
+        {"type": "reasoning", "id": "rs_0", "summary": []},
+        {"type": "function_call", "call_id": "abcdefghi", "name": "add", "arguments": '{"x": 3}'},
+        {"type": "function_call_output", "call_id": "abcdefghi", "output": "7"},
+    ],
+    "tools": [{"type": "function", **TOOL}],
+    "max_output_tokens": 20,
+    "text": {"format": {"type": "text"}},
+    "metadata": {"a": "b"},
+}
+USED = {"type": "tool_use", "id": "abcdefghi", "name": "add", "input": {"x": 3}}
+MESSAGES: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 20,
+    "system": [{"type": "text", "text": "be brief"}],
+    "messages": [
+        {"role": "user", "content": "what is 3 + 4?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "hm"}, USED]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "abcdefghi", "content": "7"}]},
+    ],
+    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+}
+
+
+class BabblingEngine:
+    """Implements `interfaces.Engine`: any tokens at all, special ones too, as often as not in a tool call."""
+
+    def __init__(self, vocabulary: int, call_ids: Sequence[int], stop: int) -> None:
+        self._vocabulary, self._call_ids, self._stop = vocabulary, call_ids, stop
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+    ) -> list[Completion]:
+        dice = random.Random(len(prompt_ids))
+        await asyncio.sleep(dice.choice([0, 0, 0.01]))
+        ids = [dice.randrange(self._vocabulary) for _ in range(dice.randrange(8))]
+        ids += [*self._call_ids, self._stop] if dice.random() < 0.5 else [self._stop]
+        finish = FinishReason.STOP if len(ids) <= sampling.max_tokens else FinishReason.LENGTH
+        ids = ids[: sampling.max_tokens]
+        return [Completion(tuple(ids), (-1.0,) * len(ids), (0,) * len(ids), finish)]
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        raise NotImplementedError
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        raise NotImplementedError
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(0, "", CONTEXT, 0.0, 0, 0, 0, 0, 0)
+
+
+def gateway_target() -> Target:
+    """Three protocols, in sessions and without."""
+    stream = {"stream": True}
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": RESPONSES,
+        "/v1/messages": MESSAGES,
+        "/v1/messages/count_tokens": MESSAGES,
+        "/v1/completions": {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "echo": False, "logprobs": None},
+        "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "temperature": 1.0}},
+    }
+    session = {
+        "sampling": {"max_tokens": 9, "temperature": 1.0, "stop_token_ids": [1]},
+        "limits": {"generations": 5, "age_s": 10.0},
+        "history_policy": "strict",
+    }
+    posts = {**bodies, "/v1/sessions": session}
+    for path, body in bodies.items():
+        posts["/s/{token}" + path] = body
+        posts["/s/{token}" + path + "?again"] = {**body, **stream}
+
+    async def renew(http: aiohttp.ClientSession, url: str, known: Mapping[str, str]) -> dict[str, str]:
+        if known:
+            async with http.post(f"{url}/s/{known['token']}/end") as answer:
+                await answer.read()
+        async with http.post(f"{url}/v1/sessions", json={}) as answer:
+            return {"token": (await answer.json())["api_key"]}
+
+    return Target(posts, ["/v1/models", "/health", "/metrics", "/s/{token}/v1/models"], renew=renew)
+
+
+def engine_target(token: str) -> Target:
+    """The routes that control it too."""
+    drawn = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 5, "temperature": 1.0, "n": 2, "seed": 3}}
+    posts = {
+        "/inference/v1/generate": {**drawn, "request_id": "r", "priority": 1, "logprobs_format": "flat"},
+        "/score": {"token_ids": [5, 6, 7, 8]},
+        "/abort_requests": {"request_ids": ["r"]},
+        "/update_weights": {"version": 1, "path": "/tmp/nothing", "checksum": "x"},
+        "/resume": {},
+    }
+    gets = ["/health", "/metrics", "/info", "/weight_info", "/is_paused"]
+    return Target(posts, gets, {"Authorization": f"Bearer {token}"})
+
+
+def tasks_target(token: str) -> Target:
+    """A service that joins again and again."""
+    known = {"Authorization": f"Bearer {token}"}
+    hello = {"name": "made", "version": "1", "capabilities": ["draw", "score"], "max_running": 4, "timeout_s": 9.0}
+    reward = {"value": 1.0, "status": "scored", "parts": [["a", 1.0]], "evidence": "e"}
+    results = [
+        {"type": "scored", "lease": "l", "rewards": [reward]},
+        {"type": "failed", "lease": "l", "whose": "policy", "reason": "r"},
+    ]
+    posts = {
+        "/v1/members": {**hello, "protocol": 1},
+        "/v1/members/{member}/work": {"holding": ["l"], "max_running": 3},
+        "/v1/members/{member}/results": {"results": results},
+    }
+
+    async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
+        async with http.post(f"{url}/v1/members", json=hello, headers=known) as answer:
+            return {"member": (await answer.json())["member"]}
+
+    return Target(posts, ["/openapi.json", "/v1/status"], known, renew=renew)
+
+
+def rewards_target() -> Target:
+    """Checkers that need no sandbox, and one that does."""
+    receipt = {"dataset": "gcd", "dataset_version": "0.1.25", "config": "{}", "seed": 1, "index": 2}
+    asked = {"answers": ["4", "5"], "truth": "4", "info": "{}"}
+    posts = {
+        "/score": {**asked, "scorer": {"name": "exact"}},
+        "/score?number": {**asked, "scorer": {"name": "number"}},
+        "/score?contains": {**asked, "scorer": {"name": "contains"}},
+        "/score?receipt": {**asked, "scorer": {"name": "reasoning_gym"}, "receipt": receipt},
+        "/score?code": {
+            **asked,
+            "scorer": {"name": "code", "timeout_s": 0.2},
+            "info": json.dumps({"tests": [{"stdin": "1", "stdout": "1"}]}),
+        },
+    }
+    return Target(posts, ["/health", "/metrics"])
+
+
+def human_target() -> Target:
+    """A browser that reads no page."""
+    posts = {"/api/question": {"pass": None}, "/api/answer": {"question": "{id}", "text": "a"}}
+
+    async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
+        async with http.post(f"{url}/api/question", json={}) as answer:
+            said = await answer.json()
+        found = said.get("id") or (said.get("question") or {}).get("id") if isinstance(said, dict) else None
+        return {"id": str(found or "x")}
+
+    gets = ["/", "/style.css", "/desk.js", "/api/state/{id}", "/api/status"]
+    return Target(posts, gets, renew=renew)
+
+
+def judge_target() -> Target:
+    """Messages with a true signature over what they should not say."""
+    asked = {"judge": HERE.peer_id, "model": "m", "arm": "solo", "round": 7, "sent_s": time.time()}
+    posts = {
+        "/challenge": {"kind": "ChallengeRequest", **asked},
+        "/verdict": {"kind": "Answers", "judge": HERE.peer_id, "challenge": "{challenge}", "texts": ["1", "2"]},
+    }
+
+    def encode(body: Any, dice: random.Random) -> bytes:
+        message = dict(body) if isinstance(body, dict) else {"message": body}
+        kind = str(message.pop("kind", "Answers")).encode(errors="replace")
+        if "sent_s" in message and dice.random() < 0.8:
+            message["sent_s"] = time.time()
+        author = ME if dice.random() < 0.5 else Identity.fresh()
+        try:
+            inner = wire.encode(message)
+        except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):  # what no message can say
+            inner = secrets.token_bytes(40)
+        signature = author.sign(b"shoal judge\x00" + kind + b"\x00" + inner)
+        return wire.encode({"author": author.public_key, "signature": signature, "body": inner})
+
+    gets = ["/", "/style.css", "/leaderboard.json", "/ledger", "/sittings/{number}", "/transcripts/{number}"]
+
+    async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
+        asking = signed(ME, ChallengeRequest(HERE.peer_id, "m", Condition.SOLO, 7, time.time()))
+        async with http.post(f"{url}/challenge", data=asking, headers={"Content-Type": WIRE}) as answer:
+            said = await answer.read()
+        number = {"number": str(random.Random(said).randrange(-3, 10**9))}
+        return {**number, "challenge": opened(said, Challenge)[1].id} if answer.status == 200 else {**number, **before}
+
+    return Target(posts, gets, media_type=WIRE, encode=encode, renew=renew)
+
+
+def view_target() -> Target:
+    """Pages only."""
+    pages = ["/", "/waits", "/swarm", "/charts/overview", "/charts/{name}", "/static/{name}", "/static/plotly.js"]
+
+    async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
+        return {"name": "waits"}
+
+    return Target({}, [*pages, "/waits?run={name}", "/charts/waits?since={name}"], renew=renew)
+
+
+@asynccontextmanager
+async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
+    """All but the engine's, by name."""
+    made = renderer("qwen3")
+    call_ids = made.token_ids('<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>')
+    babbling = BabblingEngine(max(call_ids), call_ids, made.stop_token_ids[0])
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
+    options = {"scorer": "exact", "eval_share": 0.4}
+    service = JsonlService(
+        TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options}), 0
+    )
+    async with AsyncExitStack() as stack:
+        rewards = await stack.enter_async_context(RewardService(RewardConfig(timeout_s=1.0)))
+        drawer = stack.enter_context(ProceduralClient())
+        book = JudgeStore(folder)
+        stack.callback(book.close)
+        judge = Judge(book, HERE, [SUMS], drawer, rewards, Rules(each=2))
+        own = OwnTasks([service])
+        stack.callback(own.close)
+        means = HumanNodeDeps(MemoryHub().join(), own, rewards, lambda index: service.draw(Split.TRAIN, index))
+        human = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=1))
+        running = asyncio.create_task(human.run())
+        stack.callback(running.cancel)
+        (folder / "run").mkdir()
+        run = MadeRun(folder / "run")
+        await run.step()
+        await run.close()
+        yield {
+            "gateway": Gateway(babbling, made, max_model_len=CONTEXT, is_open=True).app,
+            "tasks": TaskServer(["made"], token="t", beat_s=0.05).app,
+            "rewards": RewardServer(rewards).app,
+            "human": HumanServer(human, Rates(time.monotonic, visitor_per_s=FAST, burst=FAST)).app,
+            "judge": JudgeServer(judge, ["chain_sum"]).app,
+            "view": ViewServer(watched([folder / "run"])).app,
+        }
+
+
+async def serve(folder: Path) -> None:
+    """Says on standard output where each is, then serves until standard input ends."""
+    async with AsyncExitStack() as stack:
+        servers, urls = [], {}
+        for name, app in (await stack.enter_async_context(applications(folder))).items():
+            listening = stack.enter_context(listening_socket("127.0.0.1", 0))
+            urls[name] = url_of(listening)
+            server = uvicorn.Server(uvicorn_config(app, grace_s=1))
+            servers.append((server, asyncio.create_task(server.serve(sockets=[listening]))))
+        sys.stdout.write(json.dumps(urls) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+        for server, serving in servers:
+            server.should_exit = True
+            await serving
+
+
+def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, Any]:
+    """What became of so many requests to all servers together, and their memory before and after."""
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        save(untrained(Shape(width=32, heads=2, feed_forward=64, context=256), 0), folder / "model")
+        engine = stack.enter_context(engine_server.serving(folder / "model"))
+        child = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        assert child.stdout is not None
+        assert child.stdin is not None
+        stack.callback(child.stdin.close)
+        urls = {**json.loads(child.stdout.readline()), "engine": engine.url}
+        targets = {
+            "gateway": gateway_target(),
+            "engine": engine_target(engine.token),
+            "tasks": tasks_target("t"),
+            "rewards": rewards_target(),
+            "human": human_target(),
+            "judge": judge_target(),
+            "view": view_target(),
+        }
+        chosen = {name: (urls[name], target) for name, target in targets.items() if not only or name in only}
+        processes = {"servers": psutil.Process(child.pid), "engine": psutil.Process(engine.pid)}
+        asyncio.run(attacked(chosen, requests // 3, seed + 1))  # what is loaded and cached once
+        before = {name: process.memory_info().rss for name, process in processes.items()}
+        attacks = asyncio.run(attacked(chosen, requests, seed))
+        after = {name: process.memory_info().rss for name, process in processes.items()}
+    return {
+        "requests": sum(attack.statuses.total() for attack in attacks),
+        "servers": {name: _statuses(attack for attack in attacks if attack.name == name) for name in chosen},
+        "found": [one for attack in attacks for one in attack.found],
+        "rss_before_mb": {name: round(size / 1e6, 1) for name, size in before.items()},
+        "rss_after_mb": {name: round(size / 1e6, 1) for name, size in after.items()},
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def _statuses(attacks: Any) -> dict[str, int]:
+    total = sum((attack.statuses for attack in attacks), Counter[int]())
+    return {str(status): count for status, count in sorted(total.items())}
+
+
+async def attacked(chosen: Mapping[str, tuple[str, Target]], requests: int, seed: int) -> list[Attack]:
+    """All servers at once, each by some clients."""
+    attacks = [
+        Attack(name, url, target, random.Random(f"{seed} {name} {i}"))
+        for name, (url, target) in chosen.items()
+        for i in range(CLIENTS)
+    ]
+    each, more = divmod(requests, len(attacks))
+    await asyncio.gather(*(attack.run(each + (index < more)) for index, attack in enumerate(attacks)))
+    return attacks
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        asyncio.run(serve(Path(sys.argv[2])))
+    else:
+        report = fuzz(int(sys.argv[1]), *map(int, sys.argv[2:3]), only=sys.argv[3:])
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        sys.exit(bool(report["found"]))
