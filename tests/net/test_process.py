@@ -120,6 +120,19 @@ def test_the_answer_to_a_cancelled_ask_is_not_the_next_ones(tmp_path: Path, loop
 
 
 @LOOPS
+def test_a_child_killed_before_it_read_what_it_was_sent_has_died(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(ECHO, tmp_path) as child:
+            stop(child.pid)
+            child.send(b"unread")
+            child.kill()
+            await child.line(60)
+
+    with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(ChildDied, match="ended with signal 9"):
+        runner.run(asyncio.wait_for(run(), 60))
+
+
+@LOOPS
 def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) -> None:
     async def run() -> None:
         async with Script(ECHO, tmp_path) as child:

@@ -174,6 +174,8 @@ class Child:
             raise ChildDied(
                 f"the {self.name} process was not ready in {timeout_s:.0f} s; its log ends: {log}"
             ) from None
+        except ConnectionError:  # it was killed before it had read what it was sent
+            raise await self._death() from None
         if not line.endswith(b"\n"):
             raise await self._death()
         return line
