@@ -51,9 +51,9 @@ WEIGHTS = {
     Kind.CLOCK: 2,
 }
 LONGEST_HOLD_S = {Kind.STOP: 4.0, Kind.FULL_DISK: 5.0, Kind.LOCKED_LOG: 4.0, Kind.SLOW_ENGINE: 4.0}
-AT_START = 0.15
+AT_START = 0.3
 """Share of the faults that come while the run is still starting or resuming."""
-LONGEST_WAIT_S = 1.5
+LONGEST_WAIT_S = 1.0
 LONGEST_JUMP_S = 30 * 86400.0
 
 
