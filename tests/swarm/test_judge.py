@@ -1,4 +1,4 @@
-"""The judge: committed questions, signed answers, marks, the leaderboard, what it refuses. Real draws, real HTTP."""
+"""The judge: committed questions, signed answers, grades, the leaderboard, what it refuses. Real draws, real HTTP."""
 
 import asyncio
 import json
@@ -148,7 +148,7 @@ def kept(store: JudgeStore, peer_id: str, model: str, scores: Sequence[float], s
         id_ = f"{peer_id}/{model}/{i}"
         store.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
         marks = [GradedAnswer("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
-        store.mark(id_, b"", marks, score)
+        store.keep_grades(id_, b"", marks, score)
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         "expected 4, got 1": too_few,
         "open challenges first": too_many_open,
         "you asked for this": repeated,
-        "being marked": at_the_same_time,
+        "being graded": at_the_same_time,
         "one challenge every": hoarding,
         "newcomers": crowd,
         "signature": lambda: judge.challenge(signed(ME, Answers("", "", ()))),
@@ -319,7 +319,7 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         "expected 4, got 1",
         "open challenges first",
         "you asked for this",
-        "being marked",
+        "being graded",
         "one challenge every",
         "newcomers",
         "signature",
@@ -344,7 +344,7 @@ def test_a_changed_byte_is_nobody_s_message() -> None:
         opened(bytes(data), Answers)
 
 
-def test_transcripts_stay_closed_until_the_sitting_is_over(judge: Judge) -> None:
+def test_transcripts_stay_closed_until_the_round_is_over(judge: Judge) -> None:
     async def main() -> Challenge:
         return await challenged(judge)
 
@@ -463,10 +463,10 @@ def test_an_audit_finds_a_judge_that_cheats(
                 store.execute(back, (asked, unanswered.id))
             store.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
             _, (complaint,) = await audited(url)
-            assert "other marks" in complaint
+            assert "other grades" in complaint
             store.execute("UPDATE sittings SET seed = zeroblob(32) WHERE number = 0")
             store.close()
-            assert await audited(url) == (0, ["sitting 0: the seed is not the one that was committed to"])
+            assert await audited(url) == (0, ["round 0: the seed is not the one that was committed to"])
             server.should_exit = True
             await serving
 
@@ -511,7 +511,7 @@ def test_a_judge_that_is_not_there_is_a_sentence() -> None:
         asyncio.run(main())
 
 
-def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
+def test_a_round_goes_on_with_its_own_specialties_when_the_judge_gets_others(
     judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
     async def main() -> None:
@@ -525,6 +525,6 @@ def test_a_sitting_goes_on_with_its_own_specialties_when_the_judge_gets_others(
 
 
 def test_a_message_of_one_kind_does_not_pass_for_another() -> None:
-    sitting = Round(0, 0.0, 1.0, 2.0, bytes(32), 1, ())
+    round_ = Round(0, 0.0, 1.0, 2.0, bytes(32), 1, ())
     with pytest.raises(WireError, match="signature"):
-        opened(signed(ME, sitting), Revealed)
+        opened(signed(ME, round_), Revealed)

@@ -76,8 +76,8 @@ def take(
         take_challenge(judge_url.rstrip("/"), at, key, arm=arm, round_=round_, judge=judge)
     )
     passed: dict[str, list[bool]] = {}
-    for mark in verdict.marks:
-        passed.setdefault(mark.specialty, []).append(mark.passed)
+    for answer in verdict.marks:
+        passed.setdefault(answer.specialty, []).append(answer.passed)
     values: dict[str, object] = {
         "peer_id": key.peer_id,
         "challenge": challenge.id,

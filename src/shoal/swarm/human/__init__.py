@@ -1,7 +1,7 @@
-"""A node of the swarm whose generator is people: questions on a web page, answers signed and offered to everybody.
+"""The human UI is a node whose generators are people: it asks on a web page and shares the signed answers.
 
-questions   what is asked, who answered what, when it becomes an offer (pure)
-desk        questions in, offers out: exchange, recogniser, scorer
-server      the page and what it asks for
-static      the page itself: HTML, style and script as they are
+questions   open questions with their answers, until they become offers (pure)
+human_node  exchange, recogniser and scorer behind the page
+server      the page and its requests
+static      HTML, style and script of the page
 """

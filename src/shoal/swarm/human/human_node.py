@@ -1,12 +1,12 @@
-"""Questions in, offers out: what a desk does between its page and the swarm.
+"""A human node asks people its questions and shares their answers as offers.
 
-    listen   consumes frames of the exchange; the door admits them; the newest offers may be asked
-    weigh    scores what peers answered to a question that is asked; rests as long as it works
-    tell     writes status.json, reads banned.txt
-    share    looks every moment which questions are complete, signs them as offers, and publishes them
+    listen   consumes frames of the exchange; the ingress filter admits them; the newest offers may be asked
+    score    scores peers' answers to an open question; rests as long as it works
+    report   writes status.json, reads banned.txt
+    share    signs the complete questions as offers and sends them
 
-A question is one of the node's own tasks, drawn for the page, or one that a peer offers and that is a task of this node
-too. Peers' answers are shown to those who have answered, with this node's verdict; nothing of a peer is believed.
+A question is one of the node's own tasks, or a peer's offer of such a task. Users see peers' answers after their own,
+with this node's verdict; no claim of a peer is believed.
 """
 
 import asyncio
@@ -42,35 +42,35 @@ MODEL = "people"
 
 @dataclass(frozen=True, slots=True)
 class HumanNodeDeps:
-    """What a desk works with."""
+    """Dependencies of a human node."""
 
     exchange: Exchange
     recogniser: Recogniser
     scorer: Scorer
     draw: Callable[[int], Task]
-    """One of the node's training tasks, by any number. Blocks; raises `TaskError`."""
+    """Draws a training task of the node by any number. Blocks; raises `TaskError`."""
 
 
 @dataclass(slots=True)
 class HumanNodeCounts:
-    """What a desk did so far."""
+    """Counts since the start of a human node."""
 
     answers: int = 0
     shared: int = 0
     unsent: int = 0
-    """Offers that were complete while the exchange was away for too long."""
+    """Complete offers dropped because the exchange was away too long."""
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """An offer until it is shared. A frame that was sealed is kept: tried again, it counts once, whoever heard it."""
+    """An offer until it is shared. A signed frame is kept: peers count a second attempt as the same message."""
 
     offer: Offer
     frame: bytes | None = None
 
 
 class HumanNode(Peer):
-    """One event loop; `run` has to run for anything to be shared."""
+    """Node whose answers come from people. One event loop; nothing is shared unless `run` runs."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class HumanNode(Peer):
             loops.create_task(self._report(), name="human UI: reporting")
 
     def status(self) -> dict[str, object]:
-        """What `shoal swarm status` shows."""
+        """State shown by `shoal swarm status`."""
         return {
             **super().status(),
             "generator": GeneratorKind.PERSON.value,
@@ -114,7 +114,7 @@ class HumanNode(Peer):
         }
 
     async def question_for(self, user: str) -> OpenQuestion:
-        """What to ask a visitor. Raises `TaskError` when nothing can be drawn."""
+        """Chooses a question for a user, or opens another. Raises `TaskError` when nothing can be drawn."""
         async with self._opening:  # else a crowd that comes at once gets a question each
             found = self.questions.next_for(user)
             if found is None:
@@ -140,7 +140,7 @@ class HumanNode(Peer):
         return given
 
     async def _opened(self) -> OpenQuestion:
-        """A new question: of a peer and of our own tasks in turn, as far as peers offer what is ours too."""
+        """Opens a question: a peer's and an own task in turn, as long as peers offer own tasks."""
         self._peers_turn, peers = not self._peers_turn, self._peers_turn
         while peers and self._offered:
             message, content = self._offered.pop()
@@ -160,7 +160,7 @@ class HumanNode(Peer):
         return OpenQuestion(secrets.token_urlsafe(12), task, claim, self._clock())
 
     async def _score_peers(self) -> None:
-        """One text at a time: an answer that hangs keeps visitors waiting no longer than one of their own."""
+        """Scores one text at a time: a hanging answer of a peer delays users no longer than one of theirs."""
         while True:
             question, content = await self._unscored.get()
             for rollout in content.rollouts[:SHOWN_OTHERS]:
@@ -192,7 +192,7 @@ class HumanNode(Peer):
             await asyncio.sleep(pause_s)
 
     async def _publish(self, outgoing: Outgoing) -> bool:
-        """Whether an offer needs no other try."""
+        """Sends an offer; returns True if no further attempt is needed."""
         if not self.connected:
             return False
         try:
@@ -209,6 +209,6 @@ class HumanNode(Peer):
 
 
 def offer_of_people(question: OpenQuestion, now_s: float) -> Offer:
-    """The answers to a question as an offer. Of the people nothing is in it but what they wrote."""
+    """Builds the offer of a question's answers. People appear in it by their text only."""
     rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
     return Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, now_s)

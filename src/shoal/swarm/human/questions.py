@@ -1,8 +1,8 @@
-"""What a desk asks, who answered what, and when it becomes an offer. Pure: the time comes in as an argument.
+"""Open questions collect people's answers until these become an offer. Pure: the time comes in as an argument.
 
-An offer is a group: several answers to one question, of several people or of one who tried again. It is of use to nodes
-only if its rewards differ, so a question stays open until they do, and then for a while, for more answers to come. What
-is answered alike by everybody until it expires is dropped, and counted.
+An offer is a group: several answers to one question, of several people or of one who tried again. Nodes can use it only
+if its rewards differ. A question therefore stays open until they do, and then for a while, for more answers. A question
+that expires with equal rewards is dropped and counted.
 """
 
 from collections import Counter, OrderedDict
@@ -15,44 +15,44 @@ from shoal.types import Reward, RewardStatus, Task
 
 MOST_OPEN = 64
 MOST_ANSWERS = 16
-"""Of one question."""
+"""Answers to one question."""
 MOST_CHARACTERS = 4000
-"""Of one answer."""
+"""Characters of one answer."""
 TRIES = 3
-"""Of one visitor at one question."""
+"""Attempts of one user at one question."""
 REMEMBERED = 1024
-"""Questions whose end is remembered, for whoever waits for it."""
+"""Closed questions whose end is remembered, for users who ask for it."""
 
 
 class QuestionState(StrEnum):
-    """What became of a question."""
+    """State of a question."""
 
     OPEN = "open"
     SHARED = "shared"
-    """Its answers are an offer."""
+    """Question whose answers are an offer."""
     DROPPED = "dropped"
-    """It expired, and its answers were too few or all worth the same."""
+    """Question that expired with too few answers, or with equal rewards."""
 
 
 class NotTaken(ValueError):
-    """An answer that is not taken; the text says why."""
+    """Refusal of an answer; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionPace:
-    """When answers become an offer."""
+    """Conditions on which answers become an offer."""
 
     answers: int = 4
-    """As many as make it complete, once their rewards differ."""
+    """Answers that complete a question, once their rewards differ."""
     wait_s: float = 30.0
-    """Since the last answer, after which fewer will do."""
+    """Seconds since the last answer, after which fewer answers suffice."""
     open_s: float = 3600.0
-    """How long a question waits for answers."""
+    """Seconds that a question waits for answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One answer of a visitor, with this node's verdict."""
+    """One answer of a user, with this node's verdict."""
 
     user: str
     text: str
@@ -62,7 +62,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """An answer of a peer, with this node's verdict."""
+    """One answer of a peer, with this node's verdict."""
 
     generator: str
     model: str
@@ -72,7 +72,7 @@ class Other:
 
 @dataclass(slots=True)
 class OpenQuestion:
-    """One question and what people said to it."""
+    """One question with the answers of users and peers."""
 
     id: str
     task: Task
@@ -81,42 +81,42 @@ class OpenQuestion:
     others: tuple[Other, ...] = ()
     answers: list[Given] = field(default_factory=list)
     passed_by: set[str] = field(default_factory=set)
-    """Visitors who do not want to see it any more."""
+    """Users who passed the question over."""
     unscored: Counter[str] = field(default_factory=Counter)
-    """Answers of each visitor on which the scorer gave up: they are in no offer, but they were tries."""
+    """Answers of each user that the scorer gave up on: no part of an offer, but attempts."""
     scoring: set[str] = field(default_factory=set)
-    """Visitors with an answer on its way to a verdict."""
+    """Users with an answer at the scorer."""
 
     def of(self, user: str) -> list[Given]:
-        """What one visitor said."""
+        """Scored answers of one user."""
         return [given for given in self.answers if given.user == user]
 
     def tries_left(self, user: str) -> int:
-        """How often a visitor may still answer: not after a right one."""
+        """Attempts that a user has left; none after a right answer."""
         own = self.of(user)
         right = any(is_right(given.reward) for given in own)
         return 0 if right else max(0, TRIES - len(own) - self.unscored[user])
 
     @property
     def differs(self) -> bool:
-        """Whether there is something to learn from the answers."""
+        """True if the rewards of the answers differ."""
         return len({given.reward.value for given in self.answers}) > 1
 
 
 def is_right(reward: Reward) -> bool:
-    """Whether an answer has the full reward."""
+    """Tells whether an answer has the full reward."""
     return reward.status is RewardStatus.SCORED and reward.value >= 1
 
 
 class OpenQuestions:
-    """The open ones, oldest first. Invariant: at most `MOST_OPEN`, each with at most `MOST_ANSWERS` answers."""
+    """All open questions, oldest first. Invariant: at most `MOST_OPEN`, each with at most `MOST_ANSWERS` answers."""
 
     def __init__(self, pace: QuestionPace) -> None:
         self._pace = pace
         self._open: OrderedDict[str, OpenQuestion] = OrderedDict()
         self._ended: OrderedDict[str, QuestionState] = OrderedDict()
         self.dropped = 0
-        """Questions that people answered, and that are in no offer."""
+        """Answered questions that became no offer."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -125,21 +125,21 @@ class OpenQuestions:
         return iter(self._open.values())
 
     def add(self, question: OpenQuestion) -> None:
-        """Opens a question; the oldest makes room, one without answers if there is any."""
+        """Opens a question. The oldest without answers makes room, else the oldest."""
         if len(self._open) >= MOST_OPEN:
             self._end(next((one for one in self if not one.answers), next(iter(self))), QuestionState.DROPPED)
         self._open[question.id] = question
 
     def get(self, id_: str) -> OpenQuestion | None:
-        """An open question by id."""
+        """Finds an open question by id."""
         return self._open.get(id_)
 
     def state(self, id_: str) -> QuestionState | None:
-        """What became of a question; None when nobody remembers it."""
+        """State of a question; None for a forgotten one."""
         return QuestionState.OPEN if id_ in self._open else self._ended.get(id_)
 
     def next_for(self, user: str) -> OpenQuestion | None:
-        """What to ask a visitor: what it was at, else what others have answered; None when it has seen everything."""
+        """Chooses a user's question: their current one, else the most answered one; None when nothing is left."""
         seen = [one for one in self if user not in one.passed_by and one.tries_left(user)]
         seen = [one for one in seen if len(one.answers) + len(one.scoring) < MOST_ANSWERS]
         return max(seen, key=lambda one: (len(one.of(user)), len(one.answers)), default=None)
@@ -160,14 +160,14 @@ class OpenQuestions:
             raise NotTaken("this question has all the answers that it can have")
 
     def take(self, question: OpenQuestion, given: Given) -> None:
-        """Keeps an answer with its verdict; one that could not be scored is no evidence of anything."""
+        """Keeps an answer with its verdict; an unscored answer counts as an attempt only."""
         if given.reward.status is RewardStatus.SCORED:
             question.answers.append(given)
         else:
             question.unscored[given.user] += 1
 
     def due(self, now_s: float) -> list[OpenQuestion]:
-        """The questions that are complete, which are open no more; what has expired is dropped."""
+        """Closes the complete questions and returns them; expired questions are dropped."""
         complete = [one for one in self if not one.scoring and self._is_complete(one, now_s)]
         for one in complete:
             self._end(one, QuestionState.SHARED)

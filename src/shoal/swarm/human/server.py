@@ -1,14 +1,14 @@
-"""The page and what it asks for, over HTTP.
+"""The human UI serves its page and the page's requests over HTTP.
 
     GET  /                  the page; style.css and desk.js beside it
-    POST /api/question      {"pass": ID or null} -> what to answer; a question is passed over for good
-    POST /api/answer        {"question": ID, "text": ...} -> the verdict, and what others said
+    POST /api/question      {"pass": ID or null} -> a question; the named question is passed over for good
+    POST /api/answer        {"question": ID, "text": ...} -> the verdict, and others' answers
     GET  /api/state/ID      whether the answers are an offer yet
-    GET  /api/status        how the desk is doing
+    GET  /api/status        counts of the node
 
-A visitor is a signed cookie; so that a new cookie is no new allowance, addresses and all visitors together have rates
-too. X-Forwarded-For counts only from the proxies named in `FORWARDED_ALLOW_IPS`.
-What people and peers wrote leaves as JSON, and the script shows it as text.
+A signed cookie names a user. Addresses and all users together have rates too, so a new cookie is no new allowance.
+X-Forwarded-For counts only from the proxies named in `FORWARDED_ALLOW_IPS`. Texts of people and peers leave as JSON,
+and the script shows them as text.
 """
 
 import hmac
@@ -36,9 +36,9 @@ from shoal.types import Reward, Role
 COOKIE = "visitor"
 MOST_BODY_BYTES = 8 * MOST_CHARACTERS
 REMEMBERED = 4096
-"""Visitors and addresses whose rates are remembered."""
+"""Users and addresses whose rates are remembered."""
 SHOWN_CHARACTERS = 1000
-"""Of another's answer."""
+"""Characters shown of another's answer."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -57,30 +57,30 @@ T = TypeVar("T")
 
 
 class NextRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Wants a question."""
+    """Request for a question."""
 
     passed: str | None = msgspec.field(default=None, name="pass")
 
 
 class UserAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """Answers a question."""
+    """Request that answers a question."""
 
     question: str
     text: str
 
 
 class Rates:
-    """Who may ask how often: each visitor, each address, and all together."""
+    """Limits on the requests of each user, each address, and all together."""
 
     def __init__(self, clock: Callable[[], float], *, user_per_s: float = 0.5, burst: float = 10) -> None:
-        """An address, which a school may share, has ten times a visitor's rate; all together a hundred times."""
+        """An address, which a school may share, has ten times a user's rate; all together have a hundred times."""
         self._clock = clock
         self._user = (user_per_s, burst)
         self._known: OrderedDict[str, Bucket] = OrderedDict()
         self._all = Bucket(100 * user_per_s, 20 * burst)
 
     def check(self, user: str, address: str) -> None:
-        """Raises `Refused` for one request too many."""
+        """Raises `UserRefused` for a request above a rate."""
         rate, burst = self._user
         own = self._bucket(f"visitor {user}", rate, burst).take(self._clock())
         if not (own and self._bucket(f"address {address}", 10 * rate, 5 * burst).take(self._clock())):
@@ -97,7 +97,7 @@ class Rates:
 
 
 class HumanServer:
-    """`app` is the ASGI application."""
+    """HTTP server of a human node; `app` is the ASGI application."""
 
     def __init__(self, node: HumanNode, rates: Rates | None = None) -> None:
         self._node = node
@@ -153,7 +153,7 @@ class HumanServer:
         return _json(_verdict(question, user, given))
 
     def _user(self, http: Request) -> str:
-        """Whom this desk gave the cookie of a request; empty for one that it gave to nobody."""
+        """User named by a cookie that this node signed; empty for any other cookie."""
         user, _, signature = http.cookies.get(COOKIE, "").partition(".")
         known = hmac.compare_digest(signature.encode(), self._signature(user).encode())
         return user if known else ""
@@ -194,7 +194,8 @@ def _asked(question: OpenQuestion, user: str) -> dict[str, object]:
 
 
 def _verdict(question: OpenQuestion, user: str, given: Given) -> dict[str, object]:
-    """Others are shown to who is done, or they would be copied."""
+    """Builds the verdict. Others' answers are shown only to users without attempts left, who could copy them
+    otherwise."""
     left = question.tries_left(user)
     own = {one.text for one in question.of(user)}
     others = [] if left else [(one.generator, one.model, one.text, one.reward) for one in question.others]
@@ -217,7 +218,7 @@ def _judged(reward: Reward) -> dict[str, object]:
 
 
 async def _read(http: Request, type_: type[T]) -> T:
-    """The JSON of a request. Raises `Refused`."""
+    """Decodes the JSON of a request. Raises `UserRefused`."""
     return decoded(await body(http, MOST_BODY_BYTES), type_)
 
 

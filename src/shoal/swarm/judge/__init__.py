@@ -1,13 +1,13 @@
-"""Challenges for models, set and marked by somebody without a stake in the answers (SAPO, arXiv 2509.08721).
+"""The judge sets challenges for models and grades the answers; it has no stake in them (SAPO, arXiv 2509.08721).
 
-messages    what judge and takers sign and send
-commitment  questions that are fixed before anybody asks, and can be drawn again afterwards (pure)
-book        sittings, challenges and marks in SQLite
-judging     one judge: issues challenges, marks answers
+condition   training of a compared node
+messages    signed messages between judge and takers
+commitment  questions fixed before any request, and drawable afterwards (pure)
+store       rounds, challenges and graded answers in SQLite
+judging     the judge itself
 server      the judge over HTTP, with its leaderboard
 page        the leaderboard
-taking      a taker: gets a challenge, asks a model, hands in the answers
-arm         how a node is trained
+client      a taker that answers a challenge by a model, and the audit of a judge
 comparison  swarm against solo: tests, bands, cohorts (pure)
 figure      the comparison as a picture
 """

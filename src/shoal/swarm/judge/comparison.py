@@ -1,14 +1,13 @@
-"""Swarm against solo, as SAPO's figure 3 draws it: judged scores by normalised round, with a test at every point. Pure.
+"""A comparison sets swarm against solo as SAPO's figure 3 does: scores by normalised round, with a test at every point.
 
-A node's normalised round is its round less the first at which it was judged, so that late joiners are compared with
-others at the same age. Rounds are put into bins; within a bin a node is one number, its mean score, however often it
-was judged: challenges to one node are not independent of each other, nodes are.
+Pure. A node's normalised round counts from its first judged round, so late joiners are compared at equal age. Rounds
+form bins. Within a bin a node is one number, its mean score: challenges to one node depend on each other, nodes do not.
 
-    raw      every bin has whoever was judged in it
-    cohort   only nodes that reached the horizon, in every bin; a bin in which one was not judged has its last score
+    raw      every bin has all nodes judged in it
+    cohort   only nodes that reached the horizon, in every bin; a bin without a score repeats the last
 
-Weak nodes that leave raise the raw curve without anybody learning; behind every point of the cohort's are the same
-nodes. The cohort still says nothing of those who left, which is why both are given.
+Weak nodes that leave raise the raw curve although no node learned. Every point of the cohort has the same nodes, but it
+tells nothing of those that left. Both curves are therefore given.
 """
 
 import math
@@ -22,10 +21,10 @@ from scipy import stats
 from shoal.swarm.judge.condition import Condition, Judged
 
 EXACT_WAYS = 20_000
-"""Ways to deal the nodes to the arms, up to which p is exact: 8 nodes against 8. Beyond it is of the normal
+"""Ways to deal the nodes to the conditions, up to which p is exact: 8 nodes against 8. Beyond, p comes from the normal
 distribution, with the variance that ties leave."""
 LEAST_NODES = 2
-"""Of each arm; with one there is no test."""
+"""Nodes of each condition that a test needs."""
 SIGNIFICANT = 0.05
 TEST = "two-sided Mann-Whitney U test per bin of rounds, p adjusted by Benjamini-Hochberg over the bins"
 
@@ -37,14 +36,14 @@ class RankTest:
     u: float
     """Pairs in which the first sample's value is larger; ties count one half."""
     p: float
-    """Two-sided."""
+    """Two-sided p."""
     favours: float
-    """`u` as a share of all pairs: the chance that a value of the first sample is larger. 0.5 says nothing."""
+    """Share of `u` in all pairs: the chance that a value of the first sample is larger. 0.5 says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The nodes of one arm in one bin; None where there are none."""
+    """Scores of one condition in one bin; None without nodes."""
 
     nodes: int
     mean: float | None = None
@@ -57,33 +56,33 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Both arms in one bin. With fewer than two nodes on a side there is no test."""
+    """Both conditions in one bin; without two nodes on each side there is no test."""
 
     round: int
-    """The first normalised round of the bin."""
+    """First normalised round of the bin."""
     swarm: Band
     solo: Band
     test: RankTest | None
     q: float | None
-    """The test's p, adjusted."""
+    """Adjusted p of the test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All bins, once of everybody and once of the cohort."""
+    """All bins, once with all nodes and once with the cohort."""
 
     bin_rounds: int
     horizon: int | None
-    """The first normalised round of the last bin that the cohort reached; None when an arm is empty."""
+    """First normalised round of the last bin that the cohort reached; None when a condition has no nodes."""
     raw: tuple[Point, ...]
     cohort: tuple[Point, ...]
 
 
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
-    """Whether values of one sample tend to be larger (Mann and Whitney, 1947).
+    """Tests whether values of one sample tend to be larger (Mann and Whitney, 1947).
 
-    Given the values, ties included, p is exact where there are few: the share of all ways to deal them into two samples
-    of these sizes that are as extreme. Expects at least two values on each side.
+    For few values p is exact, ties included: the share of all ways to deal them into two samples of these sizes that
+    are as extreme. Expects at least two values on each side.
 
     >>> mann_whitney([1, 2, 3], [4, 5, 6])
     RankTest(u=0.0, p=0.1, favours=0.0)
@@ -99,7 +98,8 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
 
 
 def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
-    """Swarm against solo. The horizon is the last bin that `reached_by` of the nodes of each arm reached."""
+    """Compares swarm with solo. The horizon is the last bin that a share `reached_by` of each condition's nodes
+    reached."""
     if bin_rounds < 1 or not 0 < reached_by <= 1:
         raise ValueError(f"expected bins of at least 1 round and a share in (0, 1], got {bin_rounds} and {reached_by}")
     curves = binned(results, bin_rounds)
@@ -114,7 +114,7 @@ def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0
 
 
 def binned(results: Sequence[Judged], bin_rounds: int) -> dict[Condition, dict[str, dict[int, float]]]:
-    """By arm and node, the mean score in each bin in which it was judged. A node in two arms is two nodes."""
+    """Mean scores by condition, node and bin. A node judged under two conditions is two nodes."""
     first: dict[tuple[Condition, str], int] = {}
     for one in results:
         key = one.arm, one.node
@@ -137,7 +137,7 @@ def _horizon(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], reac
 
 
 def _carried(nodes: Mapping[str, Mapping[int, float]], horizon: int) -> dict[str, dict[int, float]]:
-    """The nodes that reached the horizon, with a value in every bin up to it; all were judged in bin 0."""
+    """Fills the bins of nodes that reached the horizon; every node was judged in bin 0."""
     cohort: dict[str, dict[int, float]] = {}
     for node, bins in nodes.items():
         if max(bins) < horizon:

@@ -1,11 +1,11 @@
-"""How a judged node is trained, and what came of one challenge."""
+"""A judged node trains under a condition, and each challenge gives it a score."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Condition(StrEnum):
-    """What the comparison sets against each other."""
+    """Training of a compared node."""
 
     SWARM = "swarm"
     SOLO = "solo"
@@ -13,7 +13,7 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The score of one challenge, 0..1, taken by a node after so many of its rounds."""
+    """Score of one challenge, 0..1, after `round` training rounds of a node."""
 
     node: str
     arm: Condition

@@ -1,4 +1,4 @@
-"""Swarm against solo as a picture: everybody on the left, the cohort on the right."""
+"""The comparison's picture shows all nodes on the left and the cohort on the right."""
 
 import io
 import math
@@ -27,7 +27,7 @@ STYLE = {
 
 
 def comparison_png(comparison: Comparison) -> bytes:
-    """Mean pass@1 with the band from the worst to the best node; filled markers where the difference is significant."""
+    """Plots mean pass@1 with the band from worst to best node; filled markers show significant differences."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
         raw, cohort = figure.subplots(1, 2, sharey=True)
@@ -68,6 +68,6 @@ def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
 
 
 def _gapped(bands: Sequence[Band], name: Literal["mean", "low", "high"]) -> list[float]:
-    """One number per bin; NaN, which leaves a gap, where nobody was judged."""
+    """Numbers of the bins; NaN leaves a gap where no node was judged."""
     values: list[float | None] = [getattr(band, name) for band in bands]
     return [math.nan if value is None else value for value in values]

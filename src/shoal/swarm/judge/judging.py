@@ -1,7 +1,7 @@
-"""One judge: commits to sittings, issues challenges, marks answers.
+"""A judge commits to rounds, issues challenges and grades answers.
 
-A challenge costs the judge a draw of every question, twice, and a score of every answer, so who may ask how often is
-bounded: each peer for itself, and all who never answered one together, since identities cost nothing.
+A challenge costs the judge two draws of every question and one scoring of every answer, so requests are limited. Each
+peer has a limit of its own. All peers that never answered share one, since identities cost nothing.
 """
 
 import asyncio
@@ -39,40 +39,41 @@ from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task
 
 SKEW_S = 300.0
-"""How far the clock of a taker may be off."""
+"""Seconds that a taker's clock may be off."""
 MOST_TIMEOUTS = 2
-"""Of one challenge; the answers after them are not tried, so that a challenge cannot keep the scorer for long."""
+"""Timeouts in one challenge after which its other answers are not scored, so that it cannot hold the scorer for
+long."""
 MOST_CHALLENGE = 0.8
 """Share of a message that the questions of a typical challenge may take; others are longer."""
 PEERS = 4096
-"""Whose rates are remembered."""
+"""Peers whose rates are remembered."""
 PUBLISHED = 64
-"""Sittings in the ledger."""
+"""Rounds in the ledger."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a judge judges."""
+    """Rules of a judge."""
 
     each: int = 3
     """Questions of every specialty in a challenge."""
-    sitting_s: float = 3600.0
+    round_s: float = 3600.0
     answer_s: float = 600.0
-    """From a challenge to its deadline; a sitting's seed is revealed when its last challenge is past it."""
+    """Seconds from a challenge to its deadline; a round's seed is revealed after its last deadline."""
     peer_every_s: float = 30.0
-    """Between challenges of one peer, on average."""
+    """Seconds between challenges of one peer, on average."""
     peer_burst: float = 10.0
     newcomers_every_s: float = 2.0
-    """Between challenges of all those who never answered one."""
+    """Seconds between challenges of all peers that never answered one."""
     newcomers_burst: float = 30.0
     open_at_once: int = 3
-    """Challenges of one peer."""
+    """Open challenges of one peer."""
 
 
 class ChallengeRefused(JudgeError):
-    """A request that is not granted; `status` is HTTP's."""
+    """Refusal of a request; `status` is HTTP's."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -80,7 +81,7 @@ class ChallengeRefused(JudgeError):
 
 
 class Judge:
-    """Answers signed messages with signed messages. One event loop."""
+    """Judge that answers signed messages with signed messages. One event loop."""
 
     def __init__(
         self,
@@ -94,9 +95,9 @@ class Judge:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """New sittings have these `specialties`; one that has begun keeps its own.
+        """New rounds have these `specialties`; a round that has begun keeps its own.
 
-        `clock` gives Unix time; rates are kept by `steady`, which nobody sets.
+        `clock` gives Unix time; rates follow the monotonic `steady`.
         """
         self.store = store
         self.rules = rules or Rules()
@@ -107,14 +108,14 @@ class Judge:
         self._clock = clock
         self._steady = steady
         self._turn = asyncio.Lock()
-        self._marking: set[str] = set()
+        self._grading: set[str] = set()
         self._peers: OrderedDict[str, Bucket] = OrderedDict()
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
 
     def rehearse(self) -> None:
-        """Draws a challenge that nobody gets. Blocks. Raises `ConfigError` when such would not fit into a message."""
-        sitting = Round(0, 0.0, 0.0, 0.0, b"", self.rules.each, self._specialties)
-        tasks = drawn(self._drawer, sitting, bytes(SEED_BYTES), self.peer_id, "", 0)
+        """Draws a trial challenge. Blocks. Raises `ConfigError` when such a challenge would not fit into a message."""
+        round_ = Round(0, 0.0, 0.0, 0.0, b"", self.rules.each, self._specialties)
+        tasks = draw_questions(self._drawer, round_, bytes(SEED_BYTES), self.peer_id, "", 0)
         size = sum(len(wire.encode(ChallengeQuestion(task.service, task.messages))) for task in tasks)
         if size > MOST_CHALLENGE * MOST_BYTES:
             raise ConfigError(
@@ -123,15 +124,15 @@ class Judge:
 
     @property
     def peer_id(self) -> str:
-        """Of the judge."""
+        """Peer id of the judge."""
         return self._identity.peer_id
 
     def now_s(self) -> float:
-        """Unix time, as the judge's clock has it."""
+        """Unix time by the judge's clock."""
         return self._clock()
 
     def ledger(self) -> PublicLedger:
-        """The newest commitments, that of the next sitting among them, and the seeds of those that are over."""
+        """Newest commitments, up to the next round's, and the seeds of finished rounds."""
         self._current()
         kept = self.store.newest_rounds(PUBLISHED)
         over = [one for one in kept if one.reveals_s < self._clock()]
@@ -139,7 +140,7 @@ class Judge:
         return PublicLedger(tuple(one.statement for one in kept), seeds)
 
     async def challenge(self, data: bytes) -> bytes:
-        """A signed `Challenge` for a signed `ChallengeRequest`. Raises `ChallengeRefused`."""
+        """Issues a signed `Challenge` for a signed `ChallengeRequest`. Raises `ChallengeRefused`."""
         peer_id, ask = _read(data, ChallengeRequest)
         if ask.judge != self.peer_id:
             raise ChallengeRefused(403, f"this is for the judge {ask.judge[:64]}; here is {self.peer_id}")
@@ -162,7 +163,7 @@ class Judge:
         return signed(self._identity, challenge)
 
     async def verdict(self, data: bytes) -> bytes:
-        """A signed `ChallengeVerdict` for signed `Answers`. Raises `ChallengeRefused`."""
+        """Grades signed `Answers`; returns a signed `ChallengeVerdict`. Raises `ChallengeRefused`."""
         peer_id, answers = _read(data, Answers)
         record = self.store.challenge(answers.challenge)
         if record is None or record.peer_id != peer_id or answers.judge != self.peer_id:
@@ -171,19 +172,19 @@ class Judge:
             raise ChallengeRefused(409, "this challenge is answered")
         if record.deadline_s < self._clock():
             raise ChallengeRefused(409, "the deadline of this challenge is over")
-        if record.id in self._marking:  # else the same answers sent often would keep the scorer busy
-            raise ChallengeRefused(409, "this challenge is being marked")
-        self._marking.add(record.id)
+        if record.id in self._grading:  # else the same answers sent often would keep the scorer busy
+            raise ChallengeRefused(409, "this challenge is being graded")
+        self._grading.add(record.id)
         try:
-            marks = await self._grade_answers(record, answers)
-            score = pass_at_1(marks)
-            self.store.mark(record.id, data, marks, score)
+            graded = await self._grade_answers(record, answers)
+            score = pass_at_1(graded)
+            self.store.keep_grades(record.id, data, graded, score)
         finally:
-            self._marking.remove(record.id)
-        return signed(self._identity, ChallengeVerdict(record.id, score, tuple(marks)))
+            self._grading.remove(record.id)
+        return signed(self._identity, ChallengeVerdict(record.id, score, tuple(graded)))
 
     async def _grade_answers(self, record: Record, answers: Answers) -> list[GradedAnswer]:
-        kept = self.store.sitting(record.sitting)
+        kept = self.store.kept_round(record.sitting)
         assert kept is not None
         async with self._turn:
             tasks = await self._tasks(kept, record.peer_id, record.model, record.attempt)
@@ -191,23 +192,23 @@ class Judge:
             raise ChallengeRefused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
         return await grade(self._scorer, tasks, answers.texts)
 
-    def transcripts(self, sitting: int) -> list[str]:
-        """The ids of the challenges of a sitting that is over. Raises `ChallengeRefused`."""
-        kept = self.store.sitting(sitting)
+    def transcripts(self, round_: int) -> list[str]:
+        """Ids of the challenges of a finished round. Raises `ChallengeRefused`."""
+        kept = self.store.kept_round(round_)
         if kept is None or kept.reveals_s >= self._clock():
-            raise ChallengeRefused(404, "there is no such sitting, or it is not over")
-        return [record.id for record in self.store.challenges(sitting)]
+            raise ChallengeRefused(404, "there is no such round, or it is not over")
+        return [record.id for record in self.store.challenges(round_)]
 
     def transcript(self, id_: str) -> Transcript:
-        """Everything said about a challenge of a sitting that is over. Raises `ChallengeRefused`."""
+        """Messages and grades of a challenge of a finished round. Raises `ChallengeRefused`."""
         record: Record | None = self.store.challenge(id_)
-        kept = self.store.sitting(record.sitting) if record else None
+        kept = self.store.kept_round(record.sitting) if record else None
         if record is None or kept is None or kept.reveals_s >= self._clock():
-            raise ChallengeRefused(404, "there is no such challenge, or its sitting is not over")
-        return Transcript(record.sitting, record.attempt, record.ask, record.answers, self.store.marks(id_))
+            raise ChallengeRefused(404, "there is no such challenge, or its round is not over")
+        return Transcript(record.sitting, record.attempt, record.ask, record.answers, self.store.graded_answers(id_))
 
     def _admit(self, peer_id: str) -> None:
-        """Raises `ChallengeRefused` for who asks too often."""
+        """Raises `ChallengeRefused` for a peer that asks too often."""
         bucket = self._peers.setdefault(peer_id, Bucket(1 / self.rules.peer_every_s, self.rules.peer_burst))
         self._peers.move_to_end(peer_id)
         if len(self._peers) > PEERS:
@@ -218,7 +219,7 @@ class Judge:
             raise ChallengeRefused(429, "too many newcomers ask; try again in a minute")
 
     def _current(self) -> KeptRound:
-        """The sitting that is going on; that and the next one are committed to if they are not yet."""
+        """Returns the current round; commits to it and to the next round if need be."""
         now_s = self._clock()
         newest = self.store.newest_rounds(2)
         while not newest or newest[0].opens_s <= now_s:
@@ -228,23 +229,25 @@ class Judge:
 
     def _commit(self, number: int, opens_s: float) -> KeptRound:
         seed = secrets.token_bytes(SEED_BYTES)
-        closes_s = opens_s + self.rules.sitting_s
+        closes_s = opens_s + self.rules.round_s
         reveals_s = closes_s + self.rules.answer_s
-        sitting = Round(number, opens_s, closes_s, reveals_s, commitment_of(seed), self.rules.each, self._specialties)
-        kept = KeptRound(number, opens_s, closes_s, reveals_s, seed, signed(self._identity, sitting))
+        round_ = Round(number, opens_s, closes_s, reveals_s, commitment_of(seed), self.rules.each, self._specialties)
+        kept = KeptRound(number, opens_s, closes_s, reveals_s, seed, signed(self._identity, round_))
         self.store.put_round(kept)
         return kept
 
     async def _tasks(self, kept: KeptRound, peer_id: str, model: str, attempt: int) -> list[Task]:
-        _, sitting = opened(kept.statement, Round)
+        _, round_ = opened(kept.statement, Round)
         try:
-            return await asyncio.to_thread(drawn, self._drawer, sitting, kept.seed, peer_id, model, attempt)
+            return await asyncio.to_thread(draw_questions, self._drawer, round_, kept.seed, peer_id, model, attempt)
         except TaskError as error:
             raise ChallengeRefused(503, f"a question could not be drawn: {error}") from error
 
 
-def drawn(drawer: ProceduralClient, sitting: Round, seed: bytes, peer_id: str, model: str, attempt: int) -> list[Task]:
-    """The questions of a challenge, from what the judge stated and the seed. Blocks. Raises `TaskError`."""
+def draw_questions(
+    drawer: ProceduralClient, round_: Round, seed: bytes, peer_id: str, model: str, attempt: int
+) -> list[Task]:
+    """Draws the questions of a challenge from the round and its seed. Blocks. Raises `TaskError`."""
     return [
         drawer.draw(
             Spec(one.dataset, one.config, one.system_prompt, one.rewrite),
@@ -252,27 +255,27 @@ def drawn(drawer: ProceduralClient, sitting: Round, seed: bytes, peer_id: str, m
             0,
             question_index(seed, peer_id, model, attempt, one.dataset, position),
         )
-        for one in sitting.specialties
-        for position in range(sitting.each)
+        for one in round_.specialties
+        for position in range(round_.each)
     ]
 
 
 async def grade(scorer: Scorer, tasks: Sequence[Task], texts: Sequence[str]) -> list[GradedAnswer]:
-    """One mark per question. One at a time, so that no taker has more than one of the scorer's processes."""
-    marks: list[GradedAnswer] = []
+    """Grades one answer at a time, so that no taker has more than one of the scorer's processes."""
+    graded: list[GradedAnswer] = []
     for task, text in zip(tasks, texts, strict=True):
-        if sum(mark.status is RewardStatus.TIMED_OUT for mark in marks) >= MOST_TIMEOUTS:
-            marks.append(GradedAnswer(task.service, 0.0, RewardStatus.TIMED_OUT))
+        if sum(answer.status is RewardStatus.TIMED_OUT for answer in graded) >= MOST_TIMEOUTS:
+            graded.append(GradedAnswer(task.service, 0.0, RewardStatus.TIMED_OUT))
             continue
         (reward,) = await scorer.score(task, [text])
         status = RewardStatus.TIMED_OUT if reward.exhausted else reward.status
-        marks.append(GradedAnswer(task.service, reward.value, status))
-    return marks
+        graded.append(GradedAnswer(task.service, reward.value, status))
+    return graded
 
 
-def pass_at_1(marks: Sequence[GradedAnswer]) -> float:
-    """The share of the questions that were answered right at the first and only try."""
-    return sum(mark.passed for mark in marks) / len(marks)
+def pass_at_1(graded: Sequence[GradedAnswer]) -> float:
+    """Share of the questions that were answered right at the only attempt."""
+    return sum(answer.passed for answer in graded) / len(graded)
 
 
 def _read(data: bytes, type_: type[T]) -> tuple[str, T]:

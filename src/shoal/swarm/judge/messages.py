@@ -1,13 +1,14 @@
-"""What judge and takers sign and send: size, then schema, then signature, then use.
+"""Judge and takers exchange signed messages: size, then schema, then signature, then use.
 
-    taker -> judge   Ask        for a challenge
-    judge -> taker   Challenge  the questions, and until when
+    taker -> judge   ChallengeRequest  asks for a challenge
+    judge -> taker   Challenge         the questions and their deadline
     taker -> judge   Answers
-    judge -> taker   Verdict
-    judge -> all     Sitting    the commitment, before; `Revealed` after
+    judge -> taker   ChallengeVerdict
+    judge -> all     Round             the commitment, before; `Revealed` after
 
-The signature covers the kind of message, so that none passes for another; a taker's messages name the judge they are
-for, so that no judge can pass them on.
+The signature covers the type of message, so no message passes for another type. A taker's messages name their judge, so
+no judge can pass them on. The protocol keeps its keys: `sitting` is a round's number, `arm` the condition, and `marks`
+the graded answers.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shoal.swarm.judge.condition import Condition
 from shoal.types import Message, RewardStatus
 
 MOST_BYTES = 256 * 1024
-"""Of a signed message. A judge whose challenges do not fit in does not start; a taker cuts answers that would not."""
+"""Bytes of a signed message. A judge with larger challenges does not start; a taker cuts longer answers."""
 MOST_NAME_CHARACTERS = 100
 MOST_ANSWER_CHARACTERS = 16_384
 MOST_ANSWERS = 1024
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Specialty:
-    """One dataset with the settings that its questions are drawn with."""
+    """One dataset with the settings of its questions."""
 
     dataset: str
     dataset_version: str
@@ -44,7 +45,7 @@ class Specialty:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the judge says before any challenge of a sitting: all that its questions depend on, the seed as a hash."""
+    """Statement before a round: all that its questions depend on, with the seed as a hash."""
 
     number: int
     opens_s: float  # Unix time
@@ -58,7 +59,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Revealed:
-    """The seed of a sitting that is over."""
+    """Seed of a finished round."""
 
     number: int
     seed: bytes
@@ -66,10 +67,10 @@ class Revealed:
 
 @dataclass(frozen=True, slots=True)
 class ChallengeRequest:
-    """Wants a challenge for a model, as it is after `round` training rounds."""
+    """Request of a challenge for a model that has had `round` training rounds."""
 
     judge: str
-    """Peer id."""
+    """Peer id of the judge."""
     model: str
     arm: Condition
     round: int
@@ -86,7 +87,7 @@ class ChallengeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChallengeQuestion:
-    """What is asked, as chat messages."""
+    """Chat messages of one question."""
 
     specialty: str
     messages: tuple[Message, ...]
@@ -101,14 +102,14 @@ class Challenge:
     peer_id: str
     ask: ChallengeRequest
     attempt: int
-    """Of this peer and model in this sitting, from 0."""
+    """Attempt of this peer and model in this round, from 0."""
     deadline_s: float  # Unix time
     questions: tuple[ChallengeQuestion, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One text per question, in order."""
+    """Texts of the answers, one per question, in order."""
 
     judge: str
     challenge: str
@@ -117,7 +118,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class GradedAnswer:
-    """What one answer is worth; it passes with 1."""
+    """Score of one answer; a value of 1 passes."""
 
     specialty: str
     value: float
@@ -125,14 +126,14 @@ class GradedAnswer:
 
     @property
     def passed(self) -> bool:
-        """Whether the answer is right. One that hangs or breaks the scorer is not: else one could leave out the hard
-        questions by answering them so."""
+        """True for a right answer. An answer that hangs or breaks the scorer is wrong, so it cannot drop a hard
+        question."""
         return self.status is RewardStatus.SCORED and self.value >= 1
 
 
 @dataclass(frozen=True, slots=True)
 class ChallengeVerdict:
-    """What became of a challenge. `score` is pass@1: the share of its questions that were answered right."""
+    """Result of a challenge. `score` is pass@1: the share of its questions that were answered right."""
 
     challenge: str
     score: float
@@ -141,7 +142,7 @@ class ChallengeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class PublicLedger:
-    """What a judge committed to and revealed: signed `Round`s, newest first, and signed `Revealed`s."""
+    """Commitments of a judge as signed `Round`s, newest first, and its seeds as signed `Revealed`s."""
 
     sittings: tuple[bytes, ...]
     seeds: tuple[bytes, ...]
@@ -149,7 +150,7 @@ class PublicLedger:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One challenge of a sitting that is over: the taker's signed words, and what the judge made of them."""
+    """One challenge of a finished round: the taker's signed messages, and the judge's grades."""
 
     sitting: int
     attempt: int
@@ -166,13 +167,13 @@ class _Signed:
 
 
 def signed(identity: Identity, message: object) -> bytes:
-    """The bytes of a message with its author's signature."""
+    """Encodes a message with its author's signature."""
     body = wire.encode(message)
     return wire.encode(_Signed(identity.public_key, identity.sign(_covered(type(message), body)), body))
 
 
 def opened(data: bytes, type_: type[T], *, author: str | None = None) -> tuple[str, T]:
-    """Who signed a message, and the message. Raises `WireError` for anything else, and for another author."""
+    """Decodes a message and its author's peer id. Raises `WireError`, also for another author."""
     frame = wire.decode(data, _Signed, MOST_BYTES)
     if not is_signed_by(frame.author, frame.signature, _covered(type_, frame.body)):
         raise WireError(f"expected a {type_.__name__} with its author's signature")

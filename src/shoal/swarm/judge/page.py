@@ -1,4 +1,4 @@
-"""The leaderboard as one HTML page without a script; every word that a taker chose is escaped."""
+"""The leaderboard is one HTML page without a script; every text of a taker is escaped."""
 
 from collections.abc import Sequence
 from html import escape
@@ -30,7 +30,7 @@ _NAMES = frozenset({"Peer", "Model", "Arm"})
 
 
 def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Sequence[str]) -> str:
-    """The page of a judge with this peer id, best peer first."""
+    """Page of the judge with this peer id, best peer first."""
     heads = "".join(
         f'<th scope="col"{" class=name" if head in _NAMES else ""}>{escape(head)}</th>'
         for head in (*_HEADS, *specialties)

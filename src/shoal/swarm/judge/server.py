@@ -1,12 +1,12 @@
-"""The judge over HTTP.
+"""The judge serves its messages and its leaderboard over HTTP.
 
     GET  /                   the leaderboard
-    GET  /leaderboard.json   the same for programs
-    GET  /ledger             `Ledger`: commitments, and the seeds of sittings that are over
-    POST /challenge          a signed `Ask` -> a signed `Challenge`
-    POST /verdict            signed `Answers` -> a signed `Verdict`
-    GET  /sittings/N         ids of the challenges of a sitting that is over
-    GET  /transcripts/ID     `Transcript`: what was asked, answered and marked
+    GET  /leaderboard.json   its rows for programs
+    GET  /ledger             `PublicLedger`: commitments, and the seeds of finished rounds
+    POST /challenge          a signed `ChallengeRequest` -> a signed `Challenge`
+    POST /verdict            signed `Answers` -> a signed `ChallengeVerdict`
+    GET  /sittings/N         ids of the challenges of a finished round
+    GET  /transcripts/ID     `Transcript`: questions asked, answers, grades
 
 Messages are the wire bytes of `shoal.swarm.judge.messages`; errors are one line of text.
 """
@@ -31,7 +31,7 @@ from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import Standing
 
 RESTS = 50.0
-"""How long the leaderboard stays as it is, by the time that it took to make."""
+"""Rest between two computations of the leaderboard, relative to the time of one."""
 WIRE = "application/octet-stream"
 _HEADERS = {
     "Content-Security-Policy": page.POLICY,
@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 class JudgeServer:
-    """`app` is the ASGI application."""
+    """HTTP server of a judge; `app` is the ASGI application."""
 
     def __init__(self, judge: Judge, specialties: Sequence[str]) -> None:
         """`specialties` are the columns of the leaderboard."""
@@ -58,7 +58,7 @@ class JudgeServer:
                 Route("/ledger", self._ledger),
                 Route("/challenge", self._challenge, methods=["POST"]),
                 Route("/verdict", self._verdict, methods=["POST"]),
-                Route("/sittings/{number:int}", self._sitting),
+                Route("/sittings/{number:int}", self._round),
                 Route("/transcripts/{id}", self._transcript),
             ],
             middleware=[Middleware(guarded, media_type=WIRE)],
@@ -70,7 +70,7 @@ class JudgeServer:
         return HTMLResponse(html, headers=_HEADERS)
 
     def _newest(self) -> list[Standing]:
-        """The leaderboard of a moment ago: whoever asks how often, it takes 2 % of the time of the only loop."""
+        """Rows of the leaderboard, computed again in at most 2 % of the loop's time, however often it is read."""
         began_s = time.monotonic()
         if began_s >= self._stale_s:
             self._standings = self._judge.store.standings(self._judge.now_s())
@@ -94,7 +94,7 @@ class JudgeServer:
     async def _verdict(self, http: Request) -> Response:
         return Response(await self._judge.verdict(await body(http, MOST_BYTES)), media_type=WIRE)
 
-    async def _sitting(self, http: Request) -> Response:
+    async def _round(self, http: Request) -> Response:
         return Response(wire.encode(self._judge.transcripts(http.path_params["number"])), media_type=WIRE)
 
     async def _transcript(self, http: Request) -> Response:

@@ -1,10 +1,10 @@
-"""What a judge keeps: one SQLite file.
+"""The judge's store is one SQLite file.
 
-    sittings    seed and signed statement; the seed stays secret until the sitting is over
-    challenges  who asked, when, for what; no questions: they follow from the seed
-    marks       one per question of an answered challenge
+    sittings    seed and signed statement of a round; the seed stays secret until the round is over
+    challenges  taker, time and model of a request; no questions: they follow from the seed
+    marks       one graded answer per question of an answered challenge
 
-A challenge that was not answered by its deadline has the score 0: who could leave challenges unanswered could choose.
+A challenge unanswered at its deadline has the score 0, so takers cannot choose by leaving challenges unanswered.
 """
 
 import math
@@ -24,9 +24,9 @@ from shoal.types import RewardStatus
 FILE = "judge.sqlite"
 FORMAT = 1
 NEWEST = 10
-"""Challenges of a peer that its score on the leaderboard is the mean of, whatever it called its models."""
+"""Challenges of a peer in its score on the leaderboard, under any model name."""
 CONFIDENCE = 0.95
-"""That no peer on the leaderboard is worse than it says, however many there are (Bonferroni)."""
+"""Probability that no peer on the leaderboard is worse than its row says, for any number of peers (Bonferroni)."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sittings(
     number INTEGER PRIMARY KEY, opens_s REAL NOT NULL, closes_s REAL NOT NULL, reveals_s REAL NOT NULL,
@@ -46,7 +46,7 @@ _OVER = "(score IS NOT NULL OR deadline_s < ?)"
 
 @dataclass(frozen=True, slots=True)
 class KeptRound:
-    """A sitting with its secret."""
+    """A round with its secret seed."""
 
     number: int
     opens_s: float
@@ -54,12 +54,12 @@ class KeptRound:
     reveals_s: float
     seed: bytes
     statement: bytes
-    """Signed."""
+    """Signed `Round`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A challenge as it is kept. `score` is None while it is open."""
+    """A stored challenge; `score` is None while it is open."""
 
     id: str
     sitting: int
@@ -69,35 +69,35 @@ class Record:
     round: int
     attempt: int
     sent_s: float
-    """When the taker says that it asked; later each time."""
+    """Unix time of the request by the taker's clock; later for each request."""
     deadline_s: float
     ask: bytes
-    """Signed by the taker; and so are the answers."""
+    """Request signed by the taker, as are the answers."""
     answers: bytes | None
     score: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One row of the leaderboard: a peer. Names cost nothing, so another name of a model is no row of its own."""
+    """One row of the leaderboard: a peer. Names cost nothing, so another model name makes no further row."""
 
     peer_id: str
     model: str
     arm: Condition
     round: int
-    """Of the newest challenge, as the model and the arm."""
+    """Training round of the newest challenge, as are model and condition."""
     challenges: int
     unanswered: int
     score: float
-    """Mean pass@1 of the newest `NEWEST`."""
+    """Mean pass@1 of the newest `NEWEST` challenges."""
     at_least: float
-    """What the peer's pass@1 is at least: rows are in this order, so that trying often is no way up."""
+    """Lower bound of the peer's pass@1; rows follow it, so many attempts are no way up."""
     specialties: tuple[tuple[str, float], ...] = ()
-    """Share passed of the questions of the newest `NEWEST`."""
+    """Share of right answers among the newest `NEWEST` challenges."""
 
 
 class JudgeStore:
-    """One connection, used by one thread. Invariant: what is returned by a method was committed."""
+    """Store of a judge: one connection, used by one thread. Invariant: every returned value was committed."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `RunDirError`."""
@@ -117,39 +117,39 @@ class JudgeStore:
         """Closes the file."""
         self._connection.close()
 
-    def put_round(self, sitting: KeptRound) -> None:
-        """Keeps a sitting."""
+    def put_round(self, round_: KeptRound) -> None:
+        """Stores a round."""
         self._connection.execute(
             "INSERT INTO sittings VALUES(?, ?, ?, ?, ?, ?)",
             (
-                sitting.number,
-                sitting.opens_s,
-                sitting.closes_s,
-                sitting.reveals_s,
-                sitting.seed,
-                sitting.statement,
+                round_.number,
+                round_.opens_s,
+                round_.closes_s,
+                round_.reveals_s,
+                round_.seed,
+                round_.statement,
             ),
         )
 
-    def sitting(self, number: int) -> KeptRound | None:
-        """By number."""
+    def kept_round(self, number: int) -> KeptRound | None:
+        """Finds a round by number."""
         row = self._connection.execute("SELECT * FROM sittings WHERE number = ?", (number,)).fetchone()
         return None if row is None else KeptRound(*row)
 
     def newest_rounds(self, most: int) -> list[KeptRound]:
-        """Newest first; the first may not have opened yet."""
+        """Newest rounds first; the first may not have opened yet."""
         rows = self._connection.execute("SELECT * FROM sittings ORDER BY number DESC LIMIT ?", (most,))
         return [KeptRound(*row) for row in rows]
 
-    def attempts(self, sitting: int, peer_id: str, model: str) -> int:
-        """Challenges that a model of a peer got in a sitting."""
+    def attempts(self, round_: int, peer_id: str, model: str) -> int:
+        """Number of challenges issued to a peer's model in a round."""
         (count,) = self._connection.execute(
-            "SELECT COUNT(*) FROM challenges WHERE sitting = ? AND peer_id = ? AND model = ?", (sitting, peer_id, model)
+            "SELECT COUNT(*) FROM challenges WHERE sitting = ? AND peer_id = ? AND model = ?", (round_, peer_id, model)
         ).fetchone()
         return int(count)
 
     def issue(self, challenge: Challenge, ask: bytes) -> None:
-        """Keeps a new challenge with the signed message that asked for it."""
+        """Stores a new challenge with its signed request."""
         asked = challenge.ask
         self._connection.execute(
             "INSERT INTO challenges VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)",
@@ -168,57 +168,57 @@ class JudgeStore:
         )
 
     def challenge(self, id_: str) -> Record | None:
-        """By id."""
+        """Finds a challenge by id."""
         row = self._connection.execute("SELECT * FROM challenges WHERE id = ?", (id_,)).fetchone()
         return None if row is None else _record(row)
 
-    def challenges(self, sitting: int) -> list[Record]:
-        """Of one sitting, as they were asked for."""
-        rows = self._connection.execute("SELECT * FROM challenges WHERE sitting = ? ORDER BY rowid", (sitting,))
+    def challenges(self, round_: int) -> list[Record]:
+        """Challenges of one round, in order of request."""
+        rows = self._connection.execute("SELECT * FROM challenges WHERE sitting = ? ORDER BY rowid", (round_,))
         return [_record(row) for row in rows]
 
     def open_challenges(self, peer_id: str, now_s: float) -> int:
-        """How many of a peer's can still be answered."""
+        """Number of a peer's challenges that can still be answered."""
         (count,) = self._connection.execute(
             "SELECT COUNT(*) FROM challenges WHERE peer_id = ? AND score IS NULL AND deadline_s >= ?", (peer_id, now_s)
         ).fetchone()
         return int(count)
 
     def has_answered(self, peer_id: str) -> bool:
-        """Whether a peer ever answered a challenge."""
+        """Tells whether a peer ever answered a challenge."""
         row = self._connection.execute(
             "SELECT 1 FROM challenges WHERE peer_id = ? AND score IS NOT NULL LIMIT 1", (peer_id,)
         ).fetchone()
         return row is not None
 
     def last_asked_s(self, peer_id: str) -> float:
-        """What a peer's newest message that was granted says of its time; so none is granted twice."""
+        """Unix time of a peer's newest granted request by its own clock; no request is granted twice."""
         (last,) = self._connection.execute(
             "SELECT COALESCE(MAX(sent_s), 0) FROM challenges WHERE peer_id = ?", (peer_id,)
         ).fetchone()
         return float(last)
 
-    def mark(self, id_: str, answers: bytes, marks: Sequence[GradedAnswer], score: float) -> None:
-        """Keeps what became of a challenge; a second time is refused by the primary key of its marks."""
+    def keep_grades(self, id_: str, answers: bytes, graded: Sequence[GradedAnswer], score: float) -> None:
+        """Stores answers and grades of a challenge; the primary key of the grades refuses a second time."""
         with self._transaction():
             self._connection.execute("UPDATE challenges SET answers = ?, score = ? WHERE id = ?", (answers, score, id_))
             self._connection.executemany(
                 "INSERT INTO marks VALUES(?, ?, ?, ?, ?, ?)",
                 [
-                    (id_, position, mark.specialty, mark.value, mark.status.value, mark.passed)
-                    for position, mark in enumerate(marks)
+                    (id_, position, answer.specialty, answer.value, answer.status.value, answer.passed)
+                    for position, answer in enumerate(graded)
                 ],
             )
 
-    def marks(self, id_: str) -> tuple[GradedAnswer, ...]:
-        """Of the answers to a challenge, in order; none of one that was not answered."""
+    def graded_answers(self, id_: str) -> tuple[GradedAnswer, ...]:
+        """Graded answers of a challenge, in order; empty for an unanswered challenge."""
         rows = self._connection.execute(
             "SELECT specialty, value, status FROM marks WHERE challenge = ? ORDER BY position", (id_,)
         )
         return tuple(GradedAnswer(specialty, value, RewardStatus(status)) for specialty, value, status in rows)
 
     def judged(self, now_s: float) -> list[Judged]:
-        """Every challenge that is over, for the comparison of the arms; a node is a peer."""
+        """Scores of all finished challenges, for the comparison; a node is a peer."""
         rows = self._connection.execute(
             f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid",
             (now_s,),
@@ -226,7 +226,7 @@ class JudgeStore:
         return [Judged(peer_id, Condition(arm), round_, score) for peer_id, arm, round_, score in rows]
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
-        """The leaderboard, best first."""
+        """Rows of the leaderboard, best first."""
         rows = self._connection.execute(
             f"""
             WITH over AS (SELECT id, peer_id, model, arm, round, score,
@@ -277,7 +277,7 @@ class JudgeStore:
 
 
 def lower_bound(share: float, questions: int, peers: int) -> float:
-    """What a share of so many right answers says at least of the answerer, who is the best of so many (Wilson, 1927).
+    """Lower bound of a share of right answers, for the best of several peers (Wilson, 1927).
 
     >>> [round(lower_bound(0.7, n, peers), 2) for n, peers in ((27, 1), (27, 60), (270, 60))]
     [0.54, 0.4, 0.61]
