@@ -1,4 +1,4 @@
-"""How the tokens of one step attend to the KV cache: the engine's `shoal.model.loading.Layout`."""
+"""Attention of one step's tokens over the KV cache: the engine's `shoal.model.loading.Layout`."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from shoal.engine.kv_cache import Pool
 
 
 class DecodeRows:
-    """Rows of one forward, one token each, of sequences in one pool. `advance` makes them the next step's.
+    """Decoding rows of one forward: one token for each sequence of one pool.
 
-    No sequence enters or leaves the pool as long as they are used, so that views of its storage stay valid.
+    While the rows are in use no sequence may enter or leave the pool, so views of its storage stay valid.
     """
 
     def __init__(self, pool: Pool, slots: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
@@ -29,7 +29,7 @@ class DecodeRows:
         self._mask_by_window: dict[int | None, Tensor | None] = {}
 
     def advance(self) -> None:
-        """The same sequences, one token later."""
+        """Moves each row to the next token of its sequence."""
         self.longest += 1
         self._position_N += 1
         self._mask_by_window.clear()
@@ -73,7 +73,10 @@ class DecodeRows:
         stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[S, 1, 1, longest] 0 where a sequence may look, -inf elsewhere; None when all may look everywhere."""
+        """Additive mask [S, 1, 1, longest]: 0 on visible positions, -inf elsewhere.
+
+        None when every position is visible.
+        """
         if window is not None and window >= self.longest:
             window = None
         if window not in self._mask_by_window:
@@ -84,16 +87,18 @@ class DecodeRows:
         if self._uniform and self._dense and window is None:
             return None
         position_S = self._position_N
-        if not self._dense:  # holes look at their first token: a row without any would be NaN
+        if not self._dense:  # holes attend to their first token: a row without a visible token would be NaN
             position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
         return hiding(position_S, self.longest, window, dtype)
 
 
 class ChunkRows:
-    """Rows of one forward: chunks of known tokens of sequences in one pool, that start at 0 all or none.
+    """Prefill rows of one forward: chunks of known tokens of sequences in one pool.
 
-    They attend together, padded to the longest. Pads come after every token of their chunk, so that causal attention
-    among themselves needs no mask for chunks that start at 0; others attend to what is stored.
+    Either all chunks start at 0 or none does.
+
+    Chunks attend together, padded to the longest. Padding follows the real tokens of a chunk, so chunks that start at 0
+    attend to each other's rows causally without a mask. Other chunks attend to stored keys and values.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class ChunkRows:
         at_RL = torch.arange(self._padded, device=device).expand(self._chunks, -1)
         real_RL = at_RL < length_R[:, None]
         self._position_N = (at_RL + self._start_R[:, None])[real_RL]
-        self._real = self._source = None  # where the N rows are among the padded ones, and the other way round
+        self._real = self._source = None  # indices from padded rows to real rows, and back
         if self.count < self._chunks * self._padded:
             self._real = real_RL.flatten().nonzero()[:, 0]
             self._source = (real_RL.flatten().cumsum(0) - 1).clamp_(min=0)
@@ -121,7 +126,7 @@ class ChunkRows:
     def attend(
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Stores the new keys and values, then attends to what came before: [N, H, D]."""
+        """Stores the new keys and values, then attends to all earlier tokens: [N, H, D]."""
         k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
         self._store(k_SKCD, key_NKD)
         self._store(v_SKCD, value_NKD)
@@ -144,7 +149,7 @@ class ChunkRows:
         return out_NHD if self._real is None else out_NHD.index_select(0, self._real)
 
     def _by_chunk(self, x_NHD: Tensor) -> Tensor:
-        """[chunks, H, padded, D]"""
+        """Rows by chunk, padded: [chunks, H, padded, D]."""
         x = x_NHD if self._source is None else x_NHD.index_select(0, self._source)
         return x.view(self._chunks, self._padded, *x.shape[1:]).transpose(1, 2)
 
@@ -156,20 +161,20 @@ class ChunkRows:
         stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
 
     def _mask(self, window: int | None) -> Tensor:
-        """[chunks, 1, padded, end] true where a token may look."""
+        """Boolean mask [chunks, 1, padded, end]: true on visible positions."""
         mask = self._mask_by_window.get(window)
         if mask is None:
             device = self._slot_R.device
             at_RL1 = (self._start_R[:, None] + torch.arange(self._padded, device=device))[:, :, None]
             distance = at_RL1 - torch.arange(self._end, device=device)
-            # A pad far behind may see nothing; what comes of it is dropped.
+            # Padding far behind may see no token; its output is dropped.
             visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
             mask = self._mask_by_window[window] = visible[:, None]
         return mask
 
 
 class CachedRows:
-    """The `Layout` of one step: decoding rows first, pool by pool, then chunks."""
+    """Layout of one step: decoding rows first, pool by pool, then chunks."""
 
     def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
         self._parts = parts
@@ -177,7 +182,7 @@ class CachedRows:
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Attention of every part over its own rows: [T, H, D]."""
+        """Attends with every part over its own rows: [T, H, D]."""
         if len(self._parts) == 1:
             return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window)
         outs, start = [], 0
@@ -190,13 +195,13 @@ class CachedRows:
 
 
 def flat_rows(slot_N: Tensor, position_N: Tensor, heads: int, capacity: int) -> Tensor:
-    """Where the vectors of (token, head) lie in storage seen as [S * K * capacity, D]: [N * K]."""
+    """Indices [N * K] of the (token, head) vectors in storage viewed as [S * K * capacity, D]."""
     head_K = torch.arange(heads, device=slot_N.device)
     return ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
 
 
 def hiding(position_S: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[S, 1, 1, longest] 0 where the token at a sequence's position may look, -inf elsewhere."""
+    """Additive mask [S, 1, 1, longest]: 0 where the token at a sequence's position may look, -inf elsewhere."""
     at_L = torch.arange(longest, device=position_S.device)
     hidden_SL = at_L > position_S[:, None]
     if window is not None:

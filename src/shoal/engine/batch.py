@@ -1,4 +1,4 @@
-"""The tensors of one step, assembled from a plan: what is fed, how it attends, and from which rows tokens are drawn."""
+"""Tensors of one step, assembled from a plan: input tokens, their attention, and the rows that sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from shoal.engine.sampling import SamplingRows
 from shoal.engine.scheduler import Chunk, StepPlan
 
 LIKE_LENGTH = 0.75
-"""Chunks attend together, padded to the longest, when none is shorter than this share of it."""
+"""Share of the longest chunk's length that every chunk of one attention call must reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Kept rows `row : row + count` score the tokens of `draft` that follow its positions from `start` on."""
+    """Kept rows `row : row + count`, which score the tokens of `draft` after its positions from `start` on."""
 
     draft: Draft
     row: int
@@ -28,12 +28,12 @@ class ScoredRows:
     count: int
 
     def note(self, logits_KV: Tensor) -> None:
-        """Gives the draft the logprobs of those tokens."""
+        """Writes the logprobs of these tokens into the draft."""
         draft, logits_NV = self.draft, logits_KV[self.row : self.row + self.count].float()
         targets = draft.targets[self.start : self.start + self.count]
         target_N1 = torch.tensor(targets, device=logits_NV.device)[:, None]
         logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
-        # What an interruption has computed again replaces what was there.
+        # A chunk computed again after an interruption replaces its scores.
         draft.scores[self.start :] = logp_N.clamp_(max=0.0).tolist()
         draft.whole = len(draft.scores) < len(draft.targets)
 
@@ -41,12 +41,13 @@ class ScoredRows:
 class StepBatch:
     """One forward: decoding rows first, pool by pool, then chunks of known tokens.
 
-    `drafts` [B] draw a token each. `keep_K` says which of the T positions pass through the language-model head (None:
-    all), and `expand` [B] which of the kept rows each draft draws from (None: its own).
+    Each of the `drafts` [B] samples a token. `keep_K` selects the positions, out of T, that pass through the
+    language-model head; None selects all. `expand` [B] names the kept row from which each draft samples; None means its
+    own row.
     """
 
     def __init__(self, plan: StepPlan[Draft], cache: KVCache, device: torch.device) -> None:
-        """All sequences of the plan are placed in the cache, and copies that it orders have been made."""
+        """Requires that the cache has placed all sequences of the plan and made the copies that the plan orders."""
         self.plan = plan
         placed = sorted(((*cache.place(draft), draft) for draft in plan.decode), key=lambda p: (p[0].capacity, p[1]))
         decoding = [draft for _, _, draft in placed]
@@ -83,11 +84,11 @@ class StepBatch:
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
 
     def logits(self, forward: Forward) -> Tensor:
-        """[K, V] of the kept rows."""
+        """Logits [K, V] of the kept rows."""
         return forward(self.token_T, self.position_T, self.layout, self.keep_K)
 
     def advanced(self, token_B: Tensor) -> bool:
-        """Makes this the batch of the next step, in which every draft decodes; False when a slot is full."""
+        """Turns the batch into the next step's, in which every draft decodes. Returns False when a slot is full."""
         assert not self.scored, "only prefilling scores"
         self._room -= 1
         for rows in self._decode:
@@ -98,7 +99,7 @@ class StepBatch:
 
 
 def _decode_rows(placed: Sequence[tuple[Pool, int, Draft]], device: torch.device) -> list[DecodeRows]:
-    """One `DecodeRows` per pool in use, of drafts that are sorted by pool."""
+    """One `DecodeRows` per pool in use, for drafts sorted by pool."""
     rows = []
     for pool, members in groupby(placed, key=lambda p: p[0]):
         held = list(members)
@@ -107,7 +108,7 @@ def _decode_rows(placed: Sequence[tuple[Pool, int, Draft]], device: torch.device
 
 
 def _chunks_together(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[list[Chunk[Draft]]]:
-    """Chunks that attend in one call: of one pool, that start at 0 or do not, of like length."""
+    """Chunks by attention call: of one pool, of similar length, and either all starting at 0 or none."""
 
     def kind(chunk: Chunk[Draft]) -> tuple[int, bool, int]:
         return cache.place(chunk.sequence)[0].capacity, chunk.start > 0, -chunk.length

@@ -1,7 +1,7 @@
-"""Whether an engine really serves the weights it was given: a row of tokens whose logprobs the trainer computed.
+"""Canary: a token row with the trainer's logprobs, which shows whether an engine computes with its new weights.
 
-An engine of another project may take new weights without an error and still compute with some of the old ones (vLLM on
-a CPU keeps the head of a model with tied embeddings). Checksums do not show it; what the engine computes does.
+An engine of another project may accept new weights and still compute with some old ones. For example, vLLM on a CPU
+keeps the head of a model with tied embeddings. Checksums do not show this; logprobs do.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ FILE = "canary.json"
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Lies beside the weights of a Version as `canary.json`."""
+    """Token row and its logprobs, stored as `canary.json` beside the weights of a Version."""
 
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L - 1] nats, of tokens 1..L-1 at temperature 1
     bound: float
-    """The largest mean |difference| in nats that is rounding."""
+    """Nats: the largest mean |difference| that rounding explains."""
 
 
 def write(canary: Canary, directory: Path) -> None:
-    """Puts the canary beside the weights."""
+    """Writes the canary beside the weights."""
     (directory / FILE).write_bytes(msgspec.json.encode(canary))
 
 
 def canary_of(weights: Path) -> Canary | None:
-    """The canary of a weights file or its directory; None when nobody made one."""
+    """Reads the canary of a weights file or its directory; None when the file does not exist."""
     file = weights.with_name(FILE) if weights.suffix == ".safetensors" else weights / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Canary)
@@ -42,5 +42,5 @@ def canary_of(weights: Path) -> Canary | None:
 
 
 def mismatch(canary: Canary, logprobs: list[float]) -> float:
-    """Mean |difference| in nats between what the engine and what the trainer compute."""
+    """Mean |difference| in nats between the engine's logprobs and the trainer's."""
     return fmean(abs(a - b) for a, b in zip(canary.logprobs, logprobs, strict=True))

@@ -1,4 +1,4 @@
-"""Answers that were cut off and go on elsewhere, or later: what is left to draw, and how the parts are joined. Pure."""
+"""Continuation of aborted answers: the tokens left to sample, and the joining of the parts. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +9,10 @@ from shoal.types import Completion, FinishReason, Sampling, seed_for
 def rest(
     prompt_ids: Sequence[int], sampling: Sampling, drawn: Completion, index: int
 ) -> tuple[list[int], Sampling] | None:
-    """The prompt and the sampling that go on with `drawn`, the completion `index` of its request; None when it is full.
+    """Prompt and sampling that continue `sampled`, completion `index` of its request; None when it has all its tokens.
 
-    A seed is replaced by one for what was drawn so far: the same one would repeat its random numbers from the start.
+    A seed is replaced by one derived from the tokens sampled so far, because the old seed would repeat its random
+    numbers.
     """
     left = sampling.max_tokens - len(drawn.token_ids)
     if left <= 0:
@@ -23,7 +24,7 @@ def rest(
 
 
 def joined(drawn: Completion, more: Completion) -> Completion:
-    """One completion of two parts, the second of which was drawn after the first; it ended as the second did."""
+    """Joins two parts into one completion, with the finish reason of the second."""
     return Completion(
         drawn.token_ids + more.token_ids,
         drawn.logprobs + more.logprobs,
@@ -33,5 +34,5 @@ def joined(drawn: Completion, more: Completion) -> Completion:
 
 
 def full(drawn: Completion) -> Completion:
-    """A cut-off answer that has all the tokens it may have."""
+    """Marks an aborted completion that has all its tokens as ended by length."""
     return replace(drawn, finish_reason=FinishReason.LENGTH)

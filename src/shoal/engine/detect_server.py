@@ -1,4 +1,4 @@
-"""The engine at a URL, whichever project it is from: found out by asking."""
+"""Detection of the engine at a URL: Shoal's own, vLLM or SGLang."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ class _Models(msgspec.Struct):
 
 
 async def connected(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
-    """A client of the engine at `url`, which then serves a run's weights.
+    """Connects to the engine at `url`, which then serves a run's weights.
 
-    One of another project is given the model in `model_dir` when it served another run, and is checked to be able to
-    draw as `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when nothing answers.
+    A vLLM or SGLang server that served another run is given the model in `model_dir`. It is also checked to sample as
+    `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when no server answers.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     asking = Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)

@@ -1,16 +1,16 @@
-"""An inference server of another project as `interfaces.Engine`: what vLLM and SGLang have in common.
+"""Inference servers of other projects as `interfaces.Engine`: the part that vLLM and SGLang share.
 
-What differs between them is a `ServerAdapter` (vllm.py, sglang.py). New weights come in one of these ways,
-by what the server was found to be able to do at the start:
+A `ServerAdapter` (vllm.py, sglang.py) holds the part that differs. The abilities found at the start decide how a server
+takes new weights:
 
-    keep the requests   pause with them standing still, load, resume; the server says which version drew which token.
-                        `on_update = "recompute"` drops their KV, `"keep"` does not
-    drain               wait until they are finished, load
-    abort               the base path, which every server has: requests end with what was drawn, new ones wait at the
-                        door, the weights are loaded; the pool sends prompt and partial answer again
+    keep the requests   pause the server with its requests, load, resume; the server reports the version of each
+                        token. `on_update = "recompute"` drops the requests' KV, `"keep"` does not
+    drain               wait until all requests are finished, load
+    abort               the base path, which every server has: requests end with their tokens so far, new requests
+                        wait, the weights are loaded; the pool sends prompt and partial answer again
 
-After each load the canary is asked. Answers with tokens of the new weights are held until it has passed, and a server
-that fails it answers nothing more until it passes.
+The canary is scored after each load. Answers with tokens of the new weights are held until the canary passes. A server
+that fails the canary answers no request until it passes.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
 UNKNOWN = -1
-"""Version of a server that started anew, or that somebody else gave weights."""
+"""Version of a server that restarted, or that another client gave weights."""
 CERTAIN_NATS = 0.05
-"""Nearer to 0 is a token of probability 1, which says nothing about what it was drawn with."""
+"""Nats below 0: a logprob nearer to 0 has probability 1 and does not reveal the sampling parameters."""
 SAME_NATS = 1e-3
 PROBES = ((1, 2, 3), (3, 1), (2,))
 
 
 class StopMode(StrEnum):
-    """How a server stops for new weights."""
+    """Ways to stop a server for new weights."""
 
     KEEP_AND_RECOMPUTE = "keep and recompute"
     KEEP = "keep"
@@ -46,32 +46,32 @@ class StopMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a server says that it can do."""
+    """Abilities that a server reports."""
 
     server: str
-    """Name and version, for people."""
+    """Name and version of the server, for people."""
     max_model_len: int
     tells_version: bool
-    """Whether it can say which weights it serves."""
+    """Whether the server reports which weights it serves."""
     keeps_requests: bool
-    """Whether it can stop with its requests standing still."""
+    """Whether the server can pause without ending its requests."""
     priorities: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """One completion as a server tells it."""
+    """One completion as a server reports it."""
 
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L] nats
     finish_reason: FinishReason
     spans: tuple[tuple[str, int, int], ...] | None
-    """Which version drew tokens start : end; None when the server does not say."""
+    """Label of the Version that sampled tokens start : end; None when the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCounters:
-    """What a server counts since it started; of running and waiting, how many there are now."""
+    """Counters of a server since it started; `running` and `waiting` are current numbers."""
 
     running: int
     waiting: int
@@ -80,16 +80,16 @@ class ServerCounters:
 
 
 class ServerAdapter(Protocol):
-    """How one kind of server is spoken to. Methods raise `RequestRefused` or `EngineUnavailable`."""
+    """Client of one kind of server. Methods raise `RequestRefused` or `EngineUnavailable`."""
 
     async def abilities(self) -> Abilities:
-        """Finds out what the server can do. Raises `ConfigError` when it cannot do what Shoal needs."""
+        """Detects the server's abilities. Raises `ConfigError` when it lacks one that Shoal needs."""
         ...
 
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
-        """`n` completions; requests of another `salt` share no KV."""
+        """Samples `n` completions; requests with different `salt` share no KV."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -97,19 +97,19 @@ class ServerAdapter(Protocol):
         ...
 
     async def stop(self, how: StopMode) -> None:
-        """Returns once the server stands still."""
+        """Stops the server; returns once it computes nothing."""
         ...
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
-        """Has the standing server load the safetensors in a directory and call them `version`."""
+        """Loads the safetensors in a directory into the stopped server, as `version`."""
         ...
 
     async def version(self) -> int | None:
-        """Of the weights, as a run told it; None when no run did since the server started."""
+        """Version that a run gave the weights; None when no run has since the server started."""
         ...
 
     async def label(self, version: int) -> None:
-        """Has the server call the weights that it has `version`."""
+        """Labels the current weights as `version`."""
         ...
 
     async def go_on(self) -> None:
@@ -117,7 +117,7 @@ class ServerAdapter(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Ends all requests with what was drawn."""
+        """Ends all requests and returns their sampled tokens."""
         ...
 
     async def alive(self) -> None:
@@ -125,7 +125,7 @@ class ServerAdapter(Protocol):
         ...
 
     async def counters(self) -> ServerCounters | None:
-        """What the server counts; None when it does not tell."""
+        """Counters of the server; None when it has no metrics."""
         ...
 
     async def aclose(self) -> None:
@@ -134,10 +134,10 @@ class ServerAdapter(Protocol):
 
 
 class ForeignEngine:
-    """Implements `members.PoolEngine` on a server of another project. Make one with `started`."""
+    """Implements `replica.PoolEngine` on a server of another project. Make instances with `start`."""
 
     def __init__(self, dialect: ServerAdapter, on_update: str) -> None:
-        """`on_update` is `engine.on_update`; where the server cannot keep requests, it is the base path."""
+        """`on_update` is `engine.on_update`; a server that cannot keep requests takes the base path."""
         self._dialect = dialect
         self._on_update = on_update
         self._version = 0
@@ -160,9 +160,9 @@ class ForeignEngine:
     async def started(
         cls, dialect: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling
     ) -> "ForeignEngine":
-        """An engine that serves the model as version 0, found able to draw as `sampling` says.
+        """Starts an engine that serves the model as version 0, checked to sample as `sampling` says.
 
-        Raises `ConfigError` with what to change at the server, or `EngineUnavailable`.
+        Raises `ConfigError` with the setting to change at the server, or `EngineUnavailable`.
         """
         engine = cls(dialect, on_update)
         try:
@@ -185,7 +185,10 @@ class ForeignEngine:
             await self._load(0, model_dir)
 
     async def _probe_logprobs(self, sampling: Sampling) -> bool:
-        """Whether the server tells versions. Raises `ConfigError` when its logprobs are not those of the draw."""
+        """Whether the server reports versions.
+
+        Raises `ConfigError` when its logprobs are not those of the sampling distribution.
+        """
         checks = {
             "temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0)),
             "top_k": (Sampling(1, top_k=1), sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0),
@@ -209,7 +212,7 @@ class ForeignEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
-        """Draws `n` completions of one prompt; one that an update cut off ends with `ABORT` and what was drawn."""
+        """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
         failed_before = await self._admitted()
         version = self._version
         salt = f"v{version}" if self.how is StopMode.KEEP else None
@@ -228,14 +231,17 @@ class ForeignEngine:
         return completions
 
     async def _admitted(self) -> int:
-        """How many loads have failed, once requests may be sent. Raises `EngineUnavailable` after one that failed."""
+        """Waits until requests may be sent, and returns how many loads have failed.
+
+        Raises `EngineUnavailable` after a failed load.
+        """
         await self._door.wait()
         if self._no_whole_weights:
             raise EngineUnavailable(self._no_whole_weights)
         return self._failed_loads
 
     def _assert_whole(self, failed_before: int) -> None:
-        """Raises `EngineUnavailable` when a load has failed meanwhile: nobody knows which weights computed what."""
+        """Raises `EngineUnavailable` when a load has failed since: nobody knows which weights computed the answer."""
         if self._failed_loads != failed_before:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
@@ -253,7 +259,7 @@ class ForeignEngine:
             raise EngineUnavailable(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
+        """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         failed_before = await self._admitted()
         logprobs = await self._dialect.score(token_ids)
         await self._verdict.wait()
@@ -261,7 +267,7 @@ class ForeignEngine:
         return logprobs
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary says that it does not."""
+        """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary fails."""
         async with self._loading:
             if version < self._version:
                 raise RequestRefused(f"version: expected {self._version} or a newer one, got {version}")
@@ -278,7 +284,7 @@ class ForeignEngine:
         try:
             await self._put(version, path)
             await self._ask_canary(version, path)
-        except BaseException as error:  # a load that was given up is no better than one that failed
+        except BaseException as error:  # an abandoned load leaves the weights as unknown as a failed one
             self._failed_loads += 1
             self._no_whole_weights = f"{self.abilities.server} has no whole weights: {str(error) or repr(error)}"
             self._version = UNKNOWN
@@ -291,13 +297,13 @@ class ForeignEngine:
             self._door.set()
 
     async def _put(self, version: int, path: Path) -> None:
-        """Has the server stop, take the weights and go on."""
+        """Stops the server, loads the weights and resumes it."""
         if self.how is StopMode.DRAIN:
             await self._idle.wait()
         await self._dialect.stop(self.how)
         try:
             await self._dialect.load(_directory(path), version, self.how)
-        finally:  # whatever happened: a server that stands still for ever helps nobody
+        finally:  # also after an error: a stopped server would never answer again
             await self._dialect.go_on()
         self._version = version
 
@@ -313,7 +319,7 @@ class ForeignEngine:
                 )
 
     async def info(self) -> EngineInfo:
-        """What the engine is doing; busy is the share of the time in which it had requests from here."""
+        """State of the engine; the busy share is the fraction of time with requests of this client."""
         served = self._version
         if self.abilities.tells_version and not self._loading.locked():
             told = await self._dialect.version()
@@ -341,7 +347,7 @@ class ForeignEngine:
         await self._dialect.alive()
 
     async def abort(self, request_ids: Sequence[str] = ()) -> None:
-        """Ends all requests with what was drawn."""
+        """Ends all requests and returns their sampled tokens."""
         await self._dialect.abort()
 
     async def aclose(self) -> None:
@@ -361,7 +367,7 @@ class ForeignEngine:
 
 
 def _way(on_update: str, keeps_requests: bool) -> StopMode:
-    """How weights are loaded, by the setting and by what the server can do."""
+    """Stop mode for the setting and the server's abilities."""
     if on_update == "drain":
         return StopMode.DRAIN
     if not keeps_requests:
@@ -374,7 +380,7 @@ def _directory(path: Path) -> Path:
 
 
 def finish_reason(name: str) -> FinishReason:
-    """What a server's word for the end of an answer means. Raises `EngineUnavailable` when it is none of ours."""
+    """Finish reason for a server's word. Raises `EngineUnavailable` when the word is unknown."""
     try:
         return FinishReason(name)
     except ValueError:

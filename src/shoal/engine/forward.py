@@ -1,9 +1,9 @@
-"""From tokens to logits: transformers' modules, or the same products called one after another.
+"""Forward pass from tokens to logits: transformers' modules, or the same products called directly.
 
-A decode step of a small model is hundreds of operations of some microseconds each, and transformers' modules take as
-long again around them. For the Llama family a forward of our own calls about 14 operations a layer: linear layers that
-are given the same input are one product, a rotation is one complex one. It computes the same to rounding (tested for
-each architecture) from the same tensors, so weights load in place as into the model.
+A decode step of a small model has hundreds of operations of some microseconds each, and transformers' modules double
+that time. For the Llama family `DirectForward` calls about 14 operations a layer. Linear layers with the same input
+become one product, and a rotation becomes one complex product. The result is equal up to rounding (tested for each
+architecture). Both use the same tensors, so weights load in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,27 @@ if TYPE_CHECKING:  # the richest of the family stands for all of it
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3Model
 
 Forward: TypeAlias = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
-"""(token_T, position_T, layout, keep_K) -> logits [K, V] of the kept rows; of all when `keep_K` is None."""
+"""Signature: (token_T, position_T, layout, keep_K) -> logits [K, V] of the kept rows; of all rows when `keep_K` is
+None."""
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary embedding whose angles depend on the position and nothing else."""
+"""Kinds of rotary embedding whose angles depend on the position only."""
 
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
-    """The fastest forward that is known for a model whose sequences have at most `longest` tokens."""
+    """Fastest known forward for a model whose sequences have at most `longest` tokens."""
     return DirectForward(model, longest) if _is_known(model) else ModuleForward(model)
 
 
 class ModuleForward:
-    """Any causal LM, as transformers computes it."""
+    """Forward of any causal LM through transformers' modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
-        """See `Forward`."""
+        """Computes logits; see `Forward`."""
         logits_1KV: Tensor = self._model(
             input_ids=token_T[None],
             position_ids=position_T[None],
@@ -58,7 +59,7 @@ class _Layer:
     qkv_weight: Tensor
     qkv_bias: Tensor | None
     norms_D: tuple[Tensor, Tensor] | None
-    """Of queries and keys, where the architecture has them."""
+    """Norm weights of queries and keys, where the architecture has them."""
     out_weight_t: Tensor
     gate_up_weight: Tensor
     down_weight_t: Tensor
@@ -67,7 +68,10 @@ class _Layer:
 
 
 class DirectForward:
-    """A model of the Llama family. The key vectors it stores have their halves interleaved: only it can read them."""
+    """Forward of a Llama-family model.
+
+    It interleaves the halves of stored key vectors, so no other forward can read them.
+    """
 
     def __init__(self, model: PreTrainedModel, longest: int) -> None:
         config, body = model.config, cast("Qwen3Model", model.model)
@@ -86,13 +90,13 @@ class DirectForward:
         self._rotation_LF = torch.complex(cos_1LD[0, :, :half].contiguous(), sin_1LD[0, :, :half].contiguous())
 
     def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
-        """See `Forward`."""
+        """Computes logits; see `Forward`."""
         rotation_T1F = self._rotation_LF.index_select(0, position_T).unsqueeze(1)
         x_TW = self._embedding_VW.index_select(0, token_T)
         for index, layer in enumerate(self._layers):
             q, k, v = self._attended(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
             out_TW = layout.attend(index, q, k, v, layer.scaling, layer.window).flatten(1)
-            if keep_K is not None and layer is self._layers[-1]:  # of other rows only keys and values were wanted
+            if keep_K is not None and layer is self._layers[-1]:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
             x_TW = torch.addmm(x_TW, out_TW, layer.out_weight_t)
             gate_up = F.linear(self._normed(x_TW, layer.norm_mid_W), layer.gate_up_weight)
@@ -101,7 +105,7 @@ class DirectForward:
         return F.linear(self._normed(x_TW, self._norm_W), self._head_VW)
 
     def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], keys and values [T, K, D]."""
+        """Queries [T, H, D] and keys and values [T, K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = F.linear(x_TW, layer.qkv_weight, layer.qkv_bias).view(len(x_TW), heads + 2 * kv_heads, self._width)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
@@ -116,7 +120,7 @@ class DirectForward:
 
 
 def _rotated(x_THD: Tensor, rotation_T1F: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2), which end beside each other: products of such vectors stay the same."""
+    """Rotary embedding of pairs (i, i + D/2), stored side by side; the order does not change dot products."""
     first, second = x_THD.float().chunk(2, -1)
     return torch.view_as_real(torch.complex(first, second).mul_(rotation_T1F)).flatten(-2).to(x_THD.dtype)
 
@@ -140,7 +144,8 @@ def _layer(layer: "Qwen3DecoderLayer") -> _Layer:
 
 
 def _joint(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Tensors as one, of which they become views, so that whoever writes into them writes into it."""
+    """Concatenates the parameters and makes each a view of the result, so in-place weight updates reach the fused
+    tensor."""
     joint = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(joint, [len(p) for p in parameters]), strict=True):
         parameter.data = part
@@ -148,14 +153,14 @@ def _joint(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _window(attention: "Qwen3Attention") -> int | None:
-    """How far back a layer looks; Mistral's is in its config only."""
+    """Attention window of a layer in tokens; Mistral's layers keep it in the config only."""
     of_config = type(attention).__name__ == "MistralAttention"
     window: int | None = getattr(attention.config if of_config else attention, "sliding_window", None)
     return window
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    """Whether a model is one of the family as transformers writes it, with nothing in it replaced or added."""
+    """Whether the model is a family member as transformers writes it, with no module replaced or added."""
     config = model.config
     if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers."):
         return False

@@ -1,4 +1,4 @@
-"""The client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
+"""Client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +14,17 @@ from shoal.net.client import Client, decoded, words
 from shoal.types import Completion, FinishReason, Sampling
 
 TOKEN_VARIABLE = "SHOAL_ENGINE_TOKEN"
-"""Has the token of engines that a run did not start itself."""
-REFUSALS = (400, 413)  # any other 4xx is not the engine's, but of a proxy before it
+"""Environment variable with the token of engines that a run did not start itself."""
+REFUSALS = (400, 413)  # any other 4xx comes from a proxy in front of the engine
 
 T = TypeVar("T")
 
 
 class HttpEngine:
-    """An engine behind HTTP. Close it with `aclose`, or use it as an async context manager.
+    """Engine behind HTTP. Close it with `aclose`, or use it as an async context manager.
 
-    What never reached the engine or lost its connection is tried again a few times; what the engine answered is not.
+    Requests that never reached the engine or lost their connection are retried a few times. Errors that the engine
+    answered are not.
     """
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0) -> None:
@@ -46,7 +47,7 @@ class HttpEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
-        """Draws `n` completions of one prompt; higher priority goes first."""
+        """Samples `n` completions of one prompt; higher priority goes first."""
         params = protocol.SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -65,17 +66,17 @@ class HttpEngine:
             raise EngineUnavailable(f"{self._url} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
+        """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         body = protocol.LogprobsRequest(list(token_ids))
         return (await self._ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """Has the engine serve the safetensors file (or directory) at `path`; returns once it does, or a newer one."""
+        """Loads the safetensors file (or directory) at `path`; returns once the engine serves it or a newer version."""
         body = protocol.UpdateWeightsRequest(version, _absolute(path))
         await self._ask("POST", "/update_weights", protocol.WeightInfo, body)
 
     async def info(self) -> EngineInfo:
-        """What the engine is doing."""
+        """State of the engine."""
         return await self._ask("GET", "/info", EngineInfo)
 
     async def alive(self) -> None:
@@ -97,11 +98,11 @@ class HttpEngine:
         return (await self._ask("GET", "/is_paused", protocol.PausedState)).is_paused
 
     async def abort(self, request_ids: Sequence[str] = ()) -> None:
-        """Ends requests with what was drawn; all of them when none is named."""
+        """Ends the named requests, or all when none is named, and returns their sampled tokens."""
         await self._ask("POST", "/abort_requests", dict[str, int], protocol.AbortRequest(list(request_ids)))
 
     async def weight_info(self) -> protocol.WeightInfo:
-        """Version and checksum of what is served."""
+        """Version and checksum of the served weights."""
         return await self._ask("GET", "/weight_info", protocol.WeightInfo)
 
     async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:

@@ -1,8 +1,8 @@
-"""The engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--weights DIR]`.
+"""Engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--weights DIR]`.
 
-Serves `shoal.engine.routes` to who has its token, on loopback unless told otherwise. A parent hands the token over the
-socket `--fd`, as a line, and reads the URL there, as a line, when the engine is ready. Started by hand it takes the
-token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
+The process serves `shoal.engine.routes` to clients with its token, by default on loopback. A parent sends the token as
+a line over the socket `--fd`, and reads the URL there as a line when the engine is ready. An engine started by hand
+reads the token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from shoal.net.server import uvicorn_config
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until told to stop (SIGTERM, SIGINT); returns the exit code."""
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
     options = _parser().parse_args(arguments)
     if options.die_with_parent:
         die_with_parent()
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `told_to_stop` on the event loop at the first signal: while its answers can still go out."""
+    """Server that calls `on_stop` on the event loop at the first signal, while answers can still be sent."""
 
     told_to_stop: Callable[[], None]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """In a signal's handler, which may interrupt whatever holds a lock that ending requests takes."""
+        """Schedules `on_stop`: the signal may interrupt code that holds a lock which ending requests takes."""
         if self.started:
             asyncio.get_running_loop().call_soon_threadsafe(self.told_to_stop)
         super().handle_exit(sig, frame)
@@ -112,15 +112,15 @@ def _engine(options: argparse.Namespace) -> StepEngine:
 
 
 def _folders_of(model: Path) -> list[Path]:
-    """Where a model's own weights are: a hub's cache has links to another folder."""
+    """Folders of a model's own weights: the cache of the Hugging Face hub links to another folder."""
     return [model, weight_file(model).resolve().parent] if model.is_dir() else []
 
 
 def _token(fd: int | None) -> str:
-    """What clients must send."""
+    """Token that clients must send."""
     if fd is not None:
         line = b""
-        while not line.endswith(b"\n") and (part := os.read(fd, 1)):  # nothing of what may follow
+        while not line.endswith(b"\n") and (part := os.read(fd, 1)):  # later bytes are not the token's
             line += part
         return line.decode().strip()
     token = os.environ.pop(TOKEN_VARIABLE, "")

@@ -1,12 +1,12 @@
 """KV storage in size classes.
 
-Each size class is a `Pool` of slots with room for `capacity` tokens; a sequence that outgrows its slot moves to the
-next class, twice as large. So attention is over at most twice what the tokens need, whatever the longest sequence is,
-and decoding reads views of the storage instead of gathered copies.
+Each size class is a `Pool` of slots with room for `capacity` tokens. A sequence that outgrows its slot moves to the
+next class, which is twice as large. Attention therefore covers at most twice the tokens needed, and decoding reads
+views of the storage instead of gathered copies.
 
-All pools together have storage for at most a budget of tokens. A pool doubles while that fits. When it does not, the
-pools that nobody is in give up theirs, and if that is not enough all are laid out anew: each gets the slots it needs
-and its part of what is left. So whatever fits slot by slot has room, which is all that the scheduler sees to.
+All pools together store at most a budget of tokens. A pool doubles while the budget allows it. When it does not, empty
+pools give up their storage. If that is not enough, all pools are laid out again: each gets the slots it needs and a
+share of the rest. Sequences that fit slot by slot therefore always have room, and the scheduler checks only that.
 """
 
 import math
@@ -21,18 +21,18 @@ from torch import Tensor
 from shoal.engine.scheduler import SequenceState
 
 SMALLEST_CAPACITY = 32
-"""With lengths that vary much, 32 draws 23 % more tokens/s than 128 (128 rows, 5M parameters, one core): attention
-pads to the longest row of a pool."""
+"""Tokens. With widely varying lengths, 32 samples 23 % more tokens/s than 128 (128 rows, 5M parameters, one core),
+because attention pads to the longest row of a pool."""
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
 StoredKV: TypeAlias = dict[int, LayerKV]
-"""K and V of [K, L, D] by layer, apart from any slot."""
-FEWEST_SLOTS = 4  # that a pool begins with, unless they are more than so many tokens; a power of two
+"""K and V [K, L, D] by layer, copied out of their slot."""
+FEWEST_SLOTS = 4  # slots of a new pool, or fewer if they hold more than FEWEST_TOKENS; a power of two
 FEWEST_TOKENS = 4096
-SPARSE = 8  # holes are closed when they are more than one in so many slots
+SPARSE = 8  # slots per hole: holes are closed when they are more frequent
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU occupy memory only once written to (calloc maps the pages lazily; `torch.zeros` writes)."""
+    """Zeros that occupy CPU memory only once written to (calloc maps pages lazily; `torch.zeros` writes them)."""
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     size_bytes = math.prod(shape) * dtype.itemsize
@@ -40,14 +40,14 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 class Pool:
-    """Slots for sequences of up to `capacity` tokens; per layer one K and one V of [S, K, capacity, D]."""
+    """Slots for sequences of up to `capacity` tokens; each layer has one K and one V of [S, K, capacity, D]."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: list[SequenceState | None] = []
         self._free: list[int] = []
         self.allocated = 0
-        """Slots that there is storage for."""
+        """Slots with storage."""
         self._layers: dict[int, LayerKV] = {}
 
     @property
@@ -57,11 +57,11 @@ class Pool:
 
     @property
     def layers(self) -> Mapping[int, LayerKV]:
-        """K and V of the layers that were seen."""
+        """K and V of the layers used so far."""
         return self._layers
 
     def take(self, sequence: SequenceState) -> int:
-        """A slot for a sequence: a hole if there is one."""
+        """Gives the sequence a slot, and returns it; holes are reused first."""
         if self._free:
             slot = self._free.pop()
             self.slots[slot] = sequence
@@ -79,13 +79,13 @@ class Pool:
         self._free = [hole for hole in self._free if hole < len(self.slots)]
 
     def relaid(self, allocated: int, sequences: Sequence[SequenceState]) -> None:
-        """Says that these sequences have the first of so many slots from now on, in storage yet to be filled."""
+        """Assigns the first of `allocated` slots to these sequences; the caller then fills the new storage."""
         assert len(sequences) <= allocated
         self.allocated = allocated
         self.slots, self._free = list(sequences), []
 
     def given_up(self, layer: int) -> None:
-        """Lets the storage of a layer go."""
+        """Frees the storage of a layer."""
         self._layers.pop(layer, None)
 
     def layer(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> LayerKV:
@@ -106,14 +106,14 @@ class Pool:
     def copy_layer(
         self, layer: int, stored: LayerKV, source_slots: Sequence[int], slots: Sequence[int], length: int
     ) -> None:
-        """Copies the first `length` tokens of slots of a layer stored elsewhere into slots of this pool."""
+        """Copies the first `length` tokens of a layer's slots in other storage into slots of this pool."""
         k, v = stored
         into = self.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         in_place = list(source_slots) == list(slots) == list(range(len(slots)))
         source_N = torch.tensor(source_slots, device=k.device)
         target_N = torch.tensor(slots, device=k.device)
         for x, x_target in zip(stored, into, strict=True):
-            if in_place:  # what most pools are that only grow: no copy in between
+            if in_place:  # pools that only grow keep their slots: no copy in between
                 x_target[: len(slots), :, :length] = x[: len(slots), :, :length]
             else:
                 x_target[:, :, :length].index_copy_(0, target_N, x[:, :, :length].index_select(0, source_N))
@@ -125,14 +125,14 @@ class Pool:
         }
 
     def restore(self, stored: StoredKV, slot: int, length: int) -> None:
-        """Puts the first `length` tokens of what was exported into a slot."""
+        """Writes the first `length` tokens of an exported copy into a slot."""
         for layer, (k_KLD, v_KLD) in stored.items():
             k, v = self.layer(layer, k_KLD.transpose(0, 1), v_KLD.transpose(0, 1))
             k[slot, :, :length] = k_KLD[:, :length]
             v[slot, :, :length] = v_KLD[:, :length]
 
     def close_hole(self) -> tuple[SequenceState, int] | None:
-        """Moves the last sequence into a hole when holes are many; returns it with its new slot."""
+        """Moves the last sequence into a hole when holes are many; returns the sequence and its new slot."""
         if len(self._free) * SPARSE <= len(self.slots):
             return None
         last = len(self.slots) - 1
@@ -150,10 +150,10 @@ class Pool:
 
 
 class KVCache:
-    """Where each sequence's KV lies.
+    """KV of all sequences, each in a slot of one pool.
 
-    Invariant: the pools have storage for at most `budget_tokens` tokens, and while they are laid out anew for one layer
-    more. It takes that the slots of those that are placed, each as small as it may be, are no more than that.
+    Invariant: the pools store at most `budget_tokens` tokens, plus one layer while they are laid out again. Requires
+    that the smallest slots that fit all placed sequences hold at most `budget_tokens` tokens.
     """
 
     def __init__(self, max_model_len: int, budget_tokens: int) -> None:
@@ -165,20 +165,23 @@ class KVCache:
         self._places: dict[int, tuple[Pool, int]] = {}  # by id of the sequence
 
     def capacity(self, tokens: int) -> int:
-        """Tokens of storage that a sequence of so many tokens occupies."""
+        """Tokens of storage that a sequence of `tokens` tokens occupies."""
         return self._pool(tokens).capacity
 
     @property
     def allocated_tokens(self) -> int:
-        """Tokens that there is storage for."""
+        """Tokens that fit the allocated storage."""
         return sum(pool.allocated * pool.capacity for pool in self.pools)
 
     def place(self, sequence: SequenceState) -> tuple[Pool, int]:
-        """The pool and slot of a sequence that `place_all` was given."""
+        """Pool and slot of a sequence that `place_all` has placed."""
         return self._places[id(sequence)]
 
     def place_all(self, sequences: Iterable[SequenceState]) -> None:
-        """Gives each a slot with room for all its known tokens. Those that outgrow a pool together move together."""
+        """Gives each sequence a slot with room for all its known tokens.
+
+        Sequences that outgrow the same pool move in one copy.
+        """
         movers: list[SequenceState] = []
         new: list[SequenceState] = []
         for sequence in {id(sequence): sequence for sequence in sequences}.values():
@@ -202,7 +205,7 @@ class KVCache:
             self._places[id(sequence)] = pool, pool.take(sequence)
 
     def _room(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> bool:
-        """Whether each can be given a slot, before any gives up its own; pools have grown for that if need be."""
+        """Whether every sequence can take a slot before any gives up its own; grows pools where necessary."""
         arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
         grown: dict[Pool, int] = {}
         for pool, count in arriving.items():
@@ -220,7 +223,7 @@ class KVCache:
         return True
 
     def _shares(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> dict[Pool, int]:
-        """Slots of all pools once these have theirs: what each needs, and half of what is left in proportion to it."""
+        """Slots of all pools: the number each needs, plus half of the spare budget in proportion to need."""
         arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
         leaving = Counter(self._places[id(sequence)][0] for sequence in movers)
         needed = {pool: pool.held - leaving[pool] + arriving[pool] for pool in self.pools}
@@ -230,10 +233,10 @@ class KVCache:
         return {pool: slots + slots * spare // needed_tokens for pool, slots in needed.items()}
 
     def _lay_out(self, slots: Mapping[Pool, int], movers: Sequence[SequenceState] = ()) -> None:
-        """Gives pools new storage of so many slots, and all that is in them a place there without holes.
+        """Gives pools new storage of `slots` slots, and places their sequences there without holes.
 
-        `movers` come to lie in the pool that they need; all pools must be given then. The old storage of a layer is
-        let go before the next layer is copied.
+        `movers` change to the pool that they need; `slots` must then name all pools. The old storage of a layer is
+        freed before the next layer is copied.
         """
         moving = {id(sequence) for sequence in movers}
         members = {pool: [s for s in pool.slots if s is not None and id(s) not in moving] for pool in slots}
@@ -267,15 +270,15 @@ class KVCache:
             source.release(slot)
 
     def release(self, sequence: SequenceState) -> None:
-        """Gives up a sequence's slot, if it has one."""
+        """Frees a sequence's slot, if it has one."""
         place = self._places.pop(id(sequence), None)
         if place is not None:
             place[0].release(place[1])
 
     def copy_prefixes(self, copies: Iterable[tuple[SequenceState, SequenceState, int]]) -> None:
-        """Gives each (source, target, length) the target the KV of the first `length` tokens of the source.
+        """Copies the KV of the first `length` tokens, for each (source, target, length).
 
-        All have a place.
+        All sequences must be placed.
         """
         together: dict[tuple[Pool, Pool, int], tuple[list[int], list[int]]] = {}
         for source, target, length in copies:
@@ -288,17 +291,17 @@ class KVCache:
             source_pool.copy(sources, target_pool, targets, length)
 
     def exported(self, sequence: SequenceState, length: int) -> "StoredKV | None":
-        """A copy of the KV of a sequence's first `length` tokens; None when it has no slot."""
+        """Copy of the KV of a sequence's first `length` tokens; None when it has no slot."""
         place = self._places.get(id(sequence))
         return None if place is None else place[0].exported(place[1], length)
 
     def restore(self, stored: "StoredKV", sequence: SequenceState, length: int) -> None:
-        """Gives a placed sequence the first `length` tokens of what was exported."""
+        """Writes the first `length` tokens of an exported copy into the slot of a placed sequence."""
         pool, slot = self.place(sequence)
         pool.restore(stored, slot, length)
 
     def close_holes(self) -> None:
-        """Keeps the slots in use together at the front of each pool."""
+        """Moves the used slots of each pool to its front."""
         for pool in self.pools:
             while (moved := pool.close_hole()) is not None:
                 self._places[id(moved[0])] = pool, moved[1]

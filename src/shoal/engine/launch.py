@@ -1,4 +1,4 @@
-"""The engine process as its parent starts it. Loads no torch."""
+"""Start of an engine process by its parent. Loads no torch."""
 
 import secrets
 from pathlib import Path
@@ -10,7 +10,7 @@ from shoal.net.process import Child, torch_environment
 
 
 class EngineChild(Child):
-    """An engine process. It is handed the token of its routes over the socket, where nobody else can read it."""
+    """Engine process. The parent sends the token of its routes over the socket, where no other process can read it."""
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -19,7 +19,7 @@ class EngineChild(Child):
         return self
 
     async def serving(self, timeout_s: float) -> HttpEngine:
-        """A client of the engine, once it serves. Raises `ChildDied`."""
+        """Waits until the engine serves, and returns its client. Raises `ChildDied`."""
         return HttpEngine((await self.line(timeout_s)).decode().strip(), token=self._token)
 
 
@@ -36,9 +36,9 @@ def engine_child(
     gpu: str | None = None,
     weights: Path | None = None,
 ) -> EngineChild:
-    """`python -m shoal.engine.http_server` for these settings; new ones come from `model_dir` or below `weights`.
+    """Child that runs `python -m shoal.engine.http_server`; it loads weights from `model_dir` or below `weights`.
 
-    `gpu` is the one that it sees, by its name in CUDA_VISIBLE_DEVICES; without it, those that this process sees.
+    `gpu` names the visible GPU, as in CUDA_VISIBLE_DEVICES; without it the child sees the GPUs of this process.
     """
     arguments = [
         *("--model", str(model_dir)),

@@ -1,63 +1,63 @@
-"""What a local engine may take on, what it does at pauses and updates, and what it counts."""
+"""Limits of the local engine, its modes at pauses and updates, and its counters."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class OnUpdate(StrEnum):
-    """What running sequences do when new weights come."""
+    """Modes of a weight update: the fate of the running sequences."""
 
     RECOMPUTE = "recompute"
-    """Their KV is dropped and computed again under the new weights."""
+    """Running sequences drop their KV and compute it again under the new weights."""
     KEEP = "keep"
-    """They go on with the KV of the old weights; counted as stale."""
+    """Running sequences continue with the KV of the old weights and count as stale."""
     DRAIN = "drain"
-    """They finish under the old weights first; nothing is admitted meanwhile."""
+    """Running sequences finish under the old weights first; no other is admitted meanwhile."""
 
 
 class PauseMode(StrEnum):
-    """What happens to requests while the engine is paused."""
+    """Modes of a pause: the fate of the requests."""
 
     ABORT = "abort"
-    """Those it has end now with what was drawn; new ones are refused."""
+    """Running requests end now with their sampled tokens; new requests are refused."""
     WAIT = "wait"
-    """Those it has finish; new ones are refused."""
+    """Running requests finish; new requests are refused."""
     KEEP = "keep"
-    """Those it has stand still; new ones are queued."""
+    """Running requests stand still; new requests are queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """How much the engine takes on."""
+    """Limits of the engine's work."""
 
     max_model_len: int
     """Tokens of one sequence, prompt and answer together."""
     max_running: int = 128
-    """Sequences decoded at once."""
+    """Sequences that decode at once."""
     max_waiting: int = 8192
     """Sequences queued."""
     chunk_tokens: int = 1024
     """Known tokens prefilled per step, beside one token of each decoding sequence."""
     kv_tokens: int | None = None
-    """Tokens of KV storage. None: room for `max_running` sequences of full length, and as much again for slots that
-    are allocated and not in use."""
+    """Tokens of KV storage. None: room for `max_running` sequences of full length, and the same again for slots that
+    are allocated but unused."""
     prefix_cache_bytes: int = 256 * 2**20
-    """KV of ended sequences that is kept for those that begin alike; 0 keeps none."""
+    """Bytes of KV kept of ended sequences, for later sequences with the same beginning; 0 keeps none."""
 
     @property
     def room_tokens(self) -> int:
-        """What `max_running` sequences of full length are."""
+        """Tokens of `max_running` sequences of full length."""
         return self.max_running * self.max_model_len
 
     @property
     def storage_tokens(self) -> int:
-        """The most tokens that slots are allocated for."""
+        """Tokens for which slots may be allocated at most."""
         return self.kv_tokens or 2 * self.room_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Numbers of an engine: since it started, but for version, running and waiting, which are now."""
+    """Counters of an engine since it started; version, running and waiting are current values."""
 
     version: int
     tokens_drawn: int

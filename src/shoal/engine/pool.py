@@ -1,13 +1,13 @@
-"""Many engines as one, behind the same Protocol.
+"""Pool of engines behind the Protocol of one engine.
 
-    request      goes to the engine that its session prefers (placement.py); when that one fails, to the next
-    cut off      an answer that an engine aborted goes on elsewhere: prompt and drawn tokens are sent, never to an
-                 engine with older weights than its last token; nor is a later call of its session
-    new weights  are loaded engine by engine, so that generation never stops as a whole
-    away         an engine that does not answer gets no requests; when it is back it loads the newest weights first,
-                 and neither a request nor an update of the others waits for it
+    request      goes to the replica that its session prefers (pool_routing.py); when it fails, to the next
+    aborted      an aborted answer continues elsewhere: the pool sends prompt and sampled tokens, never to a
+                 replica with older weights than its last token; the same holds for later calls of its session
+    new weights  are loaded replica by replica, so generation never stops as a whole
+    away         a replica that does not answer gets no requests; when it answers again it first loads the newest
+                 weights, and no request or update of another replica waits for it
 
-Engines may join and leave at any time. A request fails only when no engine could take it for `patience_s`.
+Replicas may join and leave at any time. A request fails only when no replica could take it for `patience_s`.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ CHECK_EVERY_S = 1.0
 CHECK_TIMEOUT_S = 30.0
 BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
-FRUITLESS_ABORTS = 8  # in a row, without a single token: somebody really does not want this answer
+FRUITLESS_ABORTS = 8  # in a row, without a token: a client really does not want this answer
 
 T = TypeVar("T")
 
 
 class EnginePool:
-    """Implements `interfaces.Engine` with those that joined. `watch` must run beside it."""
+    """Implements `interfaces.Engine` with the replicas that joined. `watch` must run beside it."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class EnginePool:
         initial: Path | None = None,
         recovered: int = 0,
     ) -> None:
-        """`patience_s` is how long a request may wait for an engine that can take it; `initial` is version 0.
+        """`patience_s` bounds a request's wait for a replica that can take it; `initial` has the weights of version 0.
 
-        Of an engine that does not say within `check_timeout_s` how it is nothing more is expected. Engines may serve
-        versions up to `recovered` before `update_weights` gives them any.
+        A replica that does not report its state within `check_timeout_s` counts as away. Replicas may serve versions up
+        to `recovered` before `update_weights` gives them any.
         """
         self._patience_s = patience_s
         self._check_every_s = check_every_s
@@ -68,29 +68,29 @@ class EnginePool:
         self._target = Target(0, initial) if initial else None
         self._recovered = recovered
         self._sessions = SessionVersions()
-        self._loading = asyncio.Lock()  # who changes which weights the engines that take requests serve
+        self._loading = asyncio.Lock()  # held to change which weights the replicas that take requests serve
         self._changed = asyncio.Event()
-        self._suspected = asyncio.Event()  # a request failed: the engines are checked at once
+        self._suspected = asyncio.Event()  # a request failed: the replicas are checked at once
         self._last_error = "none has joined"
 
     @property
     def seats(self) -> tuple[ReplicaHandle, ...]:
-        """The engines as they are now."""
+        """Current state of the replicas."""
         return tuple(member.seat for member in self._members.values())
 
     async def join(self, name: str, engine: PoolEngine) -> None:
-        """Takes an engine in once it serves the newest weights. Raises `EngineError` when it cannot."""
+        """Adds a replica once it serves the newest weights. Raises `EngineError` when it cannot."""
         assert name not in self._members, f"an engine named {name} is there already"
         try:
             version = await self._brought_up(engine)
         except BaseException:
             await engine.aclose()
             raise
-        self._members[name] = Replica(name, engine, version)  # with no await since: no update can have missed it
+        self._members[name] = Replica(name, engine, version)  # no await since the load: no update missed it
         self._notify()
 
     async def leave(self, name: str) -> None:
-        """Lets an engine go if it is there; the answers it has are aborted and go on elsewhere from where they are."""
+        """Removes a replica, if present; its answers are aborted and continue elsewhere."""
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -106,9 +106,9 @@ class EnginePool:
         await member.engine.aclose()
 
     async def watch(self) -> None:
-        """Looks after the engines, for ever: who does not answer is away, and who answers again is brought up.
+        """Checks the replicas for ever: a silent replica is away, and one that answers again is brought up.
 
-        Each in a task of its own: one that hangs holds up only itself.
+        Each check has a task of its own, so a replica that hangs delays no other.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -129,9 +129,9 @@ class EnginePool:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
-        """Draws `n` completions of one prompt; calls of one `session` (else: of one prompt) prefer one engine.
+        """Samples `n` completions of one prompt; calls of one `session` (or else prompt) prefer one replica.
 
-        No token of a session is drawn under an older Version than those of its calls that ended before this one began.
+        No token of a session is sampled under an older Version than its calls that ended before this call began.
         """
         key = session_key(session, prompt_ids)
         at_least = self._sessions.newest(key)
@@ -146,7 +146,7 @@ class EnginePool:
         return whole
 
     async def _all_whole(self, request: "_Request", begun: list[Completion]) -> list[Completion]:
-        """The completions that were begun, each to its end."""
+        """Continues each completion to its end."""
         if all(completion.finish_reason is not FinishReason.ABORT for completion in begun):
             return begun
         async with asyncio.TaskGroup() as tasks:
@@ -164,9 +164,10 @@ class EnginePool:
         return await self._asked(session_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """Has one engine after another serve the weights at `path`; returns when all that answer do, and one does.
+        """Loads the weights into one replica after another; returns when all that answer serve them, and one does.
 
-        Raises `RequestRefused` when every engine refuses them, and `EngineUnavailable` when none answers for long.
+        Raises `RequestRefused` when every replica refuses them, and `EngineUnavailable` when none answers within the
+        patience.
         """
         async with self._loading:
             self._target = Target(version, path)
@@ -177,7 +178,7 @@ class EnginePool:
                         if name in self._members:
                             loading.create_task(self._load(self._members[name], refusals), name=f"loading {name}")
             if refusals and not any(member.version >= version for member in self._members.values()):
-                for member in self._members.values():  # they serve what they served
+                for member in self._members.values():  # refusing replicas still serve their old weights
                     member.state = ReplicaState.READY if member.state is ReplicaState.UPDATING else member.state
                 raise refusals[0]
             for member in self._members.values():
@@ -189,7 +190,7 @@ class EnginePool:
         )
 
     async def info(self) -> EngineInfo:
-        """Of all engines that answer: sums, and the oldest version."""
+        """Sums over all replicas that answer, and the oldest version."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             members = [member for member in self._members.values() if member.state is not ReplicaState.AWAY]
@@ -216,7 +217,7 @@ class EnginePool:
         return info
 
     async def _whole(self, request: "_Request", index: int, drawn: Completion) -> Completion | EngineError:
-        """The completion `drawn`, gone on with for as long as it is cut off."""
+        """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
         while drawn.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
             left = continuation.rest(request.prompt_ids, request.sampling, drawn, index)
@@ -236,13 +237,16 @@ class EnginePool:
         return drawn
 
     async def _asked(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
-        """The answer of the first engine that gives one. Raises `RequestRefused`, or `EngineUnavailable` at the end."""
+        """Answer of the first replica that gives one.
+
+        Raises `RequestRefused`, or `EngineUnavailable` at the deadline.
+        """
         deadline_s = time.monotonic() + self._patience_s
         failed: set[str] = set()
         rounds = 0
         while True:
             name = chosen(key, self.seats, count=count, at_least=at_least, avoid=failed)
-            if name is None and failed:  # every engine that could has failed once: once more, after a while
+            if name is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
                 await self._pause(deadline_s, _backoff_s(rounds))
                 rounds += 1
@@ -255,10 +259,10 @@ class EnginePool:
                 except EngineUnavailable as error:
                     failed.add(name)
                     member.last_error = self._last_error = str(error)
-                    self._suspected.set()  # and on to the next: a check takes long when the engine hangs
+                    self._suspected.set()  # and on to the next: checking a replica that hangs takes long
 
     async def _asked_of(self, member: Replica, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
-        """The answer of one engine. Raises `EngineUnavailable` as well when the engine is lost meanwhile."""
+        """Answer of one replica. Raises `EngineUnavailable` also when the replica is lost meanwhile."""
         member.load += count
         call = asyncio.timeout(None)
         try:
@@ -274,7 +278,7 @@ class EnginePool:
                 self._notify()
 
     async def _check(self, member: Replica) -> None:
-        """Finds out whether an engine answers, and brings it up when it does again."""
+        """Checks whether a replica answers, and brings it up when it answers again."""
         if member.updating or member.state is ReplicaState.UPDATING:
             return
         try:
@@ -296,10 +300,10 @@ class EnginePool:
             self._notify()
 
     async def _brought_up(self, engine: PoolEngine) -> int:
-        """Has an engine that takes no requests serve the newest weights; the version it serves then.
+        """Loads the newest weights into an engine that takes no requests; returns its version.
 
-        It may hang, so nothing waits for it. Only when it has loaded weights and there are newer ones by then, the
-        next update waits for it as for those that are ready: one that loads slowly would never catch up otherwise.
+        The engine may hang, so no update waits for the first load. If newer weights have come by its end, the next
+        update waits for a second load: a slow engine would otherwise never catch up.
         """
         version = await self._version_of(engine)
         if target := self._newer(version):
@@ -308,7 +312,7 @@ class EnginePool:
             except RequestRefused:
                 if self._target is target:
                     raise
-                # What it refused may be gone since: files are removed once newer weights are served.
+                # Refused weights may be gone: files are removed once newer weights are served.
         if self._newer(version):
             async with self._loading:
                 if target := self._newer(version):
@@ -316,7 +320,10 @@ class EnginePool:
         return version
 
     async def _version_of(self, engine: PoolEngine) -> int:
-        """What an engine serves that may have started anew. Raises `EngineUnavailable` when that is another run's."""
+        """Version that an engine, which may have restarted, serves.
+
+        Raises `EngineUnavailable` for weights of another run.
+        """
         try:
             async with asyncio.timeout(self._check_timeout_s):
                 version = (await engine.info()).version
@@ -331,13 +338,13 @@ class EnginePool:
         return version
 
     def _newer(self, version: int) -> Target | None:
-        """The weights that an engine has to load that serves `version`; None when there are none."""
+        """Newer weights that an engine at `version` must load; None when there are none."""
         return self._target if self._target and self._target.version > version else None
 
     async def _load(self, member: Replica, refusals: list[RequestRefused]) -> None:
-        """Loads the target into one engine, which stays `UPDATING` when it refuses."""
+        """Loads the target into one replica, which stays `UPDATING` when it refuses."""
         assert self._target is not None
-        if member.state is not ReplicaState.READY:  # lost meanwhile: it loads them when it is back
+        if member.state is not ReplicaState.READY:  # lost meanwhile: it loads the target when it returns
             return
         member.state, member.updating = ReplicaState.UPDATING, True
         try:
@@ -353,10 +360,10 @@ class EnginePool:
             member.updating = False
 
     def _lose(self, member: Replica, reason: str) -> None:
-        """Gives an engine no more requests, and those that it has to others: it may hang and never answer them."""
+        """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
         member.state, member.last_error = ReplicaState.AWAY, reason
         self._last_error = reason
-        calls, member.calls = member.calls, set()  # one that is expiring cannot be asked to again
+        calls, member.calls = member.calls, set()  # an expiring timeout cannot be rescheduled again
         for call in calls:
             call.reschedule(asyncio.get_running_loop().time())
 
@@ -365,13 +372,13 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     async def _change(self, timeout_s: float) -> None:
-        """Returns when an engine came, went or got better, or after a while."""
+        """Returns when a replica joined, left or recovered, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     async def _wait(self, deadline_s: float) -> None:
-        """Waits for a change. Raises `EngineUnavailable` when there is none before the deadline."""
+        """Waits for a change. Raises `EngineUnavailable` when none comes before the deadline."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
@@ -395,7 +402,7 @@ class _Request:
     sampling: Sampling
     priority: int
     at_least: int
-    """The Version of the newest token that its session has."""
+    """Version of the newest token of its session."""
 
 
 def _generation(

@@ -1,8 +1,8 @@
-"""Which engine of many takes a request, and in which order they load new weights. Pure.
+"""Choice of the replica for a request, and order of loading new weights. Pure.
 
-Each session has an order of preference over the engines, from a hash of both names (rendezvous hashing): when an engine
-comes or goes, only the sessions that prefer it move. A session goes to the first engine of its order whose load is
-below `BOUND` times the mean, so that an engine many sessions prefer does not become the slow one (Mirrokni et al.,
+Rendezvous hashing gives each session an order of preference over the replicas, from a hash of both names. When a
+replica joins or leaves, only the sessions that prefer it move. A session goes to the first replica of its order whose
+load is below `BOUND` times the mean. A replica that many sessions prefer therefore stays fast (Mirrokni et al.,
 Consistent Hashing with Bounded Loads, arXiv 1608.01350).
 """
 
@@ -15,75 +15,75 @@ from math import ceil
 from shoal.interfaces import EngineInfo
 
 BOUND = 1.25
-WAVE_SHARE = 0.25  # of the engines that load weights at the same time
+WAVE_SHARE = 0.25  # fraction of the replicas that load weights at the same time
 
 
 class ReplicaState(StrEnum):
-    """What an engine of the pool is good for."""
+    """States of a replica."""
 
     READY = "ready"
-    """It takes requests."""
+    """The replica takes requests."""
     UPDATING = "updating"
-    """It loads weights: its requests go on, new ones go elsewhere where there is an elsewhere."""
+    """The replica loads weights: its requests continue, and new requests go elsewhere where possible."""
     AWAY = "away"
-    """It did not answer, or serves weights that it should not."""
+    """The replica did not answer, or serves the wrong weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHandle:
-    """One engine as a request sees it."""
+    """One replica as a request sees it."""
 
     name: str
     state: ReplicaState
     version: int
-    """Of the weights it serves; a request that draws there gets tokens of this Version or a later one."""
+    """Version of the served weights; a request here gets tokens of this Version or a later one."""
     load: int
-    """Sequences that the pool has there."""
+    """Sequences that the pool has running here."""
 
 
 def session_key(session: str, token_ids: Collection[int]) -> bytes:
-    """The key of a session; of one prompt where there is none."""
+    """Key of a session; without a session, key of the prompt."""
     text = session.encode() if session else ",".join(map(str, token_ids)).encode()
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class SessionVersions:
-    """The newest Version that drew a token of each session, for as long as some engine is behind it."""
+    """Newest Version that sampled a token of each session, kept while some replica serves an older one."""
 
     def __init__(self) -> None:
         self._newest: dict[bytes, int] = {}
 
     def newest(self, key: bytes) -> int:
-        """The Version that whoever goes on with a session must serve at least."""
+        """Oldest Version that may continue the session."""
         return self._newest.get(key, 0)
 
     def drew(self, key: bytes, version: int, oldest: int) -> None:
-        """Records a session's newest token; `oldest` is the oldest Version that an engine serves."""
+        """Records the Version of a session's newest token; `oldest` is the oldest Version that a replica serves."""
         if version > oldest:
             self._newest[key] = max(version, self.newest(key))
 
     def forget(self, oldest: int) -> None:
-        """Forgets the sessions with which every engine may go on."""
+        """Forgets the sessions that every replica may continue."""
         self._newest = {key: version for key, version in self._newest.items() if version > oldest}
 
 
 def oldest_served(seats: Sequence[ReplicaHandle], newest: int) -> int:
-    """The oldest Version under which a token may be drawn from now on: who is away loads the `newest` first."""
+    """Oldest Version that may sample a token from now on: a replica that is away loads `newest` first."""
     served = (seat.version if seat.state is not ReplicaState.AWAY else max(seat.version, newest) for seat in seats)
     return min(served, default=newest)
 
 
 def preference(key: bytes, names: Collection[str]) -> list[str]:
-    """The engines in the order in which the session `key` wants them."""
+    """Names of the replicas in the session's order of preference."""
     return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=key[:64], digest_size=8).digest())
 
 
 def chosen(
     key: bytes, seats: Sequence[ReplicaHandle], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
 ) -> str | None:
-    """The engine for `count` sequences of the session `key`; None when none may have them now.
+    """Replica for `count` sequences of the session `key`; None when no replica may take them now.
 
-    `at_least` is the version of the newest token that an answer has already: an older engine must not go on with it.
+    `at_least` is the Version of the answer's newest token: a replica with an older Version must not continue it.
     """
     open_ = [seat for seat in seats if seat.version >= at_least and seat.name not in avoid]
     among = [seat for seat in open_ if seat.state is ReplicaState.READY]
@@ -92,18 +92,18 @@ def chosen(
         return None
     bound = ceil(BOUND * (sum(seat.load for seat in among) + count) / len(among))
     load = {seat.name: seat.load for seat in among}
-    # The least loaded one is below the mean, so that there always is such an engine.
+    # The least loaded replica is below the mean, so one always qualifies.
     return next(name for name in preference(key, load) if load[name] < bound)
 
 
 def waves(names: Sequence[str]) -> list[list[str]]:
-    """The engines in groups that load weights one after another: never all of them at once, unless there is one."""
+    """Groups of replicas that load weights one after another; all replicas at once only if there is a single one."""
     size = max(1, int(len(names) * WAVE_SHARE))
     return [list(names[start : start + size]) for start in range(0, len(names), size)]
 
 
 def summed(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Several engines as one: sums, the mean of busy shares, and the oldest version."""
+    """Joins the states of several engines: sums, the mean busy share and the oldest version."""
     first = infos[0]
     checksums = {info.checksum for info in infos}
     return replace(

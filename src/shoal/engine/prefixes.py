@@ -1,6 +1,6 @@
-"""KV of sequences that have ended, for those that begin with the same tokens: the next turn of a conversation does.
+"""KV of ended sequences, reused by sequences with the same beginning, such as the next turn of a conversation.
 
-Pure: what is stored is opaque here. Bounded by its size; what was used longest ago goes first.
+Pure: the stored values are opaque here. The size is bounded; the least recently used value goes first.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ Tokens = tuple[int, ...]
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning.
+    """Number of tokens that two rows share at their beginning.
 
     >>> shared_length([1, 2, 3], [1, 2, 4, 5])
     2
@@ -24,7 +24,7 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
 class PrefixCache(Generic[V]):
     """Values by token row, found by the longest common beginning.
 
-    The rows are kept sorted, so that the row that shares most with another is next to where that one would stand.
+    The rows are kept sorted, so the row that shares most with another is next to its place in the order.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -37,7 +37,7 @@ class PrefixCache(Generic[V]):
         return len(self._rows)
 
     def keep(self, tokens: Tokens, value: V, size_bytes: int) -> None:
-        """Stores a value, in place of those of rows that it begins with."""
+        """Stores a value, and drops the values of rows that are its beginnings."""
         at = bisect_left(self._rows, tokens)
         if at < len(self._rows) and self._rows[at][: len(tokens)] == tokens:
             return
@@ -53,7 +53,7 @@ class PrefixCache(Generic[V]):
             self._drop(next(iter(self._values)))
 
     def longest(self, tokens: Tokens) -> tuple[int, V] | None:
-        """How many first tokens of a row are stored, and where; None when not one is."""
+        """Length of the longest stored beginning of a row, and its value; None when no token matches."""
         at = bisect_left(self._rows, tokens)
         near = [(shared_length(row, tokens), row) for row in self._rows[max(at - 1, 0) : at + 1]]
         length, row = max(near, default=(0, ()))

@@ -1,4 +1,4 @@
-"""An engine's numbers in Prometheus' text format."""
+"""Metrics of an engine in Prometheus' text format."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,14 +46,14 @@ class _Snapshot(Collector):
 
 
 def exposition(counts: EngineCounters, *, refused: int, failed_updates: int) -> bytes:
-    """The body of `/metrics`."""
+    """Body of `/metrics`."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(counts, refused, failed_updates))
     return generate_latest(registry)
 
 
 def counted(exposition: str, names: dict[str, str]) -> dict[str, int]:
-    """Numbers of a Prometheus text by our names for theirs, summed over labels; absent ones are 0.
+    """Numbers of a Prometheus text under Shoal's names, summed over labels; absent metrics are 0.
 
     >>> counted('# HELP a b\\na_total{x="1"} 2.0\\na_total{x="2"} 3.0\\nab 9.0\\n', {"a_total": "a"})
     {'a': 5}
@@ -62,6 +62,6 @@ def counted(exposition: str, names: dict[str, str]) -> dict[str, int]:
     for line in exposition.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in names:
-            with contextlib.suppress(ValueError, OverflowError):  # no number, or none that counts anything
+            with contextlib.suppress(ValueError, OverflowError):  # lines whose value is no finite number count nothing
                 sums[names[name]] += int(float(line.rpartition(" ")[2]))
     return sums

@@ -1,7 +1,8 @@
-"""The HTTP bodies of an engine, as JSON: vLLM's `/inference/v1/generate` shape and the routes that control it.
+"""JSON bodies of an engine's HTTP routes: vLLM's `/inference/v1/generate` and the routes that control it.
 
-Field names and shapes are vLLM's where vLLM has the route. Ours are `/score`, `/info`, `/update_weights` and the
-`logprobs_format: "flat"` of a generate request, which gives `token_logprobs` as a list instead of an object per token.
+Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/score`, `/info`, `/update_weights` and the
+`logprobs_format: "flat"` of a generate request. The flat format gives `token_logprobs` as a list instead of an object
+per token.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -12,7 +13,7 @@ LogprobsFormat: TypeAlias = Literal["content", "flat"]
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    """How tokens are drawn. `top_k` 0 or -1 is off. `max_tokens` beyond the context is cut to what fits."""
+    """Parameters of sampling. `top_k` 0 or -1 is off. `max_tokens` beyond the context is cut to the room left."""
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -23,11 +24,11 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     stop_token_ids: list[int] | None = None
     logprobs: Literal[0] | None = 0
-    """That of each drawn token is always given, and no other."""
+    """Answers always carry the logprob of each sampled token, and no other logprob."""
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /inference/v1/generate`. Greater `priority` goes first."""
+    """Body of `POST /inference/v1/generate`. Greater `priority` goes first."""
 
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -35,12 +36,12 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     priority: int = 0
     logprobs_format: LogprobsFormat = "content"
     model: str | None = None
-    """Accepted for the sake of vLLM's clients; there is one model."""
+    """Name accepted for vLLM's clients; the engine has one model."""
     stream: Literal[False] = False
 
 
 class TokenLogprob(msgspec.Struct):
-    """One drawn token: its id, also as the string `token_id:N`, and its logprob in nats."""
+    """One sampled token: its id, also as the string `token_id:N`, and its logprob in nats."""
 
     token: str
     token_id: int
@@ -48,19 +49,19 @@ class TokenLogprob(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """The drawn tokens of a choice."""
+    """Sampled tokens of a choice."""
 
     content: list[TokenLogprob]
 
 
 class VersionSpan(msgspec.Struct, omit_defaults=True):
-    """The tokens `start : end` of a choice were drawn by weights of `version`."""
+    """Tokens `start : end` of a choice, sampled by the weights of `version`."""
 
     version: int
     start: int
     end: int
     kv_version: int | None = None
-    """The Version of the oldest KV that they were drawn on, where that is older: `--on-update keep`."""
+    """Version of the oldest KV in the tokens' context, if older than `version`; occurs with `--on-update keep`."""
 
 
 class GeneratedChoice(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -72,7 +73,8 @@ class GeneratedChoice(msgspec.Struct, omit_defaults=True, kw_only=True):
     logprobs: Logprobs | None = None
     token_logprobs: list[float] | None = None
     token_log_kept: list[float] | None = None
-    """With top-k, top-p or min-p: the log of the mass that they kept. A logprob plus it is the one without them."""
+    """Log of the probability mass that top-k, top-p and min-p kept; logprob plus this value is the untruncated
+    logprob."""
     finish_reason: str
 
 
@@ -85,7 +87,7 @@ class Usage(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct, omit_defaults=True):
-    """The answer to a generate request; `prompt_token_ids` are left out of flat ones."""
+    """Answer to a generate request; flat answers have no `prompt_token_ids`."""
 
     request_id: str
     choices: list[GeneratedChoice]
@@ -94,7 +96,7 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
 
 
 class LogprobsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /score`."""
+    """Body of `POST /score`."""
 
     token_ids: list[int]
 
@@ -106,13 +108,13 @@ class ScoreResponse(msgspec.Struct):
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /abort_requests`; no ids means all."""
+    """Body of `POST /abort_requests`; an empty list means all requests."""
 
     request_ids: list[str] = []
 
 
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine."""
+    """Body of `POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine."""
 
     version: Annotated[int, msgspec.Meta(le=2**63 - 1)]  # metrics and most readers of JSON hold no larger number
     path: str
@@ -120,28 +122,28 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightInfo(msgspec.Struct):
-    """`GET /weight_info`, and the answer to an update."""
+    """Answer of `GET /weight_info` and of an update."""
 
     version: int
     checksum: str
     failure: str = ""
-    """Why the last update was refused; empty when it was served."""
+    """Reason why the last update was refused; empty when it was served."""
 
 
 class PausedState(msgspec.Struct):
-    """`GET /is_paused`."""
+    """Answer of `GET /is_paused`."""
 
     is_paused: bool
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, in words."""
+    """Message and code of an error."""
 
     message: str
     code: int
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every answer that is not 200."""
+    """Body of every answer that is not 200."""
 
     error: ErrorDetail

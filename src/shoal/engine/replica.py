@@ -1,4 +1,4 @@
-"""An engine of the pool: what it must be able to do, what is known of it, and how it is given weights."""
+"""Replica: an engine of the pool, its required methods, its known state, and its weight updates."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ UPDATE_TIMEOUT_S = 900.0
 
 
 class PoolEngine(Engine, Protocol):
-    """What an engine must be able to do to be one of many."""
+    """Protocol that an engine must satisfy to join a pool."""
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
         ...
 
     async def abort(self, request_ids: Sequence[str] = ()) -> None:
-        """Ends all requests with what was drawn."""
+        """Ends all requests and returns their sampled tokens."""
         ...
 
     async def aclose(self) -> None:
@@ -31,7 +31,7 @@ class PoolEngine(Engine, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """An engine of the pool. Invariant: `version` is not above what the engine serves."""
+    """Engine of the pool. Invariant: `version` is at most the version that the engine serves."""
 
     name: str
     engine: PoolEngine
@@ -40,28 +40,28 @@ class Replica:
     load: int = 0
     last_error: str = ""
     updating: bool = False
-    """Whether an update has it load weights now, which it may do though it was lost meanwhile."""
+    """Whether an update loads weights into the engine now; also possible after the engine was lost."""
     watch: asyncio.Task[None] | None = None
-    """The last look at it; an engine that hangs keeps it from ending."""
+    """Task of the latest check; a hanging engine keeps it from ending."""
     calls: set[asyncio.Timeout] = field(default_factory=set)
-    """Of requests under way; expiring one gives its request back to the pool."""
+    """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
 
     @property
     def seat(self) -> ReplicaHandle:
-        """The engine as a request sees it."""
+        """Replica as a request sees it."""
         return ReplicaHandle(self.name, self.state, self.version, self.load)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The weights that all engines should serve."""
+    """Weights that all engines should serve."""
 
     version: int
     path: Path
 
 
 async def loaded(engine: PoolEngine, target: Target) -> int:
-    """Has an engine serve the target; its version. Raises `EngineUnavailable` when that takes too long."""
+    """Has an engine load the target; returns its version. Raises `EngineUnavailable` after `UPDATE_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(UPDATE_TIMEOUT_S):
             await engine.update_weights(target.version, target.path)

@@ -1,4 +1,4 @@
-"""What a client asked for, and the completions being drawn for it."""
+"""Requests of clients, and the completions being sampled for them."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,38 +11,38 @@ from shoal.types import Completion, FinishReason, Sampling
 
 @dataclass(slots=True, eq=False)
 class Draft(SequenceState):
-    """A completion being drawn."""
+    """Completion being sampled."""
 
     prompt_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     index: int = 0
-    """Which of its request's completions this is."""
+    """Index of the completion in its request."""
     max_drawn: int = 1
     stop_ids: frozenset[int] = frozenset()
     uniforms: Uniforms | None = None
-    """Numbers that decide the tokens; None draws from the engine's own stream."""
+    """Random numbers that decide the tokens; None uses the engine's own stream."""
     targets: Sequence[int] = ()
-    """The tokens after positions 0, 1, ... that are to be scored."""
+    """Tokens to score, which follow positions 0, 1, ...."""
     scores: list[float] = field(default_factory=list)
-    """Logprobs of the targets at temperature 1."""
+    """Nats: logprobs of the targets at temperature 1."""
     log_kept: list[float] = field(default_factory=list)
-    """Of each drawn token the log of the mass that truncation kept; empty when nothing is truncated."""
+    """Log of the mass that truncation kept, for each sampled token; empty without truncation."""
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, end): that version drew the tokens before `end` that no earlier span holds."""
+    """Pairs (version, end): `version` sampled the tokens between the previous pair's end and `end`."""
     kv_versions: list[tuple[int, int | None]] = field(default_factory=list)
-    """(start, version): the tokens from `start` on were drawn on KV of which the oldest is of that version; None: on KV
-    of the version that drew them."""
+    """Pairs (start, version): tokens from `start` on were sampled with a context whose oldest KV is of `version`.
+    None means KV of the sampling version."""
     finish_reason: FinishReason | None = None
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution."""
+        """Whether sampling is truncated to a part of the distribution."""
         sampling = self.sampling
         return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
     def token_at(self, position: int) -> int:
-        """A known token."""
+        """Token at a position of the prompt or the answer."""
         if position < self.prompt_len:
             return self.prompt_ids[position]
         return self.drawn[position - self.prompt_len]
@@ -53,27 +53,27 @@ class Draft(SequenceState):
         return [*self.prompt_ids[start:end], *self.drawn[max(start - split, 0) : max(end - split, 0)]]
 
     def close_span(self, version: int) -> None:
-        """Says that `version` drew every token since the last span."""
+        """Records that `version` sampled every token since the last span."""
         if len(self.drawn) > (self.spans[-1][1] if self.spans else 0):
             self.spans.append((version, len(self.drawn)))
 
     def keep_kv(self, version: int) -> None:
-        """Says that newer weights come, and that the KV stays which `version` or an older one computed."""
+        """Records that newer weights come while the KV of `version` or older ones stays."""
         if self.kv_len and not self.stale:
             self.kv_versions.append((len(self.drawn), version))
 
     def forget(self) -> None:
-        """Drops the KV: all known tokens are to be prefilled again."""
+        """Drops the KV: all known tokens are prefilled again."""
         if self.stale:
             self.kv_versions.append((len(self.drawn), None))
-        SequenceState.forget(self)  # a slotted dataclass is another class than the one that `super()` knows
+        SequenceState.forget(self)  # a slotted dataclass is another class than the one that `super()` sees
 
     def kv_version(self, index: int) -> int | None:
-        """The version of the oldest KV that a drawn token saw; None when it is the one that drew it."""
+        """Version of the oldest KV in a sampled token's context; None when it is the version that sampled it."""
         return next((version for start, version in reversed(self.kv_versions) if start <= index), None)
 
     def completion(self) -> Completion:
-        """What was drawn, once finished."""
+        """Finished completion."""
         assert self.finish_reason is not None
         versions: list[int] = []
         for version, end in self.spans:
@@ -83,7 +83,7 @@ class Draft(SequenceState):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`n` completions of one prompt. `name` is the client's; it need not be unique."""
+    """`n` completions of one prompt. `name` is the client's and need not be unique."""
 
     prompt_ids: Sequence[int]
     sampling: Sampling
@@ -91,24 +91,24 @@ class Request:
     priority: int = 0
     name: str = ""
     score_ids: Sequence[int] = ()
-    """Tokens that are scored and nothing else; the prompt is all of them but the last."""
+    """Tokens to score without sampling; the prompt is all of them but the last."""
     drafts: list[Draft] = field(default_factory=list)
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the request only scores."""
         return bool(self.score_ids)
 
     @property
     def targets(self) -> Sequence[int]:
-        """The tokens to be scored, which follow the prompt's first, second, ... position."""
+        """Tokens to score, which follow the prompt's first, second, ... position."""
         return self.score_ids[1:]
 
     def begun(self, request_id: int, max_model_len: int) -> list[Draft]:
-        """Its completions, from now on in `drafts`, each with room for what fits beside the prompt."""
+        """Creates the drafts of the request, each with the room left beside the prompt."""
         sampling, targets = self.sampling, self.targets
         most = 0 if self.scores_only else min(sampling.max_tokens, max_model_len - len(self.prompt_ids))
-        prompt_key = array("q", self.prompt_ids).tobytes()  # whose hash is computed once
+        prompt_key = array("q", self.prompt_ids).tobytes()  # bytes, because their hash is computed once
         stop_ids = frozenset(sampling.stop_token_ids)
         self.drafts += [
             Draft(
@@ -136,6 +136,6 @@ class Request:
 
 
 def scoring(token_ids: Sequence[int]) -> Request:
-    """The request for the logprobs of at least two tokens, but for the first."""
+    """Request for the logprobs of tokens 1..L-1 of at least two tokens."""
     assert len(token_ids) > 1
     return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids)

@@ -1,4 +1,4 @@
-"""Finished requests as the bodies of answers."""
+"""Response bodies of finished requests."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from shoal.engine.request import Draft, Request
 
 
 def drawn_spans(draft: Draft) -> list[protocol.VersionSpan]:
-    """Which Version drew which tokens, and on what KV."""
+    """Spans of sampled tokens by sampling Version and by Version of their KV."""
     spans = []
     first = 0
     for drew, last in draft.spans:
@@ -19,7 +19,7 @@ def drawn_spans(draft: Draft) -> list[protocol.VersionSpan]:
 
 
 def choice(draft: Draft, *, flat: bool) -> protocol.GeneratedChoice:
-    """A completion that has ended."""
+    """Response choice of a finished completion."""
     assert draft.finish_reason is not None
     return protocol.GeneratedChoice(
         index=draft.index,
@@ -38,7 +38,7 @@ def _logprobs(draft: Draft) -> protocol.Logprobs:
 
 
 def response(body: protocol.GenerateRequest, request: Request) -> protocol.GenerateResponse:
-    """The answer to a generate request that has ended; the prompt counts once in its usage."""
+    """Answer to a finished generate request; its usage counts the prompt once."""
     flat = body.logprobs_format == "flat"
     prompt, drawn = len(request.prompt_ids), sum(len(draft.drawn) for draft in request.drafts)
     return protocol.GenerateResponse(

@@ -1,8 +1,8 @@
-"""The local engine behind HTTP, in the shape of vLLM's routes.
+"""HTTP routes of the local engine, in the shape of vLLM's.
 
-HTTP lives on the event loop, the model in a thread of its own; between them go requests one way and finished requests,
-a step's worth at a time, the other way. A client that goes away takes its request with it. All but /health and /metrics
-want the engine's token, and weights come from regular files below known folders only.
+HTTP runs on the event loop and the model in a thread of its own. Requests pass to the thread, and finished requests
+come back a step's worth at a time. A client that disconnects aborts its request. All routes but /health and /metrics
+require the engine's token, and weights load only from regular files below known folders.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from shoal.net.server import HANDLERS, body, decoded, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
-CLIENT_GONE = 499  # nobody reads it
+CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
 HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the first one on a GPU as long
 
 T = TypeVar("T")
 
 
 class EngineFailed(EngineError):
-    """An error of our own; the log has its traceback."""
+    """Error of Shoal itself; the log has its traceback."""
 
     http_status = 500
 
 
 class EngineServer:
-    """The routes of one engine. `app` is the ASGI application.
+    """Routes of one engine. `app` is the ASGI application.
 
-    `ready` is called when requests can be answered, `crashed` when the engine cannot go on.
+    `ready` is called when requests can be answered, `crashed` when the engine cannot continue.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         hung_s: float = HUNG_S,
     ) -> None:
-        """`weights` are the folders that new ones are loaded from; a step of `hung_s` never ends."""
+        """`weights` are the folders that new weights load from; a step longer than `hung_s` counts as hung."""
         self._engine = engine
         self._max_body_bytes = max_body_bytes
         self._hung_s = hung_s
@@ -91,7 +91,7 @@ class EngineServer:
         self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan, exception_handlers=handlers)
 
     def stop(self) -> None:
-        """Ends all requests with what was drawn, so that they can go on elsewhere, and takes no new ones."""
+        """Ends all requests with their sampled tokens, so that they can continue elsewhere, and refuses new ones."""
         self._thread.call(lambda: self._engine.pause(PauseMode.ABORT))
 
     @contextlib.asynccontextmanager
@@ -127,7 +127,7 @@ class EngineServer:
         return json(response(asked, request)) if request.finished else Response(status_code=CLIENT_GONE)
 
     async def _answered(self, http: HttpRequest, request: Request) -> None:
-        """Returns when a request has ended, or its client has gone."""
+        """Returns when a request has ended, or its client has disconnected."""
         ended = self._waiters[request] = asyncio.get_running_loop().create_future()
         gone = asyncio.ensure_future(_disconnected(http))
         try:
@@ -182,7 +182,7 @@ class EngineServer:
             if wrong := self._engine.update_refusal(asked.version):
                 raise wrong
             check_below(weight_file(Path(asked.path)), self._weights)
-            # Read and checked in a thread of its own: generation goes on meanwhile, and stops for the copy only.
+            # Reading and checking run in a thread of their own: generation stops for the copy only.
             read = partial(self._engine.slots.staged, asked.version, Path(asked.path), asked.checksum)
             weights = await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except RequestRefused as error:
@@ -225,13 +225,13 @@ class EngineServer:
 
 
 def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:
-    """Calls `function` on the loop; a loop that has closed needs nothing any more."""
+    """Calls `function` on the loop; a closed loop needs no call."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, argument)
 
 
 async def _disconnected(http: HttpRequest) -> None:
-    """Returns when the client has gone. The body must have been read."""
+    """Returns when the client has disconnected. The body must have been read."""
     receive: Callable[[], Awaitable[object]] = http.receive
     while True:
         message = await receive()
@@ -240,7 +240,7 @@ async def _disconnected(http: HttpRequest) -> None:
 
 
 def _request(body: protocol.GenerateRequest) -> Request:
-    """What the engine is asked. Raises `RequestRefused` for values out of range."""
+    """Engine request of a body. Raises `RequestRefused` for values out of range."""
     params = body.sampling_params
     try:
         sampling = Sampling(

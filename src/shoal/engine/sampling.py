@@ -1,12 +1,14 @@
-"""Draws tokens from logits, and says with what probability each was drawn.
+"""Sampling of tokens from logits, with the probability of each sampled token.
 
-The distribution of a row, in this order: logits / temperature; the `top_k` most likely tokens; of these, renormalised,
-the smallest set of most likely ones whose probability reaches `top_p`; of these, the ones with at least `min_p` times
-the probability of the most likely; renormalised. The logprob of a token (nats) is its logprob under that distribution.
-A greedy row (temperature 0) takes the most likely token; its logprob is the one at temperature 1 without truncation,
-since the distribution that greedy drawing itself has, a certainty, would say nothing.
+A row's distribution comes from these steps, in order. Logits are divided by the temperature. Only the `top_k` most
+likely tokens stay, renormalised. Then only the smallest set of most likely tokens whose probability reaches `top_p`
+stays, renormalised. Then only tokens with at least `min_p` times the probability of the most likely token stay,
+renormalised. The logprob of a token (nats) is its logprob under that distribution.
 
-One uniform number per token decides (inverse transform), so that a row draws the same token whatever else is in the
+A greedy row (temperature 0) takes the most likely token. Its logprob is computed at temperature 1 without truncation,
+because the greedy distribution is a certainty.
+
+One uniform number decides each token (inverse transform), so a row samples the same token whatever else is in the
 batch.
 """
 
@@ -18,15 +20,15 @@ from torch import Tensor
 
 from shoal.types import Sampling
 
-CANDIDATES = 256  # rows truncated within their most likely tokens, which is nearly all of them, need no full sort
+CANDIDATES = 256  # nearly all truncated rows keep fewer tokens than this, and then need no full sort
 UNIFORM_BLOCK = 64
-OFF = 2**31  # top_k of rows without one
+OFF = 2**31  # top_k of rows without a limit
 
 
 class Uniforms:
-    """The uniform numbers of one completion: number i decides token i. Equal (seed, index) give equal numbers.
+    """Uniform numbers of one completion: number i decides token i. Equal (seed, index) give equal numbers.
 
-    Philox is keyed by (seed, index of the completion in its request), so that no two completions share a stream.
+    The Philox key is (seed, index of the completion in its request), so no two completions share a stream.
     """
 
     __slots__ = ("_generator", "_known")
@@ -43,7 +45,7 @@ class Uniforms:
 
 
 class SamplingRows:
-    """The sampling parameters of B rows as tensors; columns are [B, 1], or [1, 1] where all rows agree."""
+    """Sampling parameters of B rows as tensors; columns are [B, 1], or [1, 1] where all rows agree."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         if len({(s.temperature, s.top_p, s.top_k, s.min_p) for s in rows}) == 1:
@@ -64,10 +66,11 @@ class SamplingRows:
 
 
 def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One token per row, the logprob (nats, float32) it was drawn with, and the log of the mass that was kept.
+    """Samples a token per row; returns tokens, their logprobs (nats, float32) and the log of the kept mass.
 
-    `uniform_B` in [0, 1) decides. The kept mass is what top-k, top-p and min-p left of the distribution at the row's
-    temperature, so that logprob + log of the kept mass is the logprob without truncation; None when no row truncates.
+    `uniform_B` in [0, 1) decides. The kept mass is the part of the distribution at the row's temperature that top-k,
+    top-p and min-p keep. A logprob plus the log of the kept mass is the untruncated logprob. The third result is None
+    when no row truncates.
     """
     logits_BV = logits_BV.float()
     if rows.all_greedy:
@@ -96,14 +99,14 @@ def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _whole(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws from the whole vocabulary."""
+    """Samples from the whole vocabulary."""
     p_BV = scaled_BV.softmax(-1)
     token_B1 = _inverse_transform(p_BV, uniform_B)
     return token_B1[:, 0], p_BV.gather(-1, token_B1)[:, 0].log().clamp_(max=0.0)
 
 
 def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """[B, 1] the first index at which the cumulative sum exceeds u times the sum: never one with p = 0."""
+    """Indices [B, 1] where the cumulative sum first exceeds u times the sum; an entry with p = 0 is never chosen."""
     cumulative_BV = p_BV.cumsum(-1)
     threshold_B1 = cumulative_BV[:, -1:] * uniform_B[:, None]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=p_BV.shape[-1] - 1)
@@ -112,10 +115,10 @@ def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def _truncated(
     scaled_BV: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform_B: Tensor, candidates: int = CANDIDATES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws from each row's kept tokens, most likely first, looked for among so many `candidates`.
+    """Samples from each row's kept tokens, found among its `candidates` most likely tokens.
 
-    Rows that may keep more than the candidates are drawn again from the whole vocabulary; that depends on nothing but
-    the row.
+    Rows that may keep more tokens than the candidates are sampled again from the whole vocabulary. That decision
+    depends on the row alone.
     """
     candidates = min(candidates, scaled_BV.shape[-1])
     total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
@@ -136,7 +139,7 @@ def _truncated(
 
 
 def _kept(p_BC: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """[B, C] which of the tokens, sorted by falling probability of the whole distribution, may be drawn.
+    """Mask [B, C] of the tokens, sorted by falling probability of the whole distribution, that may be sampled.
 
     Every condition keeps a prefix of the row and always its first token.
     """

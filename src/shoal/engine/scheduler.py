@@ -1,12 +1,14 @@
-"""Which sequences run, and what each computes in the next step. Pure: no torch, no clock, no I/O.
+"""Scheduler: the sequences that run, and the tokens that each computes in the next step.
 
-A sequence is one completion being drawn. It waits, runs (holds KV), and leaves. While it runs it either *prefills*,
-that is, computes the KV of tokens that are already known, a chunk at a time, or *decodes* one token per step. Dropping
-its KV (interruption, pre-emption) only sends it back to prefilling prompt + drawn tokens, never loses a token.
+Pure: no torch, no clock, no I/O.
 
-Nothing starves: every `fair_every`-th admission takes the sequence that has waited longest whatever its priority, what
-does not fit stops the queue instead of being overtaken, and memory is taken from the latest arrival only, so that the
-oldest running sequence always finishes.
+A sequence is one completion being sampled. It waits, runs (holds KV), and leaves. A running sequence either *prefills*,
+which computes the KV of known tokens a chunk at a time, or *decodes* one token per step. Dropping its KV (interruption,
+pre-emption) sends it back to prefilling prompt and sampled tokens, and never loses a token.
+
+No sequence starves. Every `fair_every`-th admission takes the sequence that has waited longest, whatever its priority.
+A sequence that does not fit stops the queue instead of being overtaken. Memory is taken from the latest arrival only,
+so the oldest running sequence always finishes.
 """
 
 import heapq
@@ -17,7 +19,7 @@ from typing import Generic, TypeVar
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """What the scheduler knows of one sequence. Siblings are sequences with the same prompt; its KV is computed once.
+    """State of one sequence. Siblings are sequences with one prompt, whose KV is computed once.
 
     Invariant: while `decoding`, KV is stored for all tokens but the last.
     """
@@ -33,18 +35,18 @@ class SequenceState:
     stale: bool = False
     """Whether some of the KV was computed under older weights."""
     prompt_key: Hashable = None
-    """Equal for equal prompts; None has only those of the same request be siblings."""
+    """Key that equal prompts share; None makes only sequences of one request siblings."""
     whole: bool = False
-    """Whether it computes its tokens itself instead of taking a copy of their KV."""
+    """Whether the sequence computes its tokens itself instead of copying a sibling's KV."""
 
     @property
     def family(self) -> Hashable:
-        """What siblings have in common."""
+        """Key that siblings share."""
         return self.request_id if self.prompt_key is None else self.prompt_key
 
     @property
     def total(self) -> int:
-        """Tokens known: prompt and drawn."""
+        """Tokens known: prompt and sampled."""
         return self.prompt_len + len(self.drawn)
 
     @property
@@ -53,20 +55,20 @@ class SequenceState:
         return self.total - 1 if self.decoding else self.cached
 
     def forget(self) -> None:
-        """Drops the KV: all known tokens are to be prefilled again."""
+        """Drops the KV: all known tokens are prefilled again."""
         self.cached, self.decoding, self.stale = 0, False, False
 
 
 S = TypeVar("S", bound=SequenceState)
 
 SPARED = 8
-"""Admission leaves one in so many tokens of scarce memory for what runs to grow into. Without, there are four to seven
-times as many pre-emptions, and storage is laid out anew two to four times as often."""
+"""Tokens of scarce memory per token that admission leaves free for running sequences to grow. Without this reserve,
+pre-emptions are four to seven times as frequent, and storage is laid out again two to four times as often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(Generic[S]):
-    """KV of the first `length` tokens, copied before the step from a sibling."""
+    """Copy of the KV of a sibling's first `length` tokens, made before the step."""
 
     source: S
     target: S
@@ -77,8 +79,8 @@ class Copy(Generic[S]):
 class Chunk(Generic[S]):
     """Known tokens `start : start + length` of a sequence, prefilled in this step.
 
-    When `completes`, the next token is drawn from the last position; `followers` are fresh siblings that take a copy of
-    the prompt's KV after the step and draw their first token from the same logits.
+    When `completes`, the last position samples the next token. `followers` are new siblings that copy the prompt's KV
+    after the step and sample their first token from the same logits.
     """
 
     sequence: S
@@ -90,7 +92,7 @@ class Chunk(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[S]):
-    """One step. The same object is returned again for as long as only decoding goes on."""
+    """Work of one step. While only decoding continues, `plan` returns the same object again."""
 
     preempted: tuple[S, ...]
     copies: tuple[Copy[S], ...]
@@ -99,21 +101,21 @@ class StepPlan(Generic[S]):
 
     @property
     def sequences(self) -> list[S]:
-        """All whose KV is written."""
+        """Sequences whose KV the step writes."""
         chunked = (s for chunk in self.chunks for s in (chunk.sequence, *chunk.followers))
         return [*self.decode, *chunked, *(copy.target for copy in self.copies)]
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether the step computes nothing."""
         return not (self.chunks or self.decode)
 
 
 class Scheduler(Generic[S]):
-    """Admission, chunked prefill, pre-emption.
+    """Admission, chunked prefill and pre-emption.
 
-    `capacity(tokens)` is what storing that many tokens occupies. `reuse(sequence)` says of how many of its first tokens
-    KV is at hand and will be in place when the plan is computed; never of all.
+    `capacity(tokens)` is the storage that this many tokens occupy. `reuse(sequence)` returns how many of the sequence's
+    first tokens have KV that will be in place when the plan is computed; never all.
     """
 
     def __init__(
@@ -139,11 +141,11 @@ class Scheduler(Generic[S]):
         self._scarce = max_running * capacity(max_model_len) > kv_budget_tokens
         self._spared = kv_budget_tokens // SPARED
         self._waiting: dict[int, S] = {}  # by arrival
-        self._by_priority: list[tuple[int, int]] = []  # heaps with entries of gone sequences left in
+        self._by_priority: list[tuple[int, int]] = []  # heaps; entries of sequences that left stay in
         self._by_arrival: list[int] = []
         self._arrivals = 0
         self._admissions = 0
-        self._siblings: dict[Hashable, list[S]] = {}  # running ones, by family
+        self._siblings: dict[Hashable, list[S]] = {}  # running sequences, by family
         self._plan: StepPlan[S] | None = None
 
     @property
@@ -158,7 +160,7 @@ class Scheduler(Generic[S]):
         self._queue(sequence)
 
     def remove(self, sequence: S) -> None:
-        """Takes a sequence out, finished or not, running or not."""
+        """Removes a sequence, finished or not, running or not."""
         if self._waiting.pop(sequence.arrival, None) is None:
             self._leave(sequence)
 
@@ -169,13 +171,16 @@ class Scheduler(Generic[S]):
         self._plan = None
 
     def mark_stale(self) -> None:
-        """Notes that the KV stored now belongs to older weights, so that no sibling copies it."""
+        """Marks the stored KV as computed under older weights, so that no sibling copies it."""
         for sequence in self.running:
             sequence.stale = sequence.kv_len > 0
         self._plan = None
 
     def plan(self) -> StepPlan[S]:
-        """The next step. The caller then draws a token for each sequence in `decode` and each completing chunk."""
+        """Plan of the next step.
+
+        The caller then samples a token for each sequence in `decode` and each completing chunk.
+        """
         preempted = self._preempt() if self._scarce else ()
         admitted = self._admit()
         if self._plan is None or preempted or admitted:
@@ -205,7 +210,7 @@ class Scheduler(Generic[S]):
         return sum(self._capacity(sequence.total + 1) for sequence in sequences)
 
     def _preempt(self) -> list[S]:
-        """Sends the latest arrivals back to the queue until what runs has room for one more token each."""
+        """Sends the latest arrivals back to the queue until each running sequence has room for one more token."""
         victims: list[S] = []
         while self._held(self.running) > self._budget and len(self.running) > 1:
             victim = max(self.running, key=lambda sequence: sequence.arrival)
@@ -229,7 +234,7 @@ class Scheduler(Generic[S]):
         return admitted
 
     def _head(self) -> S:
-        """Who is admitted next: by priority, then arrival; at every fair turn by arrival alone."""
+        """Sequence to admit next: by priority, then arrival; at every fair turn by arrival alone."""
         if self._admissions % self._fair_every == self._fair_every - 1:
             while self._by_arrival[0] not in self._waiting:
                 heapq.heappop(self._by_arrival)
@@ -243,7 +248,7 @@ class Scheduler(Generic[S]):
         budget = self._chunk_tokens
         copies: list[Copy[S]] = []
         chunks: list[Chunk[S]] = []
-        busy: set[Hashable] = set()  # families of which one prefills in this step
+        busy: set[Hashable] = set()  # families with a sequence that prefills in this step
         for sequence in self.running:
             if sequence.decoding:
                 continue
@@ -268,7 +273,7 @@ class Scheduler(Generic[S]):
         return copies, chunks
 
     def _source(self, sequence: S) -> S | None:
-        """A sibling whose KV of the prompt is stored or being computed under the current weights."""
+        """Sibling whose KV of the prompt is stored or being computed under the current weights."""
         siblings = self._siblings[sequence.family]
         if len(siblings) == 1:
             return None

@@ -1,7 +1,8 @@
-"""How SGLang's HTTP server is spoken to; SGLang itself is never imported. Written for 0.5.6 to 0.5.23.
+"""Adapter for SGLang's HTTP server, which is never imported. Written for 0.5.6 to 0.5.23.
 
-Not run against a real SGLang here, which needs a GPU: tests/support/sglang_contract.py follows its documented routes.
-Seeds are not sent (SGLang uses them in its deterministic mode only); a model's own end tokens end an answer as well.
+SGLang needs a GPU, so no test runs the real server: tests/support/sglang_contract.py follows its documented routes. The
+adapter sends no seeds, because SGLang uses them in its deterministic mode only. A model's own end tokens also end an
+answer.
 """
 
 from collections.abc import Sequence
@@ -75,13 +76,13 @@ class _Models(msgspec.Struct):
 
 
 class SGLang:
-    """Implements `foreign.Dialect`."""
+    """Implements `external_server.ServerAdapter` for SGLang."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self._asking = Client(url, token=token)
 
     async def abilities(self) -> Abilities:
-        """By asking for each route that is needed, and for a pause that no server knows."""
+        """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
         version = (await self._either(("/server_info", "/get_server_info"), _ServerInfo)).version
         if not await self._asking.has_route("/update_weights_from_disk"):
             raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")
@@ -89,12 +90,12 @@ class SGLang:
         return Abilities(f"SGLang {version}", longest, True, await self._keeps_requests())
 
     async def _either(self, paths: tuple[str, str], kind: type[T]) -> T:
-        """The answer under a route's new name, or else its old one."""
+        """Answer of a route under its new name, or else its old one."""
         status, _ = await self._asking.status("GET", paths[0])
         return await self._asking.ask("GET", paths[0] if status == 200 else paths[1], kind)
 
     async def _keeps_requests(self) -> bool:
-        """A server that knows modes refuses the unknown one; an older one does not look and just pauses."""
+        """Whether the server refuses an unknown pause mode; an older server ignores the mode and pauses."""
         status, data = await self._asking.status("POST", "/pause_generation", {"mode": "probe"})
         if status == 200:
             await self.go_on()
@@ -105,7 +106,7 @@ class SGLang:
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
-        """`n` completions."""
+        """Samples `n` completions."""
         body: dict[str, object] = {
             "rid": name if n == 1 else [f"{name}-{i}" for i in range(n)],
             "input_ids": list(prompt_ids),
@@ -119,7 +120,7 @@ class SGLang:
         return [_drawn(answer.meta_info) for answer in (answers if isinstance(answers, list) else [answers])]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of a prompt; one token is drawn with them."""
+        """Logprobs of a prompt; SGLang samples one token with them."""
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -132,11 +133,11 @@ class SGLang:
         return [logprob for logprob, *_ in given[1:] if logprob is not None]
 
     async def stop(self, how: StopMode) -> None:
-        """`retract` puts running requests back into the queue, so that their KV is computed again."""
+        """Stops generation; `retract` puts running requests back into the queue, where their KV is computed again."""
         await self._asking.tell("POST", "/pause_generation", {"mode": PAUSES[how]})
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
-        """Reads the safetensors and names them. `in_place` requests hold KV, so the cache cannot be flushed then."""
+        """Reads the safetensors and labels them. `in_place` requests hold KV, so the cache is not flushed then."""
         body = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -148,33 +149,33 @@ class SGLang:
             raise RequestRefused(f"SGLang did not take version {version}: {done.message}")
 
     async def version(self) -> int | None:
-        """The name of the weights, where it is a number; a server that started anew says `default`."""
+        """Label of the weights, if it is a number; a restarted server reports `default`."""
         label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
         return int(label) if label.isdecimal() else None
 
     async def label(self, version: int) -> None:
-        """Names the weights. Its default would abort every request."""
+        """Labels the weights. SGLang's default would abort every request."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._asking.tell("POST", "/update_weight_version", body)
 
     async def go_on(self) -> None:
-        """Continues."""
+        """Resumes generation."""
         await self._asking.tell("POST", "/continue_generation", {})
 
     async def abort(self) -> None:
-        """Ends all requests with what was drawn. The answer has no body."""
+        """Ends all requests and returns their sampled tokens. SGLang's answer has no body."""
         status, data = await self._asking.status("POST", "/abort_request", {"rid": "", "abort_all": True})
         if status != 200:
             raise EngineUnavailable(f"/abort_request: HTTP {status}: {words(data)}")
 
     async def alive(self) -> None:
-        """Returns when `/health` says so."""
+        """Returns when `/health` answers 200."""
         status, _ = await self._asking.status("GET", "/health")
         if status != 200:
             raise EngineUnavailable(f"SGLang at {self._asking.url} says HTTP {status} of its health")
 
     async def counters(self) -> ServerCounters | None:
-        """From its Prometheus metrics, which it has with --enable-metrics."""
+        """Counters from Prometheus metrics, which SGLang has with --enable-metrics."""
         status, data = await self._asking.status("GET", "/metrics")
         return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
@@ -198,7 +199,7 @@ def _params(sampling: Sampling, n: int) -> dict[str, object]:
 
 
 def _drawn(meta: _Meta) -> SampledCompletion:
-    """Tokens and logprobs come from the same list, so that they cannot be of different lengths."""
+    """Completion of an answer; tokens and logprobs come from one list, so their lengths agree."""
     spans = meta.weight_versions
     return SampledCompletion(
         tuple(token for _, token, _ in meta.output_token_logprobs),

@@ -1,11 +1,11 @@
-"""The local engine: continuous batching over any transformers causal LM, one step at a time, in one thread.
+"""Local engine: continuous batching over any transformers causal LM, one step at a time, in one thread.
 
     submit -> waiting -> running (prefill, decode, decode, ...) -> finished
                             ^          |
-                            +----------+  new weights: KV dropped, prompt + drawn tokens prefilled again
+                            +----------+  new weights: KV dropped, prompt + sampled tokens prefilled again
 
-Between two steps anything may happen: requests come and go, weights change, the engine pauses. Every token carries the
-Version of the weights that computed its logits.
+Requests, weight updates and pauses take effect between two steps. Every token carries the Version of the weights that
+computed its logits.
 """
 
 import time
@@ -35,7 +35,7 @@ SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 
 
 class StepEngine:
-    """Draws completions. Not thread-safe: everything is called by the thread that steps."""
+    """Engine that samples completions. Not thread-safe: only the stepping thread may call it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class StepEngine:
         checksum: str = "",
         seed: int = 0,
     ) -> None:
-        """`seed` decides the draws of requests that bring no seed of their own."""
+        """`seed` decides the sampling of requests without a seed."""
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
@@ -61,7 +61,7 @@ class StepEngine:
         self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
         self._scheduler = _scheduler(limits, self._cache, self._reusable)
         self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
-        self._found: dict[Draft, tuple[int, StoredKV]] = {}  # what the plan in the making reuses
+        self._found: dict[Draft, tuple[int, StoredKV]] = {}  # prefixes that the plan in the making reuses
         self._requests: dict[int, Request] = {}
         self._ids = count()
         self._finished: list[Request] = []
@@ -76,13 +76,13 @@ class StepEngine:
         self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
 
     def refusal(self, request: Request) -> RequestRefused | None:
-        """Why a request can never be answered; None when it can. Safe in any thread: reads only what never changes."""
+        """Reason why a request can never be answered; None when it can. Safe in any thread: reads only constants."""
         if not 1 <= request.n <= self.limits.max_waiting:
             return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
         return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
 
     def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
-        """The same for tokens to be scored."""
+        """Reason why tokens can never be scored; None when they can. Safe in any thread."""
         return self._tokens_refusal(token_ids, self.limits.max_model_len)
 
     def _tokens_refusal(self, token_ids: Sequence[int], longest: int) -> RequestRefused | None:
@@ -93,19 +93,19 @@ class StepEngine:
         return None
 
     def submit(self, request: Request) -> None:
-        """Queues a request that `refusal` has nothing against. Raises `EngineUnavailable` when paused or full."""
+        """Queues a request that `refusal` accepts. Raises `EngineUnavailable` when paused or full."""
         if self._pause in (PauseMode.ABORT, PauseMode.WAIT):
             raise EngineUnavailable("the engine is paused")
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
         drafts = request.begun(request_id, self.limits.max_model_len)
-        self._requests[request_id] = request  # after what may raise: one without drafts would never end
+        self._requests[request_id] = request  # after all checks that raise: a request without drafts would never end
         for draft in drafts:
             self._scheduler.add(draft)
 
     def abort(self, requests: Sequence[Request] | None = None) -> int:
-        """Ends requests (all when None) with what was drawn; returns how many were still unfinished."""
+        """Ends requests (all when None) with their sampled tokens; returns how many were unfinished."""
         submitted = list(self._requests.values()) if requests is None else [r for r in requests if r.drafts]
         chosen = [request for request in submitted if request.drafts[0].request_id in self._requests]
         for request in chosen:
@@ -115,7 +115,7 @@ class StepEngine:
         return len(chosen)
 
     def named(self, names: Sequence[str]) -> list[Request]:
-        """The unfinished requests with one of these names."""
+        """Unfinished requests with one of these names."""
         return [request for request in self._requests.values() if request.name in names]
 
     @property
@@ -124,7 +124,7 @@ class StepEngine:
         return self._pause is not None
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Pauses; the result comes once the mode's promise is kept."""
+        """Pauses; the future completes once the mode's promise is kept."""
         self._pause = mode
         future: Future[None] = Future()
         if mode is PauseMode.ABORT:
@@ -141,9 +141,11 @@ class StepEngine:
         self._settle_emptied()
 
     def update(self, weights: StagedWeights) -> "Future[int]":
-        """Serves staged weights from the next step on. The result is the version served then: this one or a newer.
+        """Serves staged weights from the next step on.
 
-        Of several that wait the newest is loaded and the others never are, in whatever order they come.
+        The future's result is the version served then: this one or a newer.
+
+        If several updates wait, only the newest is loaded, in whatever order they come.
         """
         future: Future[int] = Future()
         newest = self._update.version if self._update is not None else self.version
@@ -156,7 +158,7 @@ class StepEngine:
         return future
 
     def update_refusal(self, version: int) -> RequestRefused | None:
-        """Why a version cannot be served any more; None when it can."""
+        """Reason why a version cannot be served any more; None when it can."""
         if version < self.version:
             return RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
         return None
@@ -174,7 +176,7 @@ class StepEngine:
         return self._on_update is OnUpdate.DRAIN and bool(self._scheduler.running)
 
     def step(self) -> list[Request]:
-        """Loads weights that wait, computes one forward if there is work, and returns the requests that ended."""
+        """Loads waiting weights, computes one forward if there is work, and returns the requests that ended."""
         began_s = time.perf_counter()
         if self._update is not None:
             self._load_or_drain()
@@ -186,7 +188,7 @@ class StepEngine:
         return finished
 
     def info(self) -> EngineInfo:
-        """What the engine is doing; `busy_share` is since the last call."""
+        """State of the engine; `busy_share` covers the time since the last call."""
         now_s = time.perf_counter()
         share = (self._busy_s - self._busy_before_s) / max(now_s - self._asked_s, 1e-9)
         self._busy_before_s, self._asked_s = self._busy_s, now_s
@@ -203,7 +205,7 @@ class StepEngine:
         )
 
     def counts(self) -> EngineCounters:
-        """What `/metrics` shows."""
+        """Counters for `/metrics`."""
         return EngineCounters(
             version=self.version,
             tokens_drawn=self.tokens_drawn,
@@ -222,7 +224,7 @@ class StepEngine:
 
     @torch.inference_mode()
     def _compute(self) -> None:
-        """One forward and one token for every sequence that is ready for one."""
+        """Computes one forward, and samples one token for every sequence that is ready."""
         batch = self._next_batch()
         logits_KV = batch.logits(self._forward)
         chunks = batch.plan.chunks
@@ -249,7 +251,7 @@ class StepEngine:
             assert self._token_B is not None
             if self._batch.advanced(self._token_B):
                 return self._batch
-        self._batch = None  # it has views of storage that may have to go now
+        self._batch = None  # its views of storage may have to go now
         for draft in plan.preempted:
             self._cache.release(draft)
             self.preemptions += 1
@@ -264,7 +266,7 @@ class StepEngine:
         return self._batch
 
     def _uniforms(self, batch: StepBatch) -> Tensor:
-        """One number in [0, 1) per row: the completion's own stream where the request has a seed."""
+        """Random numbers [B] in [0, 1): from the completion's own stream where the request has a seed."""
         assert batch.sampling is not None
         if batch.sampling.all_greedy:
             return torch.zeros(0)
@@ -277,7 +279,7 @@ class StepEngine:
 
     def _record(self, drafts: Sequence[Draft], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         for draft, token, logprob in zip(drafts, tokens, logprobs, strict=True):
-            if not draft.max_drawn:  # it was scored: nothing is wanted of it
+            if not draft.max_drawn:  # it was only scored
                 self._finish(draft, FinishReason.LENGTH)
                 continue
             self.tokens_drawn += 1
@@ -302,7 +304,7 @@ class StepEngine:
             self._settle_emptied()
 
     def _keep_prefix(self, draft: Draft) -> None:
-        """Keeps the KV of a sequence that ends for those that will begin with its tokens."""
+        """Keeps the KV of an ended sequence for sequences with the same beginning."""
         if draft.stale or draft.kv_len < SHORTEST_PREFIX or not self.limits.prefix_cache_bytes:
             return
         stored = self._cache.exported(draft, draft.kv_len)
@@ -311,7 +313,7 @@ class StepEngine:
             self._prefixes.keep(tuple(draft.tokens(0, draft.kv_len)), stored, size_bytes)
 
     def _reusable(self, draft: Draft) -> int:
-        """How many first tokens of a sequence an ended one left KV of, under the weights being served."""
+        """Number of first tokens whose KV an ended sequence left, under the served weights."""
         found = self._prefixes.longest(tuple(draft.tokens(0, draft.total - 1)))
         if found is None or found[0] < SHORTEST_PREFIX:
             return 0
@@ -319,14 +321,14 @@ class StepEngine:
         return found[0]
 
     def _settle_emptied(self) -> None:
-        """Tells those who wait for the engine to be empty that it is, or that the pause is over."""
+        """Completes the futures of pauses when the engine is empty or the pause is over."""
         if self._pause is None or not self._requests:
             for future in self._emptied:
                 future.set_result(None)
             self._emptied.clear()
 
     def _load_or_drain(self) -> None:
-        """Loads the staged weights, unless running sequences are to finish first."""
+        """Loads the staged weights, unless running sequences must finish first."""
         assert self._update is not None
         if self._draining:
             self._scheduler.admitting = False

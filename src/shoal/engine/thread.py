@@ -1,4 +1,4 @@
-"""The thread in which an engine computes, and the way for others to have something done between two steps."""
+"""Thread that steps the engine, and calls from other threads between two steps."""
 
 import asyncio
 import threading
@@ -17,8 +17,8 @@ T = TypeVar("T")
 class EngineThread:
     """Steps an engine whenever it has work, and sleeps otherwise.
 
-    `deliver` is called in the thread after each step with the requests that it ended; it must return soon. `crashed` is
-    called in the thread when a step raises, which is a bug or a lack of memory: the engine cannot go on.
+    The thread calls `deliver` after each step with the requests that ended; it must return soon. The thread calls
+    `crashed` when a step raises, by a bug or lack of memory: the engine cannot continue.
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class EngineThread:
         self._crashed = crashed
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._turned_s: float | None = None  # when it came to what it is at; None while it sleeps
+        self._turned_s: float | None = None  # start of the current turn; None while the thread sleeps
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to step."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step that it is in."""
+        """Ends the thread after its current step."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
 
     @property
     def turn_s(self) -> float:
-        """For how long it has been at one step and the calls before it; 0 while it has nothing to do."""
+        """Seconds in the current step and the calls before it; 0 while the thread sleeps."""
         turned_s = self._turned_s
         return 0.0 if turned_s is None else time.monotonic() - turned_s
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Has `function` called between two steps; its result, or what it raises, which is the caller's alone."""
+        """Calls `function` between two steps; the future has its result, or its error, which only the caller sees."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -85,5 +85,5 @@ class EngineThread:
 
 
 async def result(future: "Future[T]") -> T:
-    """What another thread will say. Who is cancelled while waiting leaves the future as it is: it is set later."""
+    """Awaits a future that another thread completes. Cancelling the await does not cancel the future."""
     return await asyncio.shield(asyncio.wrap_future(future))

@@ -1,10 +1,11 @@
-"""How vLLM's HTTP server is spoken to; vLLM itself is never imported. Tested with 0.32.0, written for 0.28 to 0.33.
+"""Adapter for vLLM's HTTP server, which is never imported. Tested with 0.32.0, written for 0.28 to 0.33.
 
-The server needs `VLLM_SERVER_DEV_MODE=1` (pause, resume and the call that reloads weights), `--enable-scale-out` (token
-ids in and out) and `--logprobs-mode processed_logprobs`; docs/engine.md has the whole command.
+The server needs `VLLM_SERVER_DEV_MODE=1` for pause, resume and the call that reloads weights. It also needs
+`--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`; docs/engine.md has the whole
+command.
 
-Seeds are not sent: 0.32.0 on a CPU dies of a seeded request whose prompt is computed in more than one chunk ("CPU
-Generator does not use offset"), and that is what becomes of a long answer when new weights have it computed again.
+The adapter sends no seeds: a seeded request whose prompt is computed in more than one chunk crashes 0.32.0 on a CPU
+("CPU Generator does not use offset"). A long answer becomes such a request when new weights have it computed again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from shoal.net.client import Client, words
 from shoal.types import Sampling
 
 GENERATE = "/inference/v1/generate"
-NO_LOGPROB = -9999.0  # what vLLM writes where there is none
+NO_LOGPROB = -9999.0  # vLLM's value for a missing logprob
 METRICS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -29,7 +30,7 @@ METRICS = {
 PAUSES = {
     StopMode.KEEP_AND_RECOMPUTE: "mode=keep&clear_cache=true",
     StopMode.KEEP: "mode=keep&clear_cache=false",
-    StopMode.DRAIN: "mode=abort&clear_cache=true",  # nothing runs any more
+    StopMode.DRAIN: "mode=abort&clear_cache=true",  # drained: nothing runs any more
     StopMode.ABORT: "mode=abort&clear_cache=true",
 }
 
@@ -83,14 +84,14 @@ class _Models(msgspec.Struct):
 
 
 class VLLM:
-    """Implements `foreign.Dialect`."""
+    """Implements `external_server.ServerAdapter` for vLLM."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self._asking = Client(url, token=token)
         self._longest = 0
 
     async def abilities(self) -> Abilities:
-        """By asking for each route that is needed, and for a pause that no server knows."""
+        """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
         version = (await self._asking.ask("GET", "/version", _Version)).version
         if not await self._asking.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
@@ -104,7 +105,7 @@ class VLLM:
         return Abilities(f"vLLM {version}", self._longest, keeps, keeps, await self._priorities())
 
     async def _keeps_requests(self) -> bool:
-        """A server that knows modes refuses the unknown one and names those that it has; an older one just pauses."""
+        """Whether the server refuses an unknown pause mode and lists `keep`; an older server just pauses."""
         status, data = await self._asking.status("POST", "/pause?mode=probe")
         if status == 200:
             await self.go_on()
@@ -118,17 +119,17 @@ class VLLM:
     async def draw(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
-        """`n` completions; the model's own end tokens are not special, only `sampling.stop_token_ids` are."""
+        """Samples `n` completions; only `sampling.stop_token_ids` end them, not the model's own end tokens."""
         body = _generation(name, prompt_ids, sampling, n)
         if priority is not None:
-            body["priority"] = -priority  # lower goes first
+            body["priority"] = -priority  # lower goes first in vLLM
         if salt is not None:
             body["cache_salt"] = salt
         answer = await self._asking.ask("POST", GENERATE, _Generated, body)
         return [_drawn(choice) for choice in answer.choices]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of a prompt. vLLM draws a token with them, so a row must be shorter than the context."""
+        """Logprobs of a prompt. vLLM samples a token with them, so a row must be shorter than the context."""
         if self._longest and len(token_ids) >= self._longest:
             raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
         body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
@@ -141,22 +142,23 @@ class VLLM:
         ]
 
     async def stop(self, how: StopMode) -> None:
-        """`clear_cache` is always said: with `keep` it decides whether running requests compute their KV again."""
+        """Stops generation; with `keep`, `clear_cache` decides whether running requests compute their KV again."""
         await self._asking.tell("POST", f"/pause?{PAUSES[how]}")
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
-        """Reads the safetensors in the workers; the name is given afterwards, so that it is never ahead of them."""
+        """Reads the safetensors in the workers, and labels them afterwards, so the label is never ahead of the
+        weights."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._asking.tell("POST", "/collective_rpc", body)
         await self.label(version)
 
     async def version(self) -> int | None:
-        """The name of the weights, where it is a number; a server that started anew says `default`."""
+        """Label of the weights, if it is a number; a restarted server reports `default`."""
         label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version
         return int(label) if label.isdecimal() else None
 
     async def label(self, version: int) -> None:
-        """Names the weights, where the server can."""
+        """Labels the weights, where the server has the route."""
         try:
             await self._asking.tell("POST", "/update_weight_version", {"new_version": str(version)})
         except RequestRefused as error:
@@ -164,21 +166,21 @@ class VLLM:
                 raise
 
     async def go_on(self) -> None:
-        """Resumes."""
+        """Resumes generation."""
         await self._asking.tell("POST", "/resume")
 
     async def abort(self) -> None:
-        """Ends all requests with what was drawn."""
+        """Ends all requests and returns their sampled tokens."""
         await self._asking.tell("POST", "/abort_requests", {})
 
     async def alive(self) -> None:
-        """Returns when `/health` says so: 503 is a server whose engine has died."""
+        """Returns when `/health` answers 200; 503 is a server whose engine has died."""
         status, _ = await self._asking.status("GET", "/health")
         if status != 200:
             raise EngineUnavailable(f"vLLM at {self._asking.url} says HTTP {status} of its health")
 
     async def counters(self) -> ServerCounters | None:
-        """From its Prometheus metrics."""
+        """Counters from Prometheus metrics."""
         status, data = await self._asking.status("GET", "/metrics")
         return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 

@@ -1,4 +1,4 @@
-"""Weights from disk into a model that is being served: checked completely before a single number is changed."""
+"""Loading of weights from disk into a served model: all checks precede the first change of a number."""
 
 import hashlib
 import os
@@ -16,12 +16,12 @@ from shoal.model.checkpoint_names import packed
 
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
+"""Dtypes of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """Tensors of one Version, mapped from their file and checked against the model they are for."""
+    """Tensors of one Version, mapped from their file and checked against their model."""
 
     version: int
     checksum: str
@@ -29,18 +29,18 @@ class StagedWeights:
 
 
 def checksum_of(path: Path) -> str:
-    """BLAKE2b-128 of a file's bytes in hex: the same number that `shoal.weights.store.checksum` gives."""
+    """BLAKE2b-128 of a file's bytes in hex, equal to `shoal.weights.store.checksum`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def weight_file(path: Path) -> Path:
-    """The safetensors file that a path names: itself, or the one in that directory."""
+    """Safetensors file that a path names: the path itself, or the file in that directory."""
     return path / FILE if os.path.isdir(path) else path  # `Path.is_dir` raises for a name that is too long
 
 
 def check_below(path: Path, folders: Sequence[Path]) -> None:
-    """Raises `RequestRefused` for a file that is not below one of some resolved folders, wherever its links lead."""
+    """Raises `RequestRefused` for a file whose real path, after links, is not below one of the resolved folders."""
     try:
         real = Path(os.path.realpath(path))
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
@@ -51,17 +51,17 @@ def check_below(path: Path, folders: Sequence[Path]) -> None:
 
 
 def _regular(file: Path) -> Path:
-    """A device or a pipe is never opened: reading one may not end."""
+    """Returns a regular file; reading a device or a pipe may never end."""
     if file.exists() and not file.is_file():
         raise RequestRefused(f"weights {file}: expected a regular file")
     return file
 
 
 class WeightSlots:
-    """The tensors of a model that weights are loaded into, in place.
+    """Tensors of a model that weights are loaded into, in place.
 
-    Parameters stay where they are, so that tied ones stay tied: an embedding that is also the head is written once and
-    both change (an engine that replaces parameters instead serves a stale head).
+    Parameters keep their storage, so tied parameters stay tied: one write to an embedding that is also the head changes
+    both. An engine that replaces parameters instead serves a stale head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,10 +72,11 @@ class WeightSlots:
             self._aliases.setdefault(tensor.data_ptr(), []).append(name)
 
     def staged(self, version: int, path: Path, checksum: str | None) -> StagedWeights:
-        """Maps and checks a file without touching the model; safe in another thread than the one that computes.
+        """Maps and checks a file without touching the model; safe in another thread than the computing one.
 
-        Raises `RequestRefused` for what is no regular file, has another checksum than the one given (or the one written
-        in the file `checksum` beside it), or does not hold exactly this model's tensors with finite numbers.
+        Raises `RequestRefused` for a path that is no regular file, or has a wrong checksum. The expected checksum is
+        the argument, or else the content of the file `checksum` beside the weights. Tensors other than exactly this
+        model's, or with numbers that are not finite, are refused too.
         """
         try:
             file = _regular(weight_file(path))
