@@ -144,7 +144,7 @@ def _limit_and_engine_s(
     def served() -> None:
         requests = [Request(prompt, Sampling(drawn, temperature=0)) for prompt in prompts]
         _finish(engine, requests)
-        answers[1:] = [[request.drafts[0].drawn for request in requests]]
+        answers[1:] = [[request.drafts[0].sampled for request in requests]]
 
     sides = {"limit": limit, "engine": served}
     best = _best_s({(side, t): (run, t) for t in threads for side, run in sides.items()}, rounds)

@@ -48,15 +48,15 @@ class Scripted:
     async def abilities(self) -> Abilities:
         return Abilities("scripted", 64, True, self.keeps)
 
-    async def draw(
+    async def sample(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
         """A token before, and the others after the test has let it go on."""
         tokens = [(self.version_, self.logprob)]
-        self.asked.append("draw")
-        go_on = asyncio.create_task(self.drawing.wait())
+        self.asked.append("sample")
+        resume = asyncio.create_task(self.drawing.wait())
         abort = asyncio.create_task(self.aborted.wait())
-        _, waiting = await asyncio.wait((go_on, abort), return_when=asyncio.FIRST_COMPLETED)
+        _, waiting = await asyncio.wait((resume, abort), return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
             task.cancel()
         reason = FinishReason.LENGTH
@@ -89,7 +89,7 @@ class Scripted:
     async def label(self, version: int) -> None:
         self.version_ = version
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         pass
 
     async def abort(self) -> None:
@@ -113,7 +113,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 async def started(server: Scripted, on_update: str = "recompute") -> ForeignEngine:
-    engine = await ForeignEngine.started(server, on_update=on_update, model_dir=Path(), sampling=Sampling(4))
+    engine = await ForeignEngine.start(server, on_update=on_update, model_dir=Path(), sampling=Sampling(4))
     server.asked.clear()
     return engine
 
@@ -135,12 +135,12 @@ def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool
         server.lies = lies
         server.drawing.clear()
         both = asyncio.create_task(engine.generate([1], Sampling(4)))  # begun by the old weights, ended by the new
-        await until(lambda: "draw" in server.asked)
+        await until(lambda: "sample" in server.asked)
         updating = await under_canary(server, engine, 1, weights)
         server.drawing.set()
         new = asyncio.create_task(engine.generate([1], Sampling(4)))
         scored = asyncio.create_task(engine.score([1, 2]))
-        await until(lambda: {"draw", "score"} <= set(server.asked))
+        await until(lambda: {"sample", "score"} <= set(server.asked))
         for _ in range(20):
             await asyncio.sleep(0)
         assert [task.done() for task in (both, new, scored)] == [False] * 3
@@ -181,7 +181,7 @@ def test_what_new_weights_cut_off_goes_out_before_the_canary(weights: Path) -> N
         assert engine.how is StopMode.ABORT
         server.drawing.clear()
         cut_off = asyncio.create_task(engine.generate([1], Sampling(4)))
-        await until(lambda: "draw" in server.asked)
+        await until(lambda: "sample" in server.asked)
         updating = await under_canary(server, engine, 1, weights)
         (partial,) = await cut_off
         assert (partial.finish_reason, partial.versions) == (FinishReason.ABORT, (0,))
@@ -249,7 +249,7 @@ def test_a_pool_draws_elsewhere_what_a_lying_server_drew_and_takes_it_back_once_
             servers[0].drawing.clear()
             servers[0].scoring.clear()
             servers[0].asked.clear()
-            await until(lambda: "draw" in servers[0].asked)
+            await until(lambda: "sample" in servers[0].asked)
             updating = tasks.create_task(pool.update_weights(1, weights))
             await until(lambda: "score" in servers[0].asked)
             servers[0].drawing.set()
@@ -257,9 +257,9 @@ def test_a_pool_draws_elsewhere_what_a_lying_server_drew_and_takes_it_back_once_
             await until(lambda: len(answers) > before + 20)
             servers[0].scoring.set()
             await updating
-            await until(lambda: pool.seats[0].state == "away")
+            await until(lambda: pool.handles[0].state == "away")
             servers[0].lies = False
-            await until(lambda: [seat.version for seat in pool.seats if seat.state == "ready"] == [1, 1])
+            await until(lambda: [handle.version for handle in pool.handles if handle.state == "ready"] == [1, 1])
             for task in beside:
                 task.cancel()
         assert {logprob for answer in answers for logprob in answer.logprobs} == {RIGHT}

@@ -16,8 +16,8 @@ from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prometheus import exposition
 from shoal.engine.protocol import GeneratedChoice
 from shoal.engine.request import Draft, Request, scoring
-from shoal.engine.response_bodies import whole_choice
-from shoal.engine.sampling import SamplingRows, Uniforms, drawn
+from shoal.engine.response_bodies import choice as whole_choice
+from shoal.engine.sampling import SamplingRows, Uniforms, sample
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import checksum_of
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -107,8 +107,8 @@ def test_greedy_tokens_and_logprobs_equal_plain_forwards_while_requests_come_and
             served.step()
     finish(served)
     for draft in drafts(requests):
-        assert draft.drawn == greedy(model, draft.prompt_ids, draft.sampling.max_tokens)
-        assert draft.logprobs == pytest.approx(forced(model, draft.prompt_ids, draft.drawn), abs=1e-4)
+        assert draft.sampled == greedy(model, draft.prompt_ids, draft.sampling.max_tokens)
+        assert draft.logprobs == pytest.approx(forced(model, draft.prompt_ids, draft.sampled), abs=1e-4)
         assert draft.finish_reason is FinishReason.LENGTH
 
 
@@ -122,13 +122,13 @@ def test_logprobs_of_sampled_tokens_and_scores_agree_with_a_full_forward(
         served.submit(request)
     finish(served)
     for draft in drafts(requests):
-        expected = forced(model, draft.prompt_ids, draft.drawn)
+        expected = forced(model, draft.prompt_ids, draft.sampled)
         assert draft.logprobs == pytest.approx(expected, abs=1e-4)
-        asked = scoring([*draft.prompt_ids, *draft.drawn])
+        asked = scoring([*draft.prompt_ids, *draft.sampled])
         served.submit(asked)
         finish(served)
         assert asked.drafts[0].scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
-    assert len({tuple(draft.drawn) for draft in drafts(requests)}) == 9
+    assert len({tuple(draft.sampled) for draft in drafts(requests)}) == 9
 
 
 def answers(
@@ -145,7 +145,7 @@ def answers(
         served.step()
         step += 1
     found = drafts(requests)
-    return [d.drawn for d in found], [d.logprobs for d in found], served.interruptions
+    return [d.sampled for d in found], [d.logprobs for d in found], served.interruptions
 
 
 def mixed_requests() -> list[Request]:
@@ -183,7 +183,7 @@ def test_token_i_of_completion_j_is_decided_by_number_i_of_the_stream_of_seed_an
         for i in range(15):
             with torch.inference_mode():
                 logits_1V = model(torch.tensor([known])).logits[0, -1:]
-            token_1, *_ = drawn(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
+            token_1, *_ = sample(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
             known.append(int(token_1))
         assert tokens[index] == known[6:]
 
@@ -205,8 +205,8 @@ def test_tokens_after_an_update_follow_the_new_weights_and_their_versions_say_so
     finish(served)
     (draft,) = request.drafts
     old, new = plain(directories["Qwen2"]), plain(other_weights)
-    assert draft.drawn[:10] == greedy(old, request.prompt_ids, 10)
-    assert draft.drawn[10:] == greedy(new, [*request.prompt_ids, *draft.drawn[:10]], 20)
+    assert draft.sampled[:10] == greedy(old, request.prompt_ids, 10)
+    assert draft.sampled[10:] == greedy(new, [*request.prompt_ids, *draft.sampled[:10]], 20)
     assert draft.completion().versions == (0,) * 10 + (3,) * 20
     assert (served.version, served.interruptions) == (3, 1)
     assert served.checksum == checksum(other_weights / "model.safetensors")
@@ -226,7 +226,7 @@ def test_kept_kv_is_counted_and_new_requests_do_not_reuse_it(directories: dict[s
     assert served.stale_sequences == 1
     assert served.tokens_prefilled - prefilled == 8
     assert first.drafts[0].completion().versions == (0,) * 10 + (1,) * 20
-    assert second.drafts[0].drawn == greedy(plain(other_weights), second.prompt_ids, 10)
+    assert second.drafts[0].sampled == greedy(plain(other_weights), second.prompt_ids, 10)
 
 
 def test_tokens_drawn_on_kept_kv_say_how_old_it_is(directories: dict[str, Path], other_weights: Path) -> None:
@@ -253,7 +253,7 @@ def test_tokens_drawn_after_kept_kv_was_lost_are_not_labelled(
     requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(2)]
     for request in requests:
         served.submit(request)
-    while not requests[1].drafts[0].drawn:
+    while not requests[1].drafts[0].sampled:
         served.step()
     served.update(served.slots.staged(1, other_weights, None))
     finish(served)
@@ -283,7 +283,7 @@ def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
     assert "2 is served, expected no older one, got 1" in str(served.update_refusal(1))
     assert requests[0].drafts[0].completion().versions == (0,) * 10
     assert requests[1].drafts[0].completion().versions == (2,) * 10
-    assert requests[1].drafts[0].drawn == greedy(plain(other_weights), requests[1].prompt_ids, 10)
+    assert requests[1].drafts[0].sampled == greedy(plain(other_weights), requests[1].prompt_ids, 10)
 
 
 def test_an_update_while_nothing_runs_interrupts_nothing(directories: dict[str, Path], other_weights: Path) -> None:
@@ -304,7 +304,7 @@ def test_tied_embeddings_stay_tied_when_weights_are_loaded(
     served.submit(request)
     finish(served)
     assert request.drafts[0].logprobs == pytest.approx(
-        forced(plain(other), request.prompt_ids, request.drafts[0].drawn), abs=1e-4
+        forced(plain(other), request.prompt_ids, request.drafts[0].sampled), abs=1e-4
     )
 
 
@@ -368,7 +368,7 @@ def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Pat
         assert served.refusal(request) is None
         served.submit(request)
     finish(served)
-    assert [len(draft.drawn) for draft in drafts(requests)] == [10, 1]
+    assert [len(draft.sampled) for draft in drafts(requests)] == [10, 1]
     assert {draft.finish_reason for draft in drafts(requests)} == {FinishReason.LENGTH}
     assert "1 to 39 tokens, got 40" in str(served.refusal(Request(prompt_of(40), Sampling(1))))
 
@@ -381,7 +381,7 @@ def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
         served.step()
     served.pause(PauseMode.KEEP)
     served.step()
-    assert len(request.drafts[0].drawn) == 5
+    assert len(request.drafts[0].sampled) == 5
     assert served.idle
     served.resume()
     emptied = served.pause(PauseMode.WAIT)
@@ -390,7 +390,7 @@ def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
     assert not emptied.done()
     finish(served)
     assert emptied.done()
-    assert request.drafts[0].drawn == greedy(plain(directories["Qwen2"]), request.prompt_ids, 30)
+    assert request.drafts[0].sampled == greedy(plain(directories["Qwen2"]), request.prompt_ids, 30)
     served.resume()
     aborted = Request(prompt_of(8), Sampling(30, temperature=0), n=6)
     served.submit(aborted)
@@ -398,7 +398,7 @@ def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
         served.step()
     assert served.pause(PauseMode.ABORT).done()
     assert finish(served) == [aborted]
-    assert [len(draft.drawn) for draft in aborted.drafts] == [5, 5, 5, 5, 0, 0]
+    assert [len(draft.sampled) for draft in aborted.drafts] == [5, 5, 5, 5, 0, 0]
     assert aborted.drafts[0].completion().finish_reason is FinishReason.ABORT
 
 
@@ -418,7 +418,7 @@ def test_running_out_of_memory_preempts_and_loses_nothing(directories: dict[str,
     assert served.preemptions > 0
     model = plain(directories["Qwen2"])
     for draft in drafts(requests):
-        assert draft.drawn == greedy(model, draft.prompt_ids, 50)
+        assert draft.sampled == greedy(model, draft.prompt_ids, 50)
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new(directories: dict[str, Path]) -> None:
@@ -430,12 +430,12 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(directories: 
         served.submit(request)
         finish(served)
         (draft,) = request.drafts
-        assert draft.drawn == greedy(model, conversation, 7)
-        assert draft.logprobs == pytest.approx(forced(model, conversation, draft.drawn), abs=1e-4)
+        assert draft.sampled == greedy(model, conversation, 7)
+        assert draft.logprobs == pytest.approx(forced(model, conversation, draft.sampled), abs=1e-4)
         reused = served.prefix_tokens_reused - before[1]
         assert reused == (0 if turn == 0 else len(conversation) - 6)  # the last drawn token was never computed
         assert served.tokens_prefilled - before[0] == len(conversation) - reused
-        conversation += [*draft.drawn, *prompt_of(5, turn)]
+        conversation += [*draft.sampled, *prompt_of(5, turn)]
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.RECOMPUTE, OnUpdate.KEEP])
@@ -448,7 +448,7 @@ def test_kv_of_ended_sequences_is_not_used_under_other_weights(
         first = Request(prompt_of(30), Sampling(20, temperature=0))
         served.submit(first)
         finish(served)
-        assert first.drafts[0].drawn == greedy(plain(path), prompt_of(30), 20)
+        assert first.drafts[0].sampled == greedy(plain(path), prompt_of(30), 20)
         assert served.prefix_tokens_reused == 0
     running = Request(prompt_of(30), Sampling(20, temperature=0))
     served.submit(running)
@@ -461,7 +461,7 @@ def test_kv_of_ended_sequences_is_not_used_under_other_weights(
     after = Request(prompt_of(30), Sampling(20, temperature=0))
     served.submit(after)
     finish(served)
-    assert after.drafts[0].drawn == greedy(plain(directories["Qwen2"]), prompt_of(30), 20)
+    assert after.drafts[0].sampled == greedy(plain(directories["Qwen2"]), prompt_of(30), 20)
     assert served.prefix_tokens_reused - reused == (29 if on_update is OnUpdate.RECOMPUTE else 0)
 
 
@@ -484,7 +484,7 @@ def test_requests_with_one_prompt_prefill_it_once(directories: dict[str, Path]) 
     finish(served)
     assert served.tokens_prefilled == 20
     for draft in drafts(requests):
-        assert draft.drawn == greedy(model, prompt_of(20), draft.sampling.max_tokens)
+        assert draft.sampled == greedy(model, prompt_of(20), draft.sampling.max_tokens)
 
 
 @torch.inference_mode()
@@ -499,15 +499,15 @@ def test_the_most_likely_tokens_are_those_of_the_distribution_that_was_drawn_fro
     finish(served)
     for draft in drafts(requests):
         assert len(draft.others) == 6
-        logits_LV = model(torch.tensor([[*draft.prompt_ids, *draft.drawn]])).logits[0]
+        logits_LV = model(torch.tensor([[*draft.prompt_ids, *draft.sampled]])).logits[0]
         for i, others in enumerate(draft.others):
             whole_V = (logits_LV[draft.prompt_len - 1 + i] / (draft.sampling.temperature or 1)).log_softmax(-1)
             assert [token for token, _ in others] == whole_V.topk(len(others)).indices.tolist()
             log_kept = draft.log_kept[i] if draft.log_kept else 0.0
             for token, logp in others:
                 assert logp + log_kept == pytest.approx(float(whole_V[token]), abs=1e-4)
-            assert dict(others).get(draft.drawn[i], draft.logprobs[i]) == pytest.approx(draft.logprobs[i], abs=1e-4)
-            assert draft.logprobs[i] + log_kept == pytest.approx(float(whole_V[draft.drawn[i]]), abs=1e-4)
+            assert dict(others).get(draft.sampled[i], draft.logprobs[i]) == pytest.approx(draft.logprobs[i], abs=1e-4)
+            assert draft.logprobs[i] + log_kept == pytest.approx(float(whole_V[draft.sampled[i]]), abs=1e-4)
     assert [bool(draft.log_kept) for draft in drafts(requests)] == [False, False, True, True]
     assert max(len(others) for others in requests[2].drafts[0].others) == 3
 
@@ -533,10 +533,10 @@ def test_prompts_are_scored_in_chunks_through_interruptions_and_next_to_decoding
     assert asked.drafts[0].scores == pytest.approx(expected, abs=1e-4)
     assert [len(tops) for tops in asked.drafts[0].score_others] == [2] * 99
     assert all(top[0][1] >= score for top, score in zip(asked.drafts[0].score_others, expected, strict=True))
-    assert [draft.drawn for draft in asked.drafts] == [greedy(model, tokens, 5)] * 3
+    assert [draft.sampled for draft in asked.drafts] == [greedy(model, tokens, 5)] * 3
     assert alone.drafts[0].scores == pytest.approx(forced(model, prompt_of(160)[:1], prompt_of(160)[1:]), abs=1e-4)
-    assert alone.drafts[0].drawn == []
-    assert running.drafts[0].drawn == greedy(model, prompt_of(9), 40)
+    assert alone.drafts[0].sampled == []
+    assert running.drafts[0].sampled == greedy(model, prompt_of(9), 40)
     assert served.tokens_drawn == 40 + 15
 
 
@@ -559,6 +559,6 @@ def test_an_answer_interrupted_up_to_20_times_equals_the_uninterrupted_one(
             served.update(served.slots.staged(version, path, None))
         finish(served)
         assert served.interruptions == interruptions
-        assert cut.drafts[0].drawn == whole.drafts[0].drawn
+        assert cut.drafts[0].sampled == whole.drafts[0].sampled
         assert cut.drafts[0].logprobs == pytest.approx(whole.drafts[0].logprobs, abs=1e-4)
         assert set(cut.drafts[0].completion().versions) == set(range(interruptions + 1))

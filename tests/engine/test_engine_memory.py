@@ -118,7 +118,7 @@ def test_storage_never_exceeds_its_budget_by_more_than_one_layer(
             if generator.random() < 0.02:
                 scheduler.forget()
             for sequence in computed(cache, scheduler.plan()):
-                sequence.drawn.append(0)
+                sequence.sampled.append(0)
                 if sequence.total >= ends[sequence]:
                     scheduler.remove(sequence)
                     cache.release(sequence)
@@ -133,7 +133,7 @@ def answered(path: Path, limits: EngineLimits) -> tuple[StepEngine, list[list[in
         engine.submit(request)
     while not engine.idle:
         engine.step()
-    return engine, [request.drafts[0].drawn for request in requests]
+    return engine, [request.drafts[0].sampled for request in requests]
 
 
 def test_an_exhausted_budget_preempts_instead_of_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,27 +22,29 @@ def pools(draw: st.DrawFn) -> list[ReplicaHandle]:
 
 @given(KEYS, pools(), st.integers(1, 16), st.integers(0, 3), st.sets(st.sampled_from(NAMES), max_size=3))
 def test_a_request_goes_to_an_engine_that_may_have_it_and_is_not_overloaded(
-    key: bytes, seats: list[ReplicaHandle], count: int, at_least: int, avoid: set[str]
+    key: bytes, handles: list[ReplicaHandle], count: int, at_least: int, avoid: set[str]
 ) -> None:
-    name = chosen(key, seats, count=count, at_least=at_least, avoid=avoid)
-    may = [s for s in seats if s.state is not ReplicaState.AWAY and s.version >= at_least and s.name not in avoid]
+    name = chosen(key, handles, count=count, at_least=at_least, avoid=avoid)
+    may = [s for s in handles if s.state is not ReplicaState.AWAY and s.version >= at_least and s.name not in avoid]
     ready = [s for s in may if s.state is ReplicaState.READY]
     if name is None:
         assert may == []
         return
     among = ready or may
-    (seat,) = [s for s in among if s.name == name]
-    assert seat.load < ceil(BOUND * (sum(s.load for s in among) + count) / len(among))
+    (handle,) = [s for s in among if s.name == name]
+    assert handle.load < ceil(BOUND * (sum(s.load for s in among) + count) / len(among))
 
 
 @given(KEYS, pools())
-def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(key: bytes, seats: list[ReplicaHandle]) -> None:
-    ready = [s for s in seats if s.state is ReplicaState.READY]
+def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(
+    key: bytes, handles: list[ReplicaHandle]
+) -> None:
+    ready = [s for s in handles if s.state is ReplicaState.READY]
     assume(ready)
     first = preference(key, [s.name for s in ready])[0]
     load = {s.name: s.load for s in ready}
     if load[first] <= sum(load.values()) / len(load):
-        assert chosen(key, seats) == first
+        assert chosen(key, handles) == first
 
 
 @given(st.lists(KEYS, min_size=1, max_size=40), st.lists(st.sampled_from(NAMES), min_size=2, max_size=8, unique=True))
@@ -62,9 +64,9 @@ def test_sessions_spread_over_the_engines() -> None:
 
 @given(pools(), st.lists(st.tuples(KEYS, st.integers(1, 8)), max_size=60))
 def test_no_engine_gets_much_more_than_its_share_whatever_the_sessions_want(
-    seats: list[ReplicaHandle], requests: list[tuple[bytes, int]]
+    handles: list[ReplicaHandle], requests: list[tuple[bytes, int]]
 ) -> None:
-    load = {s.name: 0 for s in seats if s.state is ReplicaState.READY}
+    load = {s.name: 0 for s in handles if s.state is ReplicaState.READY}
     assume(load)
     for key, count in requests:
         name = chosen(key, [ReplicaHandle(s, ReplicaState.READY, 0, load[s]) for s in load], count=count)

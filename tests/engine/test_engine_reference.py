@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine_models import plain, saved
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import SamplingRows, Uniforms, drawn
+from shoal.engine.sampling import SamplingRows, Uniforms, sample
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable
 from shoal.model.loading import load_model
@@ -45,13 +45,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
 def redrawn(draft: Draft, versions: tuple[int, ...], served: dict[int, PreTrainedModel]) -> None:
     """Draws each token of a completion again, alone, after those before it, with the weights said to have drawn it."""
     uniforms = Uniforms(draft.sampling.seed or 0, draft.index)
-    row_1L = torch.tensor([[*draft.prompt_ids, *draft.drawn]])
+    row_1L = torch.tensor([[*draft.prompt_ids, *draft.sampled]])
     for version in set(versions):
         drawn_by = [i for i, drawer in enumerate(versions) if drawer == version]
         logits_NV = served[version](row_1L).logits[0, [draft.prompt_len - 1 + i for i in drawn_by]]
         rows = SamplingRows([draft.sampling] * len(drawn_by))
-        token_N, logp_N, log_kept_N = drawn(logits_NV, rows, torch.tensor([uniforms[i] for i in drawn_by]))
-        assert [draft.drawn[i] for i in drawn_by] == token_N.tolist()
+        token_N, logp_N, log_kept_N = sample(logits_NV, rows, torch.tensor([uniforms[i] for i in drawn_by]))
+        assert [draft.sampled[i] for i in drawn_by] == token_N.tolist()
         assert [draft.logprobs[i] for i in drawn_by] == pytest.approx(logp_N.tolist(), abs=1e-4)
         if log_kept_N is not None:
             assert [draft.log_kept[i] for i in drawn_by] == pytest.approx(log_kept_N.tolist(), abs=1e-4)
@@ -195,9 +195,9 @@ def test_any_order_of_events_draws_what_one_sequence_at_a_time_draws(
             redrawn(draft, completion.versions, served)
             if completion.finish_reason is FinishReason.LENGTH:
                 room = LONGEST - draft.prompt_len
-                assert len(draft.drawn) == min(draft.sampling.max_tokens, room)
+                assert len(draft.sampled) == min(draft.sampling.max_tokens, room)
             if completion.finish_reason is not FinishReason.ABORT and draft.targets:
                 assert len(draft.scores) == draft.prompt_len - 1
             assert (completion.finish_reason is FinishReason.STOP) == (
-                draft.drawn[-1:] == [STOP] and STOP in draft.sampling.stop_token_ids
+                draft.sampled[-1:] == [STOP] and STOP in draft.sampling.stop_token_ids
             )

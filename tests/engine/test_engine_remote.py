@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.detect_server import connected
+from shoal.engine.detect_server import connect
 from shoal.engine.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.net.client import Client
@@ -88,6 +88,6 @@ def test_a_proxy_whose_server_is_not_up_yet_is_no_wrong_configuration(tmp_path: 
     async def ask() -> None:
         async with stubbed(Stub(otherwise=(502, b"bad gateway"))) as url:
             with pytest.raises(EngineUnavailable, match="HTTP 502: bad gateway"):
-                await connected(url, on_update="keep", model_dir=tmp_path, sampling=Sampling(8))
+                await connect(url, on_update="keep", model_dir=tmp_path, sampling=Sampling(8))
 
     asyncio.run(ask())

@@ -61,8 +61,8 @@ def computed(plan: StepPlan[Simulated], max_running: int, chunk_tokens: int) -> 
         assert chunk.completes or not chunk.followers
         for follower in chunk.followers:
             assert follower.stored == 0
-            assert not follower.drawn
-            assert not chunk.sequence.drawn
+            assert not follower.sampled
+            assert not chunk.sequence.sampled
             follower.stored = follower.prompt_len
         if chunk.completes:
             drawing += [chunk.sequence, *chunk.followers]
@@ -126,8 +126,8 @@ def test_any_traffic_is_computed_from_kv_that_is_stored_and_every_sequence_finis
         assert sum(sequence.total + 1 for sequence in scheduler.running) <= max(budget, MAX_MODEL_LEN + 1)
         assert unfinished == [] or not plan.empty, "work and nothing to compute"
         for sequence in computed(plan, max_running, chunk_tokens):
-            sequence.drawn.append(0)
-            if len(sequence.drawn) == sequence.answer_len:
+            sequence.sampled.append(0)
+            if len(sequence.sampled) == sequence.answer_len:
                 scheduler.remove(sequence)
                 unfinished.remove(sequence)
         step += 1
@@ -189,7 +189,7 @@ def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> Non
     for sequence in sequences:
         scheduler.add(sequence)
     for sequence in computed(scheduler.plan(), 2, 100):
-        sequence.drawn.append(0)
+        sequence.sampled.append(0)
     scheduler.remove(sequences[0])
     plan = scheduler.plan()
     assert [(copy.source, copy.target, copy.length) for copy in plan.copies] == [(sequences[1], sequences[2], 9)]
@@ -205,7 +205,7 @@ def test_kv_of_older_weights_is_never_copied() -> None:
     for sequence in sequences:
         scheduler.add(sequence)
     for sequence in computed(scheduler.plan(), 2, 100):
-        sequence.drawn.append(0)
+        sequence.sampled.append(0)
     scheduler.mark_stale()
     scheduler.remove(sequences[0])
     plan = scheduler.plan()
@@ -219,7 +219,7 @@ def test_the_plan_is_the_same_object_while_only_decoding_goes_on() -> None:
     )
     scheduler.add(Simulated(0, 3))
     for sequence in computed(scheduler.plan(), 2, 100):
-        sequence.drawn.append(0)
+        sequence.sampled.append(0)
     plan = scheduler.plan()
     assert scheduler.plan() is plan
     scheduler.add(Simulated(1, 3))
@@ -233,7 +233,7 @@ def test_memory_is_taken_from_the_latest_arrival() -> None:
     scheduler.add(second)
     for _ in range(2):
         for sequence in computed(scheduler.plan(), 3, 100):
-            sequence.drawn.append(0)
+            sequence.sampled.append(0)
     plan = scheduler.plan()
     assert plan.preempted == (second,)
     assert plan.decode == (first,)

@@ -31,7 +31,7 @@ def answers(directory: Path, *, dtype: str, device: str, reload: bool = False) -
         engine.step()
         step += 1
     drafts = [draft for request in requests for draft in request.drafts]
-    return [draft.drawn for draft in drafts], [logp for draft in drafts for logp in draft.logprobs]
+    return [draft.sampled for draft in drafts], [logp for draft in drafts for logp in draft.logprobs]
 
 
 def test_float32_on_a_gpu_draws_what_a_cpu_draws(tiny_model_dir: Path) -> None:

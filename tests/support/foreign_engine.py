@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from shoal.engine.detect_server import connected
+from shoal.engine.detect_server import connect
 from shoal.engine.external_server import ForeignEngine
 from shoal.engine.weight_loading import weight_file
 from shoal.interfaces import Engine
@@ -24,7 +24,7 @@ def asked(url: str, model: Path, body: Callable[[ForeignEngine], Awaitable[None]
 
     async def run() -> None:
         sampling = Sampling(8, temperature=0.7, top_k=5)
-        engine = await connected(url, on_update=on_update, model_dir=model, sampling=sampling)
+        engine = await connect(url, on_update=on_update, model_dir=model, sampling=sampling)
         assert isinstance(engine, ForeignEngine)
         try:
             await body(engine)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from shoal import wire
 from shoal.engine import canary
-from shoal.engine.detect_server import connected
+from shoal.engine.detect_server import connect
 from shoal.engine.external_server import Abilities, ForeignEngine, StopMode
 from shoal.engine.pool import EnginePool
 from shoal.engine.vllm import VLLM
@@ -124,7 +124,7 @@ def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
 
     async def run() -> None:
         sampling = Sampling(8)
-        engine = await ForeignEngine.started(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
+        engine = await ForeignEngine.start(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
         assert engine.how is StopMode.ABORT
         pool = EnginePool()
         await pool.join("vllm", engine)
@@ -150,12 +150,12 @@ def test_a_server_that_lost_its_weights_is_given_the_newest_again(
         pool = EnginePool(check_every_s=0.1)
         await pool.join("vllm", engine)
         await pool.update_weights(2, versions[2])
-        dialect = VLLM(url)
-        await dialect.stop(StopMode.ABORT)  # what a restart comes to
-        await dialect.load(model_dir, 0, StopMode.ABORT)
-        await dialect._asking.tell("POST", "/update_weight_version", {"new_version": "default"})
-        await dialect.go_on()
-        await dialect.aclose()
+        adapter = VLLM(url)
+        await adapter.stop(StopMode.ABORT)  # what a restart comes to
+        await adapter.load(model_dir, 0, StopMode.ABORT)
+        await adapter._client.post("/update_weight_version", {"new_version": "default"})
+        await adapter.resume()
+        await adapter.aclose()
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pool.watch())
             assert (await pool.info()).version == 2
@@ -171,7 +171,7 @@ def test_what_cannot_work_is_refused_in_words(url: str, model_dir: Path, tmp_pat
         with pytest.raises(RequestRefused, match="do not exist"):
             await engine.update_weights(1, tmp_path / "nowhere")
         with pytest.raises(ConfigError, match="none of them"):
-            await connected(f"{url}/nowhere", on_update="keep", model_dir=model_dir, sampling=Sampling(8))
+            await connect(f"{url}/nowhere", on_update="keep", model_dir=model_dir, sampling=Sampling(8))
 
     asked(url, model_dir, body, "keep")
 

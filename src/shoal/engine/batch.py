@@ -87,7 +87,7 @@ class StepBatch:
         """Logits [K, V] of the kept rows."""
         return forward(self.token_T, self.position_T, self.layout, self.keep_K)
 
-    def advanced(self, token_B: Tensor) -> bool:
+    def advance(self, token_B: Tensor) -> bool:
         """Turns the batch into the next step's, in which every draft decodes. Returns False when a slot is full."""
         assert not self.scored, "only prefilling scores"
         self._room -= 1

@@ -27,25 +27,25 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def connected(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
+async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
     """Connects to the engine at `url`, which then serves a run's weights.
 
     A vLLM or SGLang server that served another run is given the model in `model_dir`. It is also checked to sample as
     `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when no server answers.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
-    asking = Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)
+    client = Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)
     try:
-        status, data = await asking.status("GET", "/info")
+        status, data = await client.status("GET", "/info")
         if status == 401:
             raise ConfigError(f"engine.urls: {url} wants its token; set {TOKEN_VARIABLE}")
         if _is_ours(status, data):
             return HttpEngine(url, token=token)
-        status, data = await asking.status("GET", "/v1/models")
+        status, data = await client.status("GET", "/v1/models")
     finally:
-        await asking.aclose()
-    dialect = _dialect(url, token, status, data)
-    return await ForeignEngine.started(dialect, on_update=on_update, model_dir=model_dir, sampling=sampling)
+        await client.aclose()
+    adapter = _adapter(url, token, status, data)
+    return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)
 
 
 def _is_ours(status: int, data: bytes) -> bool:
@@ -58,7 +58,7 @@ def _is_ours(status: int, data: bytes) -> bool:
     return True
 
 
-def _dialect(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
+def _adapter(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
     if status >= 500:
         raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
     owner = ""

@@ -51,7 +51,7 @@ class Abilities:
     server: str
     """Name and version of the server, for people."""
     max_model_len: int
-    tells_version: bool
+    reports_version: bool
     """Whether the server reports which weights it serves."""
     keeps_requests: bool
     """Whether the server can pause without ending its requests."""
@@ -86,7 +86,7 @@ class ServerAdapter(Protocol):
         """Detects the server's abilities. Raises `ConfigError` when it lacks one that Shoal needs."""
         ...
 
-    async def draw(
+    async def sample(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
         """Samples `n` completions; requests with different `salt` share no KV."""
@@ -112,7 +112,7 @@ class ServerAdapter(Protocol):
         """Labels the current weights as `version`."""
         ...
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Ends a stop."""
         ...
 
@@ -136,35 +136,35 @@ class ServerAdapter(Protocol):
 class ForeignEngine:
     """Implements `replica.PoolEngine` on a server of another project. Make instances with `start`."""
 
-    def __init__(self, dialect: ServerAdapter, on_update: str) -> None:
+    def __init__(self, adapter: ServerAdapter, on_update: str) -> None:
         """`on_update` is `engine.on_update`; a server that cannot keep requests takes the base path."""
-        self._dialect = dialect
+        self._adapter = adapter
         self._on_update = on_update
         self._version = 0
-        self._door = asyncio.Event()
-        self._door.set()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loading = asyncio.Lock()
-        self._judged: int | None = None  # the Version whose load is under way
-        self._verdict = asyncio.Event()
-        self._verdict.set()
+        self._loading_version: int | None = None  # the Version whose load is under way
+        self._load_ended = asyncio.Event()
+        self._load_ended.set()
         self._failed_loads = 0
         self._no_whole_weights = ""
         self._running = 0
         self._interruptions = 0
         self._tokens_drawn = 0
-        self._busy_s, self._busy_since_s, self._told_s = 0.0, 0.0, time.monotonic()
+        self._busy_s, self._busy_since_s, self._info_s = 0.0, 0.0, time.monotonic()
 
     @classmethod
-    async def started(
-        cls, dialect: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling
+    async def start(
+        cls, adapter: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling
     ) -> "ForeignEngine":
         """Starts an engine that serves the model as version 0, checked to sample as `sampling` says.
 
         Raises `ConfigError` with the setting to change at the server, or `EngineUnavailable`.
         """
-        engine = cls(dialect, on_update)
+        engine = cls(adapter, on_update)
         try:
             await engine._start(model_dir, sampling)
         except BaseException as error:
@@ -175,13 +175,13 @@ class ForeignEngine:
         return engine
 
     async def _start(self, model_dir: Path, sampling: Sampling) -> None:
-        self.abilities = await self._dialect.abilities()
-        tells_versions = await self._probe_logprobs(sampling)
-        self.how = _way(self._on_update, self.abilities.keeps_requests and tells_versions)
-        told = await self._dialect.version() if self.abilities.tells_version else None
-        if told is None:
-            await self._dialect.label(0)
-        elif told != 0:  # of another run
+        self.abilities = await self._adapter.abilities()
+        reports_versions = await self._probe_logprobs(sampling)
+        self.how = _way(self._on_update, self.abilities.keeps_requests and reports_versions)
+        reported = await self._adapter.version() if self.abilities.reports_version else None
+        if reported is None:
+            await self._adapter.label(0)
+        elif reported != 0:  # of another run
             await self._load(0, model_dir)
 
     async def _probe_logprobs(self, sampling: Sampling) -> bool:
@@ -193,21 +193,21 @@ class ForeignEngine:
             "temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0)),
             "top_k": (Sampling(1, top_k=1), sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0),
         }
-        tells_versions = True
+        reports_versions = True
         for name, (probe, needed) in checks.items():
             for prompt in PROBES:
-                (drawn,) = await self._dialect.draw(f"probe-{uuid4().hex}", prompt, probe, 1, None, None)
-                tells_versions = tells_versions and drawn.spans is not None
-                (logprob,) = drawn.logprobs
+                (sampled,) = await self._adapter.sample(f"probe-{uuid4().hex}", prompt, probe, 1, None, None)
+                reports_versions = reports_versions and sampled.spans is not None
+                (logprob,) = sampled.logprobs
                 if not needed or logprob >= -CERTAIN_NATS:
                     continue
-                if abs(logprob - (await self._dialect.score((*prompt, *drawn.token_ids)))[-1]) < SAME_NATS:
+                if abs(logprob - (await self._adapter.score((*prompt, *sampled.token_ids)))[-1]) < SAME_NATS:
                     raise ConfigError(
                         f"engine.urls: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
-                        f"that tokens are drawn with; start vLLM with --logprobs-mode processed_logprobs, or draw with "
-                        f"temperature = 1, top_p = 1, top_k = 0, min_p = 0"
+                        f"that tokens are sampled with; start vLLM with --logprobs-mode processed_logprobs, or sample "
+                        f"with temperature = 1, top_p = 1, top_k = 0, min_p = 0"
                     )
-        return tells_versions
+        return reports_versions
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
@@ -220,12 +220,12 @@ class ForeignEngine:
         try:
             name = f"shoal-{uuid4().hex}"
             asked = priority if self.abilities.priorities else None
-            answers = await self._dialect.draw(name, prompt_ids, sampling, n, asked, salt)
+            answers = await self._adapter.sample(name, prompt_ids, sampling, n, asked, salt)
         finally:
             self._count(-n)
-        completions = [self._completion(drawn, version) for drawn in answers]
-        while self._judged is not None and any(self._judged in c.versions[-1:] for c in completions):
-            await self._verdict.wait()
+        completions = [self._completion(sampled, version) for sampled in answers]
+        while self._loading_version is not None and any(self._loading_version in c.versions[-1:] for c in completions):
+            await self._load_ended.wait()
         self._assert_whole(failed_before)
         self._tokens_drawn += sum(len(completion.token_ids) for completion in completions)
         return completions
@@ -235,7 +235,7 @@ class ForeignEngine:
 
         Raises `EngineUnavailable` after a failed load.
         """
-        await self._door.wait()
+        await self._may_send.wait()
         if self._no_whole_weights:
             raise EngineUnavailable(self._no_whole_weights)
         return self._failed_loads
@@ -245,24 +245,24 @@ class ForeignEngine:
         if self._failed_loads != failed_before:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
-    def _completion(self, drawn: SampledCompletion, version: int) -> Completion:
-        if drawn.spans is None:
-            if self._version != version and drawn.finish_reason is not FinishReason.ABORT:
+    def _completion(self, sampled: SampledCompletion, version: int) -> Completion:
+        if sampled.spans is None:
+            if self._version != version and sampled.finish_reason is not FinishReason.ABORT:
                 raise EngineUnavailable("an answer overtook new weights; nobody can say which ones drew it")
-            versions = [version] * len(drawn.token_ids)
+            versions = [version] * len(sampled.token_ids)
         else:
-            versions = [_number(label) for label, start, end in drawn.spans for _ in range(start, end)]
-        logprobs = tuple(min(logprob, 0.0) for logprob in drawn.logprobs)  # rounding may give 1e-8
+            versions = [_number(label) for label, start, end in sampled.spans for _ in range(start, end)]
+        logprobs = tuple(min(logprob, 0.0) for logprob in sampled.logprobs)  # rounding may give 1e-8
         try:
-            return Completion(drawn.token_ids, logprobs, tuple(versions), drawn.finish_reason)
+            return Completion(sampled.token_ids, logprobs, tuple(versions), sampled.finish_reason)
         except ValueError as error:
             raise EngineUnavailable(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         failed_before = await self._admitted()
-        logprobs = await self._dialect.score(token_ids)
-        await self._verdict.wait()
+        logprobs = await self._adapter.score(token_ids)
+        await self._load_ended.wait()
         self._assert_whole(failed_before)
         return logprobs
 
@@ -278,9 +278,9 @@ class ForeignEngine:
 
     async def _load(self, version: int, path: Path) -> None:
         if self.how in (StopMode.DRAIN, StopMode.ABORT):
-            self._door.clear()
-        self._judged = version
-        self._verdict.clear()
+            self._may_send.clear()
+        self._loading_version = version
+        self._load_ended.clear()
         try:
             await self._put(version, path)
             await self._ask_canary(version, path)
@@ -292,25 +292,25 @@ class ForeignEngine:
         else:
             self._no_whole_weights = ""
         finally:
-            self._judged = None
-            self._verdict.set()
-            self._door.set()
+            self._loading_version = None
+            self._load_ended.set()
+            self._may_send.set()
 
     async def _put(self, version: int, path: Path) -> None:
         """Stops the server, loads the weights and resumes it."""
         if self.how is StopMode.DRAIN:
             await self._idle.wait()
-        await self._dialect.stop(self.how)
+        await self._adapter.stop(self.how)
         try:
-            await self._dialect.load(_directory(path), version, self.how)
+            await self._adapter.load(_directory(path), version, self.how)
         finally:  # also after an error: a stopped server would never answer again
-            await self._dialect.go_on()
+            await self._adapter.resume()
         self._version = version
 
     async def _ask_canary(self, version: int, path: Path) -> None:
         known = canary.canary_of(path)
         if known is not None:
-            off_nats = canary.mismatch(known, await self._dialect.score(known.token_ids))
+            off_nats = canary.mismatch(known, await self._adapter.score(known.token_ids))
             if not off_nats <= known.bound:
                 raise RequestRefused(
                     f"{self.abilities.server} took version {version} but computes with other weights: mean "
@@ -321,15 +321,15 @@ class ForeignEngine:
     async def info(self) -> EngineInfo:
         """State of the engine; the busy share is the fraction of time with requests of this client."""
         served = self._version
-        if self.abilities.tells_version and not self._loading.locked():
-            told = await self._dialect.version()
-            if told != served and served == self._version and not self._loading.locked():
+        if self.abilities.reports_version and not self._loading.locked():
+            reported = await self._adapter.version()
+            if reported != served and served == self._version and not self._loading.locked():
                 self._version = UNKNOWN
-        counted = await self._dialect.counters() or ServerCounters(self._running, 0, self._tokens_drawn, 0)
+        counted = await self._adapter.counters() or ServerCounters(self._running, 0, self._tokens_drawn, 0)
         self._count(0)
         now_s = time.monotonic()
-        busy_share = min(1.0, self._busy_s / max(now_s - self._told_s, 1e-9))
-        self._busy_s, self._told_s = 0.0, now_s
+        busy_share = min(1.0, self._busy_s / max(now_s - self._info_s, 1e-9))
+        self._busy_s, self._info_s = 0.0, now_s
         return EngineInfo(
             version=self._version,
             checksum="",
@@ -344,15 +344,15 @@ class ForeignEngine:
 
     async def alive(self) -> None:
         """Returns when the server answers."""
-        await self._dialect.alive()
+        await self._adapter.alive()
 
     async def abort(self, request_ids: Sequence[str] = ()) -> None:
         """Ends all requests and returns their sampled tokens."""
-        await self._dialect.abort()
+        await self._adapter.abort()
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._dialect.aclose()
+        await self._adapter.aclose()
 
     def _count(self, change: int) -> None:
         now_s = time.monotonic()

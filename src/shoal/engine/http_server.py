@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
 class _Uvicorn(uvicorn.Server):
     """Server that calls `on_stop` on the event loop at the first signal, while answers can still be sent."""
 
-    told_to_stop: Callable[[], None]
+    on_stop: Callable[[], None]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Schedules `on_stop`: the signal may interrupt code that holds a lock which ending requests takes."""
         if self.started:
-            asyncio.get_running_loop().call_soon_threadsafe(self.told_to_stop)
+            asyncio.get_running_loop().call_soon_threadsafe(self.on_stop)
         super().handle_exit(sig, frame)
 
 
@@ -78,7 +78,7 @@ async def _serve(engine: StepEngine, listening: socket.socket, options: argparse
         max_body_bytes=options.max_body_bytes,
     )
     uvicorn_server = _Uvicorn(uvicorn_config(server.app, idle_s=600, grace_s=1))
-    uvicorn_server.told_to_stop = server.stop
+    uvicorn_server.on_stop = server.stop
     await uvicorn_server.serve(sockets=[listening])
     return 1 if failures else 0
 

@@ -78,13 +78,13 @@ class Pool:
             self.slots.pop()
         self._free = [hole for hole in self._free if hole < len(self.slots)]
 
-    def relaid(self, allocated: int, sequences: Sequence[SequenceState]) -> None:
+    def lay_out(self, allocated: int, sequences: Sequence[SequenceState]) -> None:
         """Assigns the first of `allocated` slots to these sequences; the caller then fills the new storage."""
         assert len(sequences) <= allocated
         self.allocated = allocated
         self.slots, self._free = list(sequences), []
 
-    def given_up(self, layer: int) -> None:
+    def drop_layer(self, layer: int) -> None:
         """Frees the storage of a layer."""
         self._layers.pop(layer, None)
 
@@ -250,11 +250,11 @@ class KVCache:
                 copies.setdefault((source, pool), []).append((source_slot, slot, length))
                 self._places[id(sequence)] = pool, slot
         for pool, count in slots.items():
-            pool.relaid(count, members[pool])
+            pool.lay_out(count, members[pool])
         for layer in {layer for pool in slots for layer in pool.layers}:
             before = {pool: pool.layers.get(layer) for pool in slots}
             for pool in slots:
-                pool.given_up(layer)
+                pool.drop_layer(layer)
             for (source, target), rows in copies.items():
                 stored, length = before[source], max(length for _, _, length in rows)
                 if stored is not None and length:

@@ -29,7 +29,7 @@ from shoal.engine.pool_routing import (
     summed,
     waves,
 )
-from shoal.engine.replica import PoolEngine, Replica, Target, loaded
+from shoal.engine.replica import PoolEngine, Replica, Target, load_target
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -64,7 +64,7 @@ class EnginePool:
         self._patience_s = patience_s
         self._check_every_s = check_every_s
         self._check_timeout_s = check_timeout_s
-        self._members: dict[str, Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._target = Target(0, initial) if initial else None
         self._recovered = recovered
         self._sessions = SessionVersions()
@@ -74,36 +74,36 @@ class EnginePool:
         self._last_error = "none has joined"
 
     @property
-    def seats(self) -> tuple[ReplicaHandle, ...]:
+    def handles(self) -> tuple[ReplicaHandle, ...]:
         """Current state of the replicas."""
-        return tuple(member.seat for member in self._members.values())
+        return tuple(replica.handle for replica in self._replicas.values())
 
     async def join(self, name: str, engine: PoolEngine) -> None:
         """Adds a replica once it serves the newest weights. Raises `EngineError` when it cannot."""
-        assert name not in self._members, f"an engine named {name} is there already"
+        assert name not in self._replicas, f"an engine named {name} is there already"
         try:
-            version = await self._brought_up(engine)
+            version = await self._bring_up(engine)
         except BaseException:
             await engine.aclose()
             raise
-        self._members[name] = Replica(name, engine, version)  # no await since the load: no update missed it
+        self._replicas[name] = Replica(name, engine, version)  # no await since the load: no update missed it
         self._notify()
 
     async def leave(self, name: str) -> None:
         """Removes a replica, if present; its answers are aborted and continue elsewhere."""
-        member = self._members.pop(name, None)
-        if member is None:
+        replica = self._replicas.pop(name, None)
+        if replica is None:
             return
-        if member.watch is not None:
-            member.watch.cancel()
-        self._last_error = member.last_error or f"{name} has left"
+        if replica.watch is not None:
+            replica.watch.cancel()
+        self._last_error = replica.last_error or f"{name} has left"
         self._notify()
         with contextlib.suppress(EngineError):
-            await member.engine.abort()
+            await replica.engine.abort()
         deadline_s = time.monotonic() + CHECK_TIMEOUT_S
-        while member.load and time.monotonic() < deadline_s:
+        while replica.load and time.monotonic() < deadline_s:
             await self._change(1.0)
-        await member.engine.aclose()
+        await replica.engine.aclose()
 
     async def watch(self) -> None:
         """Checks the replicas for ever: a silent replica is away, and one that answers again is brought up.
@@ -112,9 +112,9 @@ class EnginePool:
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for member in self._members.values():
-                    if member.watch is None or member.watch.done():
-                        member.watch = tasks.create_task(self._check(member), name=f"checking {member.name}")
+                for replica in self._replicas.values():
+                    if replica.watch is None or replica.watch.done():
+                        replica.watch = tasks.create_task(self._check(replica), name=f"checking {replica.name}")
                 self._suspected.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._check_every_s):
@@ -122,9 +122,9 @@ class EnginePool:
 
     async def aclose(self) -> None:
         """Closes all connections."""
-        for member in self._members.values():
-            await member.engine.aclose()
-        self._members.clear()
+        for replica in self._replicas.values():
+            await replica.engine.aclose()
+        self._replicas.clear()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
@@ -136,13 +136,13 @@ class EnginePool:
         key = session_key(session, prompt_ids)
         at_least = self._sessions.newest(key)
         request = _Request(key, tuple(prompt_ids), sampling, priority, at_least)
-        begun = await self._asked(
+        begun = await self._ask_any(
             key, n, at_least, lambda engine: engine.generate(prompt_ids, sampling, n=n, priority=priority)
         )
         whole = await self._all_whole(request, begun)
         if session:
             newest = max((completion.versions[-1] for completion in whole if completion.versions), default=0)
-            self._sessions.drew(key, newest, self._oldest_served)
+            self._sessions.record(key, newest, self._oldest_served)
         return whole
 
     async def _all_whole(self, request: "_Request", begun: list[Completion]) -> list[Completion]:
@@ -150,9 +150,9 @@ class EnginePool:
         if all(completion.finish_reason is not FinishReason.ABORT for completion in begun):
             return begun
         async with asyncio.TaskGroup() as tasks:
-            going_on = [tasks.create_task(self._whole(request, index, drawn)) for index, drawn in enumerate(begun)]
+            continued = [tasks.create_task(self._whole(request, index, sampled)) for index, sampled in enumerate(begun)]
         whole = []
-        for task in going_on:
+        for task in continued:
             ended = task.result()
             if isinstance(ended, EngineError):
                 raise ended
@@ -161,7 +161,7 @@ class EnginePool:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        return await self._asked(session_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
+        return await self._ask_any(session_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the weights into one replica after another; returns when all that answer serve them, and one does.
@@ -172,71 +172,71 @@ class EnginePool:
         async with self._loading:
             self._target = Target(version, path)
             refusals: list[RequestRefused] = []
-            for wave in waves([m.name for m in self._members.values() if m.state is ReplicaState.READY]):
+            for wave in waves([m.name for m in self._replicas.values() if m.state is ReplicaState.READY]):
                 async with asyncio.TaskGroup() as loading:
                     for name in wave:
-                        if name in self._members:
-                            loading.create_task(self._load(self._members[name], refusals), name=f"loading {name}")
-            if refusals and not any(member.version >= version for member in self._members.values()):
-                for member in self._members.values():  # refusing replicas still serve their old weights
-                    member.state = ReplicaState.READY if member.state is ReplicaState.UPDATING else member.state
+                        if name in self._replicas:
+                            loading.create_task(self._load(self._replicas[name], refusals), name=f"loading {name}")
+            if refusals and not any(replica.version >= version for replica in self._replicas.values()):
+                for replica in self._replicas.values():  # refusing replicas still serve their old weights
+                    replica.state = ReplicaState.READY if replica.state is ReplicaState.UPDATING else replica.state
                 raise refusals[0]
-            for member in self._members.values():
-                if member.state is ReplicaState.UPDATING:
-                    self._lose(member, str(refusals[0]))
+            for replica in self._replicas.values():
+                if replica.state is ReplicaState.UPDATING:
+                    self._lose(replica, str(refusals[0]))
             self._sessions.forget(self._oldest_served)
         await self._until(
-            lambda: any(m.state is ReplicaState.READY and m.version >= version for m in self._members.values())
+            lambda: any(m.state is ReplicaState.READY and m.version >= version for m in self._replicas.values())
         )
 
     async def info(self) -> EngineInfo:
         """Sums over all replicas that answer, and the oldest version."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
-            members = [member for member in self._members.values() if member.state is not ReplicaState.AWAY]
-            infos = [info for info in await asyncio.gather(*map(self._info, members)) if info is not None]
+            replicas = [replica for replica in self._replicas.values() if replica.state is not ReplicaState.AWAY]
+            infos = [info for info in await asyncio.gather(*map(self._info, replicas)) if info is not None]
             if infos:
                 return summed(infos)
             await self._wait(deadline_s)
 
     @property
     def _oldest_served(self) -> int:
-        return oldest_served(self.seats, self._target.version if self._target else 0)
+        return oldest_served(self.handles, self._target.version if self._target else 0)
 
-    async def _info(self, member: Replica) -> EngineInfo | None:
-        served = member.version  # before the question: an update may end while it is under way
+    async def _info(self, replica: Replica) -> EngineInfo | None:
+        served = replica.version  # before the question: an update may end while it is under way
         try:
             async with asyncio.timeout(self._check_timeout_s):
-                info = await member.engine.info()
+                info = await replica.engine.info()
         except (EngineError, TimeoutError) as error:
-            self._lose(member, str(error) or f"no answer in {self._check_timeout_s:g} s")
+            self._lose(replica, str(error) or f"no answer in {self._check_timeout_s:g} s")
             return None
         if info.version < served:
-            self._lose(member, f"{member.name} lost version {served}: it started anew, or got other weights")
+            self._lose(replica, f"{replica.name} lost version {served}: it started anew, or got other weights")
             return None
         return info
 
-    async def _whole(self, request: "_Request", index: int, drawn: Completion) -> Completion | EngineError:
+    async def _whole(self, request: "_Request", index: int, sampled: Completion) -> Completion | EngineError:
         """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
-        while drawn.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
-            left = continuation.rest(request.prompt_ids, request.sampling, drawn, index)
+        while sampled.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
+            left = continuation.rest(request.prompt_ids, request.sampling, sampled, index)
             if left is None:
-                return continuation.full(drawn)
+                return continuation.full(sampled)
             prompt_ids, sampling = left
-            at_least = drawn.versions[-1] if drawn.versions else request.at_least
+            at_least = sampled.versions[-1] if sampled.versions else request.at_least
             ask = _generation(prompt_ids, sampling, request.priority)
             try:
-                (more,) = await self._asked(request.key, 1, at_least, ask)
+                (more,) = await self._ask_any(request.key, 1, at_least, ask)
             except EngineError as error:
                 return error
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
-            drawn = continuation.joined(drawn, more)
-        return drawn
+            sampled = continuation.joined(sampled, more)
+        return sampled
 
-    async def _asked(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
         """Answer of the first replica that gives one.
 
         Raises `RequestRefused`, or `EngineUnavailable` at the deadline.
@@ -245,7 +245,7 @@ class EnginePool:
         failed: set[str] = set()
         rounds = 0
         while True:
-            name = chosen(key, self.seats, count=count, at_least=at_least, avoid=failed)
+            name = chosen(key, self.handles, count=count, at_least=at_least, avoid=failed)
             if name is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
                 await self._pause(deadline_s, _backoff_s(rounds))
@@ -253,53 +253,53 @@ class EnginePool:
             elif name is None:
                 await self._wait(deadline_s)
             else:
-                member = self._members[name]
+                replica = self._replicas[name]
                 try:
-                    return await self._asked_of(member, count, ask)
+                    return await self._ask_replica(replica, count, ask)
                 except EngineUnavailable as error:
                     failed.add(name)
-                    member.last_error = self._last_error = str(error)
+                    replica.last_error = self._last_error = str(error)
                     self._suspected.set()  # and on to the next: checking a replica that hangs takes long
 
-    async def _asked_of(self, member: Replica, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    async def _ask_replica(self, replica: Replica, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
         """Answer of one replica. Raises `EngineUnavailable` also when the replica is lost meanwhile."""
-        member.load += count
+        replica.load += count
         call = asyncio.timeout(None)
         try:
             async with call:
-                member.calls.add(call)
-                return await ask(member.engine)
+                replica.calls.add(call)
+                return await ask(replica.engine)
         except TimeoutError:
-            raise EngineUnavailable(member.last_error) from None
+            raise EngineUnavailable(replica.last_error) from None
         finally:
-            member.calls.discard(call)
-            member.load -= count
-            if member.name not in self._members:
+            replica.calls.discard(call)
+            replica.load -= count
+            if replica.name not in self._replicas:
                 self._notify()
 
-    async def _check(self, member: Replica) -> None:
+    async def _check(self, replica: Replica) -> None:
         """Checks whether a replica answers, and brings it up when it answers again."""
-        if member.updating or member.state is ReplicaState.UPDATING:
+        if replica.updating or replica.state is ReplicaState.UPDATING:
             return
         try:
             async with asyncio.timeout(self._check_timeout_s):
-                await member.engine.alive()
+                await replica.engine.alive()
         except (EngineError, TimeoutError) as error:
-            self._lose(member, str(error) or f"no answer in {self._check_timeout_s:g} s")
+            self._lose(replica, str(error) or f"no answer in {self._check_timeout_s:g} s")
         else:
-            if member.state is ReplicaState.AWAY and not member.updating:
-                await self._bring_back(member)
+            if replica.state is ReplicaState.AWAY and not replica.updating:
+                await self._bring_back(replica)
 
-    async def _bring_back(self, member: Replica) -> None:
+    async def _bring_back(self, replica: Replica) -> None:
         try:
-            member.version = await self._brought_up(member.engine)
+            replica.version = await self._bring_up(replica.engine)
         except EngineError as error:
-            member.last_error = self._last_error = str(error)
+            replica.last_error = self._last_error = str(error)
         else:
-            member.state = ReplicaState.READY
+            replica.state = ReplicaState.READY
             self._notify()
 
-    async def _brought_up(self, engine: PoolEngine) -> int:
+    async def _bring_up(self, engine: PoolEngine) -> int:
         """Loads the newest weights into an engine that takes no requests; returns its version.
 
         The engine may hang, so no update waits for the first load. If newer weights have come by its end, the next
@@ -308,7 +308,7 @@ class EnginePool:
         version = await self._version_of(engine)
         if target := self._newer(version):
             try:
-                version = await loaded(engine, target)
+                version = await load_target(engine, target)
             except RequestRefused:
                 if self._target is target:
                     raise
@@ -316,7 +316,7 @@ class EnginePool:
         if self._newer(version):
             async with self._loading:
                 if target := self._newer(version):
-                    version = await loaded(engine, target)
+                    version = await load_target(engine, target)
         return version
 
     async def _version_of(self, engine: PoolEngine) -> int:
@@ -341,29 +341,29 @@ class EnginePool:
         """Newer weights that an engine at `version` must load; None when there are none."""
         return self._target if self._target and self._target.version > version else None
 
-    async def _load(self, member: Replica, refusals: list[RequestRefused]) -> None:
+    async def _load(self, replica: Replica, refusals: list[RequestRefused]) -> None:
         """Loads the target into one replica, which stays `UPDATING` when it refuses."""
         assert self._target is not None
-        if member.state is not ReplicaState.READY:  # lost meanwhile: it loads the target when it returns
+        if replica.state is not ReplicaState.READY:  # lost meanwhile: it loads the target when it returns
             return
-        member.state, member.updating = ReplicaState.UPDATING, True
+        replica.state, replica.updating = ReplicaState.UPDATING, True
         try:
-            member.version = await loaded(member.engine, self._target)
+            replica.version = await load_target(replica.engine, self._target)
         except RequestRefused as error:
             refusals.append(error)
         except EngineUnavailable as error:
-            self._lose(member, str(error))
+            self._lose(replica, str(error))
         else:
-            member.state = ReplicaState.READY
+            replica.state = ReplicaState.READY
             self._notify()
         finally:
-            member.updating = False
+            replica.updating = False
 
-    def _lose(self, member: Replica, reason: str) -> None:
+    def _lose(self, replica: Replica, reason: str) -> None:
         """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
-        member.state, member.last_error = ReplicaState.AWAY, reason
+        replica.state, replica.last_error = ReplicaState.AWAY, reason
         self._last_error = reason
-        calls, member.calls = member.calls, set()  # an expiring timeout cannot be rescheduled again
+        calls, replica.calls = replica.calls, set()  # an expiring timeout cannot be rescheduled again
         for call in calls:
             call.reschedule(asyncio.get_running_loop().time())
 

@@ -57,7 +57,7 @@ class SessionVersions:
         """Oldest Version that may continue the session."""
         return self._newest.get(key, 0)
 
-    def drew(self, key: bytes, version: int, oldest: int) -> None:
+    def record(self, key: bytes, version: int, oldest: int) -> None:
         """Records the Version of a session's newest token; `oldest` is the oldest Version that a replica serves."""
         if version > oldest:
             self._newest[key] = max(version, self.newest(key))
@@ -67,9 +67,11 @@ class SessionVersions:
         self._newest = {key: version for key, version in self._newest.items() if version > oldest}
 
 
-def oldest_served(seats: Sequence[ReplicaHandle], newest: int) -> int:
+def oldest_served(handles: Sequence[ReplicaHandle], newest: int) -> int:
     """Oldest Version that may sample a token from now on: a replica that is away loads `newest` first."""
-    served = (seat.version if seat.state is not ReplicaState.AWAY else max(seat.version, newest) for seat in seats)
+    served = (
+        handle.version if handle.state is not ReplicaState.AWAY else max(handle.version, newest) for handle in handles
+    )
     return min(served, default=newest)
 
 
@@ -79,19 +81,19 @@ def preference(key: bytes, names: Collection[str]) -> list[str]:
 
 
 def chosen(
-    key: bytes, seats: Sequence[ReplicaHandle], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
+    key: bytes, handles: Sequence[ReplicaHandle], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
 ) -> str | None:
     """Replica for `count` sequences of the session `key`; None when no replica may take them now.
 
     `at_least` is the Version of the answer's newest token: a replica with an older Version must not continue it.
     """
-    open_ = [seat for seat in seats if seat.version >= at_least and seat.name not in avoid]
-    among = [seat for seat in open_ if seat.state is ReplicaState.READY]
-    among = among or [seat for seat in open_ if seat.state is ReplicaState.UPDATING]
+    open_ = [handle for handle in handles if handle.version >= at_least and handle.name not in avoid]
+    among = [handle for handle in open_ if handle.state is ReplicaState.READY]
+    among = among or [handle for handle in open_ if handle.state is ReplicaState.UPDATING]
     if not among:
         return None
-    bound = ceil(BOUND * (sum(seat.load for seat in among) + count) / len(among))
-    load = {seat.name: seat.load for seat in among}
+    bound = ceil(BOUND * (sum(handle.load for handle in among) + count) / len(among))
+    load = {handle.name: handle.load for handle in among}
     # The least loaded replica is below the mean, so one always qualifies.
     return next(name for name in preference(key, load) if load[name] < bound)
 

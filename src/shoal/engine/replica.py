@@ -47,7 +47,7 @@ class Replica:
     """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
 
     @property
-    def seat(self) -> ReplicaHandle:
+    def handle(self) -> ReplicaHandle:
         """Replica as a request sees it."""
         return ReplicaHandle(self.name, self.state, self.version, self.load)
 
@@ -60,7 +60,7 @@ class Target:
     path: Path
 
 
-async def loaded(engine: PoolEngine, target: Target) -> int:
+async def load_target(engine: PoolEngine, target: Target) -> int:
     """Has an engine load the target; returns its version. Raises `EngineUnavailable` after `UPDATE_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(UPDATE_TIMEOUT_S):

@@ -17,7 +17,7 @@ class Draft(SequenceState):
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     index: int = 0
     """Index of the completion in its request."""
-    max_drawn: int = 1
+    max_sampled: int = 1
     stop_ids: frozenset[int] = frozenset()
     uniforms: Uniforms | None = None
     """Random numbers that decide the tokens; None uses the engine's own stream."""
@@ -45,27 +45,27 @@ class Draft(SequenceState):
         """Token at a position of the prompt or the answer."""
         if position < self.prompt_len:
             return self.prompt_ids[position]
-        return self.drawn[position - self.prompt_len]
+        return self.sampled[position - self.prompt_len]
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens `start : end`."""
         split = self.prompt_len
-        return [*self.prompt_ids[start:end], *self.drawn[max(start - split, 0) : max(end - split, 0)]]
+        return [*self.prompt_ids[start:end], *self.sampled[max(start - split, 0) : max(end - split, 0)]]
 
     def close_span(self, version: int) -> None:
         """Records that `version` sampled every token since the last span."""
-        if len(self.drawn) > (self.spans[-1][1] if self.spans else 0):
-            self.spans.append((version, len(self.drawn)))
+        if len(self.sampled) > (self.spans[-1][1] if self.spans else 0):
+            self.spans.append((version, len(self.sampled)))
 
     def keep_kv(self, version: int) -> None:
         """Records that newer weights come while the KV of `version` or older ones stays."""
         if self.kv_len and not self.stale:
-            self.kv_versions.append((len(self.drawn), version))
+            self.kv_versions.append((len(self.sampled), version))
 
     def forget(self) -> None:
         """Drops the KV: all known tokens are prefilled again."""
         if self.stale:
-            self.kv_versions.append((len(self.drawn), None))
+            self.kv_versions.append((len(self.sampled), None))
         SequenceState.forget(self)  # a slotted dataclass is another class than the one that `super()` sees
 
     def kv_version(self, index: int) -> int | None:
@@ -78,7 +78,7 @@ class Draft(SequenceState):
         versions: list[int] = []
         for version, end in self.spans:
             versions += [version] * (end - len(versions))
-        return Completion(tuple(self.drawn), tuple(self.logprobs), tuple(versions), self.finish_reason)
+        return Completion(tuple(self.sampled), tuple(self.logprobs), tuple(versions), self.finish_reason)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Request:
         """Tokens to score, which follow the prompt's first, second, ... position."""
         return self.score_ids[1:]
 
-    def begun(self, request_id: int, max_model_len: int) -> list[Draft]:
+    def begin(self, request_id: int, max_model_len: int) -> list[Draft]:
         """Creates the drafts of the request, each with the room left beside the prompt."""
         sampling, targets = self.sampling, self.targets
         most = 0 if self.scores_only else min(sampling.max_tokens, max_model_len - len(self.prompt_ids))
@@ -121,7 +121,7 @@ class Request:
                 prompt_ids=self.prompt_ids,
                 sampling=sampling,
                 index=index,
-                max_drawn=most,
+                max_sampled=most,
                 stop_ids=stop_ids,
                 uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
             )

@@ -65,7 +65,7 @@ class SamplingRows:
         self.min_p = torch.tensor([s.min_p for s in cut], device=device)[:, None]
 
 
-def drawn(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples a token per row; returns tokens, their logprobs (nats, float32) and the log of the kept mass.
 
     `uniform_B` in [0, 1) decides. The kept mass is the part of the distribution at the row's temperature that top-k,

@@ -28,7 +28,7 @@ class SequenceState:
     prompt_len: int
     priority: int = 0
     arrival: int = -1
-    drawn: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     cached: int = 0
     """Tokens whose KV is stored, while prefilling."""
     decoding: bool = False
@@ -47,7 +47,7 @@ class SequenceState:
     @property
     def total(self) -> int:
         """Tokens known: prompt and sampled."""
-        return self.prompt_len + len(self.drawn)
+        return self.prompt_len + len(self.sampled)
 
     @property
     def kv_len(self) -> int:
@@ -288,11 +288,11 @@ class Scheduler(Generic[S]):
         followers: tuple[S, ...] = ()
         if completes:
             sequence.decoding = True
-            if not sequence.drawn and not sequence.stale:
+            if not sequence.sampled and not sequence.stale:
                 followers = tuple(
                     s
                     for s in self._siblings[sequence.family]
-                    if s is not sequence and not (s.decoding or s.cached or s.drawn or s.whole)
+                    if s is not sequence and not (s.decoding or s.cached or s.sampled or s.whole)
                 )
             for follower in followers:
                 follower.decoding = True

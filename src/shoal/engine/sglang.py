@@ -79,31 +79,31 @@ class SGLang:
     """Implements `external_server.ServerAdapter` for SGLang."""
 
     def __init__(self, url: str, token: str = "") -> None:
-        self._asking = Client(url, token=token)
+        self._client = Client(url, token=token)
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
         version = (await self._either(("/server_info", "/get_server_info"), _ServerInfo)).version
-        if not await self._asking.has_route("/update_weights_from_disk"):
+        if not await self._client.has_route("/update_weights_from_disk"):
             raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")
-        longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
+        longest = (await self._client.ask("GET", "/v1/models", _Models)).data[0].max_model_len
         return Abilities(f"SGLang {version}", longest, True, await self._keeps_requests())
 
     async def _either(self, paths: tuple[str, str], kind: type[T]) -> T:
         """Answer of a route under its new name, or else its old one."""
-        status, _ = await self._asking.status("GET", paths[0])
-        return await self._asking.ask("GET", paths[0] if status == 200 else paths[1], kind)
+        status, _ = await self._client.status("GET", paths[0])
+        return await self._client.ask("GET", paths[0] if status == 200 else paths[1], kind)
 
     async def _keeps_requests(self) -> bool:
         """Whether the server refuses an unknown pause mode; an older server ignores the mode and pauses."""
-        status, data = await self._asking.status("POST", "/pause_generation", {"mode": "probe"})
+        status, data = await self._client.status("POST", "/pause_generation", {"mode": "probe"})
         if status == 200:
-            await self.go_on()
+            await self.resume()
         elif status >= 500 or status == 404:
             raise ConfigError(f"engine.urls: SGLang cannot pause: HTTP {status}: {words(data)}")
         return status != 200
 
-    async def draw(
+    async def sample(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
         """Samples `n` completions."""
@@ -116,8 +116,8 @@ class SGLang:
         }
         if salt is not None:
             body["extra_key"] = salt
-        answers = await self._asking.ask("POST", "/generate", list[_Generated] | _Generated, body)  # type: ignore[arg-type]
-        return [_drawn(answer.meta_info) for answer in (answers if isinstance(answers, list) else [answers])]
+        answers = await self._client.ask("POST", "/generate", list[_Generated] | _Generated, body)  # type: ignore[arg-type]
+        return [_completion(answer.meta_info) for answer in (answers if isinstance(answers, list) else [answers])]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a prompt; SGLang samples one token with them."""
@@ -127,14 +127,14 @@ class SGLang:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        given = (await self._asking.ask("POST", "/generate", _Generated, body)).meta_info.input_token_logprobs
+        given = (await self._client.ask("POST", "/generate", _Generated, body)).meta_info.input_token_logprobs
         if len(given) != len(token_ids) or any(logprob is None for logprob, *_ in given[1:]):
             raise EngineUnavailable(f"SGLang gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
         return [logprob for logprob, *_ in given[1:] if logprob is not None]
 
     async def stop(self, how: StopMode) -> None:
         """Stops generation; `retract` puts running requests back into the queue, where their KV is computed again."""
-        await self._asking.tell("POST", "/pause_generation", {"mode": PAUSES[how]})
+        await self._client.post("/pause_generation", {"mode": PAUSES[how]})
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
         """Reads the safetensors and labels them. `in_place` requests hold KV, so the cache is not flushed then."""
@@ -144,7 +144,7 @@ class SGLang:
             "flush_cache": how is not StopMode.KEEP,
             "abort_all_requests": False,
         }
-        done = await self._asking.ask("POST", "/update_weights_from_disk", _Done, body)
+        done = await self._client.ask("POST", "/update_weights_from_disk", _Done, body)
         if not done.success:
             raise RequestRefused(f"SGLang did not take version {version}: {done.message}")
 
@@ -156,32 +156,32 @@ class SGLang:
     async def label(self, version: int) -> None:
         """Labels the weights. SGLang's default would abort every request."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._asking.tell("POST", "/update_weight_version", body)
+        await self._client.post("/update_weight_version", body)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Resumes generation."""
-        await self._asking.tell("POST", "/continue_generation", {})
+        await self._client.post("/continue_generation", {})
 
     async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens. SGLang's answer has no body."""
-        status, data = await self._asking.status("POST", "/abort_request", {"rid": "", "abort_all": True})
+        status, data = await self._client.status("POST", "/abort_request", {"rid": "", "abort_all": True})
         if status != 200:
             raise EngineUnavailable(f"/abort_request: HTTP {status}: {words(data)}")
 
     async def alive(self) -> None:
         """Returns when `/health` answers 200."""
-        status, _ = await self._asking.status("GET", "/health")
+        status, _ = await self._client.status("GET", "/health")
         if status != 200:
-            raise EngineUnavailable(f"SGLang at {self._asking.url} says HTTP {status} of its health")
+            raise EngineUnavailable(f"SGLang at {self._client.url} says HTTP {status} of its health")
 
     async def counters(self) -> ServerCounters | None:
         """Counters from Prometheus metrics, which SGLang has with --enable-metrics."""
-        status, data = await self._asking.status("GET", "/metrics")
+        status, data = await self._client.status("GET", "/metrics")
         return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._asking.aclose()
+        await self._client.aclose()
 
 
 def _params(sampling: Sampling, n: int) -> dict[str, object]:
@@ -198,7 +198,7 @@ def _params(sampling: Sampling, n: int) -> dict[str, object]:
     }
 
 
-def _drawn(meta: _Meta) -> SampledCompletion:
+def _completion(meta: _Meta) -> SampledCompletion:
     """Completion of an answer; tokens and logprobs come from one list, so their lengths agree."""
     spans = meta.weight_versions
     return SampledCompletion(

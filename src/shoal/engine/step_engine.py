@@ -24,7 +24,7 @@ from shoal.engine.kv_cache import KVCache, StoredKV
 from shoal.engine.options import EngineCounters, EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import drawn
+from shoal.engine.sampling import sample
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -99,7 +99,7 @@ class StepEngine:
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
-        drafts = request.begun(request_id, self.limits.max_model_len)
+        drafts = request.begin(request_id, self.limits.max_model_len)
         self._requests[request_id] = request  # after all checks that raise: a request without drafts would never end
         for draft in drafts:
             self._scheduler.add(draft)
@@ -237,7 +237,7 @@ class StepEngine:
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
-        self._token_B, logp_B, log_kept_B = drawn(logits_BV, batch.sampling, self._uniforms(batch))
+        self._token_B, logp_B, log_kept_B = sample(logits_BV, batch.sampling, self._uniforms(batch))
         for row, draft in enumerate(batch.drafts) if batch.truncates else ():
             if draft.truncates:
                 assert log_kept_B is not None
@@ -249,7 +249,7 @@ class StepEngine:
         assert not plan.empty, "unfinished requests and nothing to compute"
         if self._batch is not None and self._batch.plan is plan:
             assert self._token_B is not None
-            if self._batch.advanced(self._token_B):
+            if self._batch.advance(self._token_B):
                 return self._batch
         self._batch = None  # its views of storage may have to go now
         for draft in plan.preempted:
@@ -274,21 +274,21 @@ class StepEngine:
         if batch.seeded:
             for row, draft in enumerate(batch.drafts):
                 if draft.uniforms is not None:
-                    own[row] = draft.uniforms[len(draft.drawn)]
+                    own[row] = draft.uniforms[len(draft.sampled)]
         return own.to(self._device)
 
     def _record(self, drafts: Sequence[Draft], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         for draft, token, logprob in zip(drafts, tokens, logprobs, strict=True):
-            if not draft.max_drawn:  # it was only scored
+            if not draft.max_sampled:  # it was only scored
                 self._finish(draft, FinishReason.LENGTH)
                 continue
             self.tokens_drawn += 1
             self.stale_tokens += draft.stale
-            draft.drawn.append(token)
+            draft.sampled.append(token)
             draft.logprobs.append(logprob)
             if token in draft.stop_ids:
                 self._finish(draft, FinishReason.STOP)
-            elif len(draft.drawn) >= draft.max_drawn:
+            elif len(draft.sampled) >= draft.max_sampled:
                 self._finish(draft, FinishReason.LENGTH)
 
     def _finish(self, draft: Draft, reason: FinishReason) -> None:

@@ -87,36 +87,36 @@ class VLLM:
     """Implements `external_server.ServerAdapter` for vLLM."""
 
     def __init__(self, url: str, token: str = "") -> None:
-        self._asking = Client(url, token=token)
+        self._client = Client(url, token=token)
         self._longest = 0
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
-        version = (await self._asking.ask("GET", "/version", _Version)).version
-        if not await self._asking.has_route("/collective_rpc"):
+        version = (await self._client.ask("GET", "/version", _Version)).version
+        if not await self._client.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
-        status, data = await self._asking.status("POST", GENERATE, _generation("probe", (1,), Sampling(1), 1))
+        status, data = await self._client.status("POST", GENERATE, _generation("probe", (1,), Sampling(1), 1))
         if status in (403, 404):
             raise ConfigError(
                 f"engine.urls: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
             )
-        self._longest = (await self._asking.ask("GET", "/v1/models", _Models)).data[0].max_model_len
+        self._longest = (await self._client.ask("GET", "/v1/models", _Models)).data[0].max_model_len
         keeps = await self._keeps_requests()
         return Abilities(f"vLLM {version}", self._longest, keeps, keeps, await self._priorities())
 
     async def _keeps_requests(self) -> bool:
         """Whether the server refuses an unknown pause mode and lists `keep`; an older server just pauses."""
-        status, data = await self._asking.status("POST", "/pause?mode=probe")
+        status, data = await self._client.status("POST", "/pause?mode=probe")
         if status == 200:
-            await self.go_on()
-        return status in (400, 422) and "keep" in words(data) and await self._asking.has_route("/update_weight_version")
+            await self.resume()
+        return status in (400, 422) and "keep" in words(data) and await self._client.has_route("/update_weight_version")
 
     async def _priorities(self) -> bool:
         body = {**_generation("probe", (1,), Sampling(1), 1), "priority": -1}
-        status, _ = await self._asking.status("POST", GENERATE, body)
+        status, _ = await self._client.status("POST", GENERATE, body)
         return status == 200
 
-    async def draw(
+    async def sample(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
     ) -> list[SampledCompletion]:
         """Samples `n` completions; only `sampling.stop_token_ids` end them, not the model's own end tokens."""
@@ -125,15 +125,15 @@ class VLLM:
             body["priority"] = -priority  # lower goes first in vLLM
         if salt is not None:
             body["cache_salt"] = salt
-        answer = await self._asking.ask("POST", GENERATE, _Generated, body)
-        return [_drawn(choice) for choice in answer.choices]
+        answer = await self._client.ask("POST", GENERATE, _Generated, body)
+        return [_completion(choice) for choice in answer.choices]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a prompt. vLLM samples a token with them, so a row must be shorter than the context."""
         if self._longest and len(token_ids) >= self._longest:
             raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
         body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        answer = await self._asking.ask("POST", GENERATE, _Generated, body)
+        answer = await self._client.ask("POST", GENERATE, _Generated, body)
         given = answer.prompt_logprobs or []
         if len(given) != len(token_ids):
             raise EngineUnavailable(f"vLLM gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
@@ -143,50 +143,47 @@ class VLLM:
 
     async def stop(self, how: StopMode) -> None:
         """Stops generation; with `keep`, `clear_cache` decides whether running requests compute their KV again."""
-        await self._asking.tell("POST", f"/pause?{PAUSES[how]}")
+        await self._client.post(f"/pause?{PAUSES[how]}")
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
         """Reads the safetensors in the workers, and labels them afterwards, so the label is never ahead of the
         weights."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self._asking.tell("POST", "/collective_rpc", body)
+        await self._client.post("/collective_rpc", body)
         await self.label(version)
 
     async def version(self) -> int | None:
         """Label of the weights, if it is a number; a restarted server reports `default`."""
-        label = (await self._asking.ask("GET", "/weight_info", _WeightInfo)).weight_version
+        label = (await self._client.ask("GET", "/weight_info", _WeightInfo)).weight_version
         return int(label) if label.isdecimal() else None
 
     async def label(self, version: int) -> None:
         """Labels the weights, where the server has the route."""
-        try:
-            await self._asking.tell("POST", "/update_weight_version", {"new_version": str(version)})
-        except RequestRefused as error:
-            if "404" not in str(error):
-                raise
+        if await self._client.has_route("/update_weight_version"):
+            await self._client.post("/update_weight_version", {"new_version": str(version)})
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Resumes generation."""
-        await self._asking.tell("POST", "/resume")
+        await self._client.post("/resume")
 
     async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
-        await self._asking.tell("POST", "/abort_requests", {})
+        await self._client.post("/abort_requests", {})
 
     async def alive(self) -> None:
         """Returns when `/health` answers 200; 503 is a server whose engine has died."""
-        status, _ = await self._asking.status("GET", "/health")
+        status, _ = await self._client.status("GET", "/health")
         if status != 200:
-            raise EngineUnavailable(f"vLLM at {self._asking.url} says HTTP {status} of its health")
+            raise EngineUnavailable(f"vLLM at {self._client.url} says HTTP {status} of its health")
 
     async def counters(self) -> ServerCounters | None:
         """Counters from Prometheus metrics."""
-        status, data = await self._asking.status("GET", "/metrics")
+        status, data = await self._client.status("GET", "/metrics")
         return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._asking.aclose()
+        await self._client.aclose()
 
 
 def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int) -> dict[str, object]:
@@ -205,7 +202,7 @@ def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int
     return {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
 
 
-def _drawn(choice: _Choice) -> SampledCompletion:
+def _completion(choice: _Choice) -> SampledCompletion:
     entries = choice.logprobs.content if choice.logprobs else []
     logprobs = tuple(entry.logprob for entry in entries)
     if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:

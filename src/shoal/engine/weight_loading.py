@@ -84,7 +84,7 @@ class WeightSlots:
             beside = file.with_name("checksum")
             expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
             if actual != expected:
-                raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; publish them again")
+                raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; write them again")
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError

@@ -143,15 +143,9 @@ class Client:
             raise RequestRefused(message)
         raise EngineUnavailable(message)
 
-    async def tell(self, method: str, path: str, body: object = None) -> bytes:
-        """The same when only success matters; gives the body as it is."""
-        return bytes(await self.ask(method, path, msgspec.Raw, body) if method != "GET" else await self._text(path))
-
-    async def _text(self, path: str) -> bytes:
-        status, data = await self.status("GET", path)
-        if status != 200:
-            raise EngineUnavailable(f"{path}: HTTP {status}: {words(data)}")
-        return data
+    async def post(self, path: str, body: object = None) -> None:
+        """Posts `body` where only success matters. Raises as `ask` does."""
+        await self.ask("POST", path, msgspec.Raw, body)
 
     async def has_route(self, path: str) -> bool:
         """Whether the server has a POST route: asked with GET, FastAPI answers 405 for one and 404 otherwise."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.detect_server import connected
+from shoal.engine.detect_server import connect
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
@@ -83,7 +83,7 @@ async def engines(
             ]
             for event in ready:
                 await event.wait()
-            if not pool.seats:
+            if not pool.handles:
                 raise EngineUnavailable("; ".join(failures))
             for failure in failures:
                 on_event(failure)
@@ -178,7 +178,7 @@ class _Remote:
         said = False
         while True:
             try:
-                engine = await connected(
+                engine = await connect(
                     url,
                     on_update=self.settings.engine.on_update,
                     model_dir=self.settings.model_dir,
