@@ -79,7 +79,7 @@ class Driver:
             rewards.append(fmean(rollout.reward.value for group in groups for rollout in group.rollouts))
             rows = step_samples(groups, train, self._config.rollout.max_tokens)
             stats.append(self._trainer.step(rows, step))
-            self._trainer.pushed()
+            self._trainer.count_push()
             if self._eta != NEVER:
                 self._ring.append(self._weights())
             if (step + 1) % every == 0 or step + 1 == train.steps:

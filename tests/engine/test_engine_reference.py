@@ -90,7 +90,6 @@ requests = st.builds(
     sampling=samplings,
     n=st.sampled_from([1, 1, 3]),
     priority=st.integers(-1, 1),
-    score_alternatives=st.sampled_from([None, None, 0]),
 )
 events = st.lists(
     st.one_of(

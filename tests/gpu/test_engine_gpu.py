@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
+from shoal.engine.request import Request, scoring
 from shoal.engine.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
@@ -52,7 +52,7 @@ def test_bfloat16_scores_are_near_those_of_float32(tiny_model_dir: Path) -> None
     scores = []
     for dtype in ("float32", "bfloat16"):
         engine = StepEngine(load_model(tiny_model_dir, dtype=dtype, device="cuda"), EngineLimits(200, chunk_tokens=16))
-        request = Request(tokens, Sampling(1), score_alternatives=0)
+        request = scoring(tokens)
         engine.submit(request)
         while not engine.idle:
             engine.step()

@@ -21,7 +21,6 @@ from shoal.trainer.messages import (
     Answer,
     Done,
     LoadCheckpoint,
-    Publish,
     Request,
     SaveCheckpoint,
     Started,
@@ -30,6 +29,7 @@ from shoal.trainer.messages import (
     Stepped,
     StopTrainer,
     TrainerFailed,
+    WriteVersion,
     answer_from,
 )
 from shoal.trainer.ranks import Ranks, join, leave, local
@@ -68,7 +68,7 @@ def course(ours: Trainer, folder: Path) -> list[object]:
         (folder / str(seed)).mkdir(parents=True, exist_ok=True)
         ours.save(folder / str(seed))
         ours.write_weights(folder / str(seed) / "published.safetensors")
-        ours.pushed()
+        ours.count_push()
     return stats
 
 
@@ -99,7 +99,7 @@ def part(rank: int, model_dir: Path, out: Path) -> None:
             assert kept < 0.6 * sum(p.numel() for p in resumed._reference.parameters())
         distributed.barrier()  # the first rank may still be writing
         resumed.load(folder / "0")
-        resumed.pushed()
+        resumed.count_push()
         resumed.step(groups(1), version=4)
         (folder / "resumed").mkdir(exist_ok=True)
         resumed.save(folder / "resumed")
@@ -145,7 +145,7 @@ def test_two_ranks_go_on_from_a_checkpoint_bit_for_bit(results: Path, name: str)
 def test_a_checkpoint_of_two_ranks_is_read_by_one(tiny_model_dir: Path, results: Path) -> None:
     ours = sharded(tiny_model_dir, "several updates", Ranks())
     ours.load(results / "several updates" / "0")
-    ours.pushed()
+    ours.count_push()
     ours.step(groups(1), version=4)
     wanted = load_file(results / "several updates" / "1" / "model.safetensors")
     torch.testing.assert_close(ours.tensors(), wanted, rtol=2e-3, atol=2e-4)
@@ -190,7 +190,7 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
             again = await ask(Step(rows))
             assert isinstance(again, Stepped)
             assert replace(again.stats, seconds=0.0) == replace(first.stats, seconds=0.0)
-            assert isinstance(await ask(Publish(str(tmp_path / "published.safetensors"))), Done)
+            assert isinstance(await ask(WriteVersion(str(tmp_path / "published.safetensors"))), Done)
 
             os.kill(follower_of(child.pid), signal.SIGKILL)
             lost = await ask(Step(rows))

@@ -221,7 +221,7 @@ def test_a_resumed_trainer_arrives_at_the_same_bits(
     straight = trainer(tiny_model_dir, **config)
     for seed in range(2):
         straight.step(groups(seed))
-        straight.pushed()
+        straight.count_push()
     straight.step(groups(2))
     straight.save(tmp_path)
     resumed = trainer(tiny_model_dir, **config)
@@ -319,7 +319,7 @@ def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_
         result = []
         for seed in range(6):
             result.append(ours.step(groups(seed)).update_norm)
-            ours.pushed()
+            ours.count_push()
         return result
 
     kept, forgotten = norms(reset=False), norms(reset=True)

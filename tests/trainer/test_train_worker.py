@@ -15,7 +15,6 @@ from shoal.trainer.messages import (
     ComputeLogprobs,
     Done,
     LoadCheckpoint,
-    Publish,
     Request,
     SaveCheckpoint,
     Started,
@@ -24,6 +23,7 @@ from shoal.trainer.messages import (
     Stepped,
     StopTrainer,
     TrainerFailed,
+    WriteVersion,
     answer_from,
     request_from,
 )
@@ -73,7 +73,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             assert isinstance(lost, TrainerFailed)
 
             assert isinstance(await ask(child, SaveCheckpoint(str(tmp_path))), Done)
-            assert isinstance(await ask(child, Publish(str(tmp_path / "published.safetensors"))), Done)
+            assert isinstance(await ask(child, WriteVersion(str(tmp_path / "published.safetensors"))), Done)
             published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
             assert published.keys() == saved.keys()
             await ask(child, Step(((ROW,),)))
@@ -92,7 +92,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
         start(Path("m")),
         Step(((ROW, ROW), ())),
         ComputeLogprobs(((1, 2), (3,))),
-        Publish("a"),
+        WriteVersion("a"),
         SaveCheckpoint("b"),
         StopTrainer(),
     ],

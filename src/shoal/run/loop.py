@@ -178,7 +178,7 @@ class TrainLoop:
         if record.version_after == self._parts.buffer.recovered.version:
             await self._publish(record.version_after)
         else:
-            await self._parts.trainer.publish(None)
+            await self._parts.trainer.write_version(None)
 
     async def _step(self, step: int, *, push: bool) -> None:
         parts, version = self._parts, self.version
@@ -251,7 +251,7 @@ class TrainLoop:
     async def _publish(self, version: int, *, push: bool = True) -> None:
         """Writes the weights as `version` and records them."""
         unfinished = self._parts.store.begin(version)
-        self._busy_s += await self._parts.trainer.publish(unfinished / FILE, push=push)
+        self._busy_s += await self._parts.trainer.write_version(unfinished / FILE, push=push)
         if self._config.engine.urls:
             await self._write_canary(unfinished)
         published = await asyncio.to_thread(self._parts.store.seal, version)

@@ -76,7 +76,7 @@ class Policy:
     async def push(self) -> int:
         """Has the engine serve the trained weights; the new Version. Running answers go on under them."""
         version = self.version + 1
-        await self.trainer.publish(self._store.begin(version) / FILE)
+        await self.trainer.write_version(self._store.begin(version) / FILE)
         published = await asyncio.to_thread(self._store.seal, version)
         await self.engine.update_weights(version, published.path)
         await asyncio.to_thread(self._store.remove_before, version)
@@ -94,7 +94,7 @@ class Policy:
         target = await asyncio.to_thread(lambda: Path(directory).absolute())
         skip = shutil.ignore_patterns("*.safetensors*")
         await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
-        await self.trainer.publish(target / FILE, push=False)
+        await self.trainer.write_version(target / FILE, push=False)
         return target
 
     def close(self) -> None:

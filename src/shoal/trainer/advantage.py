@@ -1,6 +1,6 @@
-"""From rewards to advantages, and from rollouts to the rows that are trained on. Pure.
+"""Advantages from rewards, and training rows from rollouts. Pure.
 
-The baseline is over rollouts, never over rows: one rollout may give several rows, all with its advantage.
+The baseline averages over rollouts, never over rows. All rows of a rollout carry its advantage.
 """
 
 import math
@@ -18,13 +18,13 @@ STD_EPS = 1e-6
 
 
 def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
-    """What each of a group's n rollouts is reinforced with.
+    """Advantages of a group's n rollouts.
 
     grpo         (r_i - mean) / (std + 1e-6), std with n - 1 in the denominator (DeepSeekMath, arXiv 2402.03300 §4.1.2)
     grpo_no_std  r_i - mean (Dr.GRPO, arXiv 2503.20783; GLM-5, arXiv 2602.15763)
     rloo         r_i - mean of the others (arXiv 2402.14740)
 
-    Fewer than two rewards, or equal ones, compare nothing: all advantages are exactly 0.
+    Fewer than two rewards, or equal rewards, give advantages of exactly 0.
 
     >>> advantages([0.0, 1.0, 1.0, 0.0], "grpo_no_std")
     [-0.5, 0.5, 0.5, -0.5]
@@ -32,7 +32,7 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
     [-1.5, 3.0, -1.5]
     """
     n = len(rewards)
-    # The rounded mean of equal numbers may differ from them, and the std would blow the difference up.
+    # The rounded mean of equal numbers may differ from them, and dividing by the std would magnify that.
     if n < 2 or min(rewards) == max(rewards):
         return [0.0] * n
     mean = math.fsum(rewards) / n
@@ -48,13 +48,13 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
 
 
 def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list[float]]:
-    """What each rollout of each group of a step is reinforced with.
+    """Advantages of each rollout of each group of a step.
 
-    batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
-    group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
-    gae          r_i as it is: the critic makes advantages of it (`critic.py`)
-    grpo, grpo_no_std, rloo  within each group: see `advantages`
-    module:function  the user's own: see `own_advantage.py`
+        batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
+        group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
+        gae          r_i as it is: the critic makes advantages of it (`critic.py`)
+        grpo, grpo_no_std, rloo  within each group: see `advantages`
+        module:function  the user's own: see `own_advantage.py`
 
     Groups may differ in size. Mean and std are over rollouts, not over tokens.
 
@@ -81,9 +81,9 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list
 
 
 def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) -> list[float]:
-    """What each turn led to: its own reward and all later ones, the rollout's reward coming with the last turn.
+    """Return of each turn: its own reward and all later ones; the rollout's reward comes with the last turn.
 
-        G_t = sum over k >= t of discount^(k - t) r_k,   r_k = reward of turn k, plus for the last one reward + penalty
+    G_t = sum over k >= t of discount^(k - t) r_k,   r_k = reward of turn k, plus for the last one reward + penalty
 
     A rollout without turns has one return, its reward.
 
@@ -101,11 +101,11 @@ def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) 
 
 
 def turn_advantages(returns: Sequence[Sequence[Sequence[float]]], kind: str) -> list[list[list[float]]]:
-    """What each turn of each rollout of each group is reinforced with, given its return.
+    """Advantages of each turn of each rollout of each group, from the turns' returns.
 
-    Turn t is compared with turn t of the other rollouts; one that ended before is there with its last turn. So the
-    baseline depends on no draw of the turn itself, and with equal returns within each rollout this is
-    `batch_advantages` of them. The critic of `gae` gets the whole rollout's return in every turn.
+    Turn t is compared with turn t of the group's other rollouts; a rollout that ended earlier takes part with its last
+    turn. So the baseline depends on no sample of the turn itself. With equal returns within each rollout the result
+    equals `batch_advantages` of these returns. The critic of `gae` gets the whole rollout's return in every turn.
 
     >>> turn_advantages([[[0.5, 1.0], [0.0]]], "grpo_no_std")
     [[[0.25, 0.5], [-0.25]]]
@@ -122,7 +122,7 @@ def turn_advantages(returns: Sequence[Sequence[Sequence[float]]], kind: str) -> 
 
 
 def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
-    """What is added to the reward of an answer of `tokens` tokens: from 0 down to -1 over the last `soft_tokens`.
+    """Addition to the reward of an answer of `tokens` tokens: falls from 0 to -1 over the last `soft_tokens`.
 
     Source: soft overlong punishment of DAPO (arXiv 2503.14476 Eq. 13).
 
@@ -134,7 +134,7 @@ def overlong_penalty(tokens: int, max_tokens: int, soft_tokens: int) -> float:
 
 
 def returns_of(config: TrainConfig, max_tokens: int) -> Callable[[Rollout], list[float]]:
-    """What the config makes of a rollout's rewards, before any comparison; `max_tokens` is of one answer."""
+    """Function from a rollout to its turns' returns, as the config says; `max_tokens` is the limit of one answer."""
 
     def returns(rollout: Rollout) -> list[float]:
         longest = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
@@ -145,9 +145,10 @@ def returns_of(config: TrainConfig, max_tokens: int) -> Callable[[Rollout], list
 
 
 def is_informative(group: Group, returns: Callable[[Rollout], list[float]] = turn_returns) -> bool:
-    """Whether the group's finished rollouts differ in what their turns led to.
+    """Whether the returns of the group's finished rollouts differ.
 
-    If not, its gradient is zero, unless rewards are compared with those of other groups or judged by a critic.
+    Without a difference the group's gradient is zero, unless rewards are compared across groups or a critic values
+    them.
 
     >>> from shoal.types import Group, Reward, Rollout, Task
     >>> rollouts = tuple(Rollout(id=str(r), messages=(), turns=(), reward=Reward(r)) for r in (0.0, 1.0))
@@ -159,10 +160,10 @@ def is_informative(group: Group, returns: Callable[[Rollout], list[float]] = tur
 
 
 def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
-    """The rows of a group's finished rollouts, in order, with their advantages.
+    """Training rows of a group's finished rollouts, in order, with their advantages.
 
-    Failed rollouts give neither baseline nor rows. A group with one finished rollout or equal rewards still gives its
-    rows, with advantage 0: they count in the loss's denominator.
+    Failed rollouts enter neither the baseline nor the rows. A group with one finished rollout or equal rewards still
+    gives its rows, with advantage 0; they count in the loss's denominator.
     """
     finished = group.finished
     (values,) = turn_advantages([[turn_returns(rollout) for rollout in finished]], kind)
@@ -170,11 +171,11 @@ def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
 
 
 def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) -> list[tuple[Sample, ...]]:
-    """The rows of each of a step's groups, as the config wants their advantages; `max_tokens` is of one answer.
+    """Training rows of each of a step's groups, with the config's advantage; `max_tokens` is the limit of one answer.
 
-    With `short_groups` "pad" the rows of finished rollouts are repeated, in order, until the group has as many as it
-    began with, so that every group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline is over the finished
-    rollouts, each once. Groups of which no more than half finished are padded by nobody: the buffer drops them.
+    With `short_groups` "pad" the rows of finished rollouts repeat, in order, up to the group's original size. So every
+    group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline counts each finished rollout once. The buffer
+    drops groups of which no more than half finished, so they never arrive here.
     """
     returns = returns_of(config, max_tokens)
     values = [[returns(rollout) for rollout in group.finished] for group in groups]
@@ -190,21 +191,21 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
 
 
 def normalised_after_kl(config: TrainConfig) -> bool:
-    """Whether the trainer, which knows the distance to the reference, makes the advantages of "batch".
+    """Whether the trainer, which knows the distance to the reference, computes the advantages of "batch".
 
-    REINFORCE++ (arXiv 2501.03262) normalises what is left of the rewards after the KL penalty came off.
+    REINFORCE++ (arXiv 2501.03262) normalises the rewards after subtracting the KL penalty.
     """
     return config.advantage == "batch" and config.kl.coefficient > 0 and config.kl.where == "reward"
 
 
 def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
-    """The rollout's turns as token rows: every drawn token has mask 1 in exactly one of them.
+    """Token rows of the rollout's turns: every sampled token has mask 1 in exactly one row.
 
-    `advantage` is one for all turns, or one for each. A turn whose prompt begins with all tokens of an earlier row
-    extends it, the longest of them (the tokens between have mask 0); any other turn opens a new one. Turns in which
-    nothing was drawn give nothing.
+    `advantage` is one number for all turns, or a number for each. A turn whose prompt begins with all tokens of earlier
+    rows extends the longest of these rows; the tokens between have mask 0. Any other turn opens a new row. Turns
+    without sampled tokens add nothing.
 
-    Raises ValueError for a turn with an empty prompt, whose first token nothing could predict.
+    Raises ValueError for a turn with an empty prompt, because nothing could predict its first token.
     """
     result: list[Sample] = []
     each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
@@ -223,7 +224,7 @@ def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
 
 
 def _extended(row: Sample | None, turn: Turn, advantage: float) -> Sample:
-    """`row`, whose tokens begin the turn's prompt, followed by the rest of the prompt and the completion."""
+    """Row extended by the rest of the turn's prompt and its completion; the row's tokens begin the prompt."""
     start = 0 if row is None else len(row.tokens)
     drawn = turn.completion
     gap, n = len(turn.prompt_ids) - start, len(drawn.token_ids)
@@ -237,10 +238,10 @@ def _extended(row: Sample | None, turn: Turn, advantage: float) -> Sample:
 
 
 def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Sample, ...], int]:
-    """Takes the tokens drawn before `oldest_version` out of the gradient: the rows, and how many tokens that were.
+    """Removes tokens sampled before `oldest_version` from the gradient; returns the rows and the number of such tokens.
 
-    Their advantage becomes 0 while their mask stays 1, so that the loss's denominator is still the number of tokens
-    before any filter.
+    Their advantage becomes 0 and their mask stays 1, so the loss's denominator still counts the tokens before any
+    filter.
     """
     result, late_tokens = [], 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""The trainer process as the main process sees it; imports no torch."""
+"""Client of the trainer process in the main process; imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +17,19 @@ ADVICE = "go on with --resume"
 
 
 class TrainerProcess:
-    """Asks the trainer for one thing at a time. Every method raises `TrainerError`, or `ChildDied` when it is gone."""
+    """Client that sends the trainer one request at a time.
+
+    Methods raise `TrainerError`, or `ChildDied` when it is gone.
+    """
 
     def __init__(self, child: Child, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        """`timeout_s` is of each answer; then the trainer counts as gone."""
+        """`timeout_s` bounds each answer; after it the trainer counts as gone."""
         self._child = child
         self._timeout_s = timeout_s
 
     @staticmethod
     def child(log: Path, threads: int, gpus: Sequence[str] = ()) -> Child:
-        """The process, not yet started; `gpus` has one for each rank."""
+        """Trainer process, not yet started; `gpus` names a GPU for each rank."""
         return Child("trainer", "shoal.trainer.worker", [], log, torch_environment(threads, gpus), advice=ADVICE)
 
     async def start(
@@ -39,7 +42,7 @@ class TrainerProcess:
         threads: int,
         max_tokens: int | None = None,
     ) -> m.Started:
-        """Loads the model. `max_tokens` of one answer is needed with `train.loss_mean = "budget"`."""
+        """Loads the model. `train.loss_mean = "budget"` needs the `max_tokens` of one answer."""
         sections = (model.model_dump_json(), train.model_dump_json())
         request = m.StartTrainer(str(model_dir), *sections, temperature, threads, max_tokens)
         return await self._ask(request, m.Started)
@@ -47,26 +50,29 @@ class TrainerProcess:
     async def step(
         self, groups: Sequence[tuple[Sample, ...]], version: int | None = None, since_push: int = 0
     ) -> m.StepStats:
-        """One training step, `since_push` steps after `version` was published."""
+        """Takes one training step, `since_push` steps after `version` was written."""
         return (await self._ask(m.Step(tuple(groups), version, since_push), m.Stepped)).stats
 
     async def logprobs(
         self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> tuple[tuple[float, ...], ...]:
-        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
+        """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
         request = m.ComputeLogprobs(tuple(tuple(row) for row in rows), temperature)
         return (await self._ask(request, m.ComputedLogprobs)).logprobs
 
-    async def publish(self, path: Path | None, *, push: bool = True) -> float:
-        """Writes the weights to a safetensors file, if to any; seconds it took. `push`: whether it counts as a push."""
-        return (await self._ask(m.Publish(None if path is None else str(path), push), m.Done)).seconds
+    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
+        """Writes the weights to a safetensors file, if `path` is given; returns its seconds.
+
+        `push` counts the write as a push.
+        """
+        return (await self._ask(m.WriteVersion(None if path is None else str(path), push), m.Done)).seconds
 
     async def save(self, directory: Path) -> float:
-        """Writes weights, optimizer and counters into an existing directory; seconds it took."""
+        """Writes weights, optimizer and counters into an existing directory; returns its seconds."""
         return (await self._ask(m.SaveCheckpoint(str(directory)), m.Done)).seconds
 
     async def load(self, directory: Path) -> float:
-        """Goes on from what `save` wrote; seconds it took."""
+        """Loads weights, optimizer and counters that `save` wrote; returns its seconds."""
         return (await self._ask(m.LoadCheckpoint(str(directory)), m.Done)).seconds
 
     async def _ask(self, request: m.Request, expected: type[A]) -> A:

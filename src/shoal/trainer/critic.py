@@ -1,7 +1,7 @@
-"""A critic: what the answer so far is worth, and advantages by generalised advantage estimation. Pure.
+"""Critic: values of partial answers, and advantages by generalised advantage estimation. Pure.
 
-Streams are [T] of one float type over the trained tokens, in order; `row_T` (int64, not decreasing) says which row a
-token is of. The value of a token is that of the text before it, as the critic sees it before the token is drawn.
+Streams are [T] of one float type over the trained tokens, in order. `row_T` (int64, not decreasing) holds the row of
+each token. The value of a token is the critic's estimate for the text before it.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ WHITEN_EPS = 1e-8
 
 
 def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Advantages, and the returns that the values should have been; neither carries a gradient.
+    """Advantages, and the returns as targets of the values; neither carries a gradient.
 
-        delta_t = r_t + V_{t+1} - V_t   (V = 0 after a row's last token)
-        A_t = delta_t + lambda A_{t+1},   R_t = A_t + V_t
+    delta_t = r_t + V_{t+1} - V_t   (V = 0 after a row's last token)
+    A_t = delta_t + lambda A_{t+1},   R_t = A_t + V_t
 
-    Nothing is discounted: an answer is worth the same whatever its length. With lambda = 1 R_t is the sum of the
-    rewards to come. Takes and gives [T]. Source: arXiv 1506.02438 Eq. 16 with gamma = 1; PPO (arXiv 1707.06347 Eq. 11).
+    Nothing is discounted: an answer's worth does not depend on its length. With lambda = 1, R_t is the sum of the later
+    rewards. Takes and gives [T]. Source: arXiv 1506.02438 Eq. 16 with gamma = 1; PPO (arXiv 1707.06347 Eq. 11).
 
     >>> reward, value = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.5, 0.25, 4.0])
     >>> [stream.tolist() for stream in gae(reward, value, torch.tensor([0, 0, 1]), 2, 0.5)]
@@ -29,7 +29,7 @@ def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda:
     first_R = counts_R.cumsum(0) - counts_R
     column_T = torch.arange(len(row_T), device=row_T.device) - first_R[row_T]
     longest = int(counts_R.max()) if len(row_T) else 0
-    # One column more: after a row's end reward, value and advantage are 0.
+    # One extra column: after a row's end reward, value and advantage are 0.
     reward_RL, value_RL, advantage_RL = reward_T.new_zeros(3, rows, longest + 1)
     reward_RL[row_T, column_T] = reward_T.detach()
     value_RL[row_T, column_T] = value_T.detach()
@@ -41,7 +41,7 @@ def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda:
 
 
 def at_row_ends(x_T: Tensor, row_T: Tensor) -> Tensor:
-    """x at the last token of each row, 0 elsewhere: a reward is given when the row ends.
+    """Values of x at the last token of each row, 0 elsewhere: a reward comes when the row ends.
 
     >>> at_row_ends(torch.tensor([1.0, 1.0, 3.0]), torch.tensor([0, 0, 1])).tolist()
     [0.0, 1.0, 3.0]
@@ -52,7 +52,9 @@ def at_row_ends(x_T: Tensor, row_T: Tensor) -> Tensor:
 
 
 def value_loss(value_T: Tensor, before_T: Tensor, return_T: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V_clipped - R)^2) / 2, with V_clipped at most `clip` away from the value before the step.
+    """Clipped value loss max((V - R)^2, (V_clipped - R)^2) / 2.
+
+    V_clipped is at most `clip` away from the value before the step.
 
     Takes and gives [T]. Source: the value clipping of PPO's reference implementation (arXiv 2005.12729 §3).
 
@@ -64,7 +66,7 @@ def value_loss(value_T: Tensor, before_T: Tensor, return_T: Tensor, clip: float)
 
 
 def whitened(streams: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / (std + 1e-8) over all tokens of all streams.
+    """Streams as (x - mean) / (std + 1e-8), with mean and std over all their tokens.
 
     >>> [stream.tolist() for stream in whitened([torch.tensor([1.0]), torch.tensor([3.0])])]
     [[-1.0], [1.0]]
@@ -77,9 +79,9 @@ def whitened(streams: Sequence[Tensor]) -> list[Tensor]:
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:
-    """1 - Var(R - V) / Var(R): 1 for a critic that knows the returns, 0 for one that knows their mean.
+    """Explained variance 1 - Var(R - V) / Var(R): 1 for a critic that knows the returns, 0 if it knows only their mean.
 
-    None when all returns are equal.
+    Equal returns give None.
 
     >>> explained_variance([torch.tensor([0.0, 1.0])], [torch.tensor([0.0, 2.0])])
     0.75

@@ -1,9 +1,9 @@
-"""Low-rank adapters (peft): what is trained when the weights are not.
+"""Low-rank adapters (peft), trained in place of the weights.
 
-    W' = W + (alpha / rank) B A,   A [rank, in],   B [out, rank]
+W' = W + (alpha / rank) B A,   A [rank, in],   B [out, rank]
 
-The engines get merged weights, so that drawing costs nothing and every engine can serve them. Source: LoRA
-(arXiv 2106.09685).
+Engines get merged weights, so sampling costs nothing extra and every engine can serve them. Source: LoRA (arXiv
+2106.09685).
 """
 
 import json
@@ -23,10 +23,10 @@ CONFIG_FILE = "adapter_config.json"
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Puts adapters beside the model's linear layers and freezes everything else.
+    """Adds adapters to the model's linear layers and freezes everything else.
 
-    They begin at zero effect and always alike, so that a run that is replayed from its beginning arrives at the same
-    weights. Raises `ConfigError` without peft, and when no layer has a name in `config.targets`.
+    Adapters start with zero effect and a fixed seed, so a run replayed from its beginning arrives at the same weights.
+    Raises `ConfigError` without peft, and when no layer has a name in `config.targets`.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -45,13 +45,13 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of every adapted layer."""
+    """Tensors A and B of every adapted layer."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
 
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The whole model's weights by the names they had without adapters, adapters added; tied ones once."""
+    """Weights of the whole model with adapters merged, under their names without adapters; tied weights once."""
     deltas = {
         f"{name}.weight": module.get_delta_weight(ADAPTER)
         for name, module in model.named_modules()
@@ -69,7 +69,7 @@ def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> tuple[dict[str, Tensor], str]:
-    """The adapters as peft and engines that serve adapters read them: tensors by name, and settings as JSON."""
+    """Adapter files in the form that peft and adapter-serving engines read: tensors by name, and settings as JSON."""
     tensors = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor
         for name, tensor in adapter_tensors(model).items()
@@ -89,5 +89,5 @@ def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> tuple[dict[str,
 
 
 def adapter_paths(weights: Path) -> tuple[Path, Path]:
-    """Where the adapters of the weights in a file lie: their tensors, and their settings."""
+    """Paths of the adapter tensors and settings beside a weights file."""
     return weights.with_name(WEIGHTS_FILE), weights.with_name(CONFIG_FILE)

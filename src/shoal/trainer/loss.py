@@ -1,8 +1,8 @@
 """Policy-gradient losses as pure functions over packed per-token streams.
 
-A loss is chosen by its section of the config and returns one term per token, unreduced. The caller adds the terms up
-over all micro-batches and ranks with weights (`reduction.py`) that depend on the whole update before any filter or
-mask; so no packing and no split changes loss or gradient, as long as rows stay whole.
+A section of the config selects the loss, which returns one term per token, unreduced. The caller sums the terms over
+all micro-batches and ranks with weights (`loss_weights.py`). These weights depend on the whole update before any filter
+or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
 """
 
 import math
@@ -30,7 +30,7 @@ Level: TypeAlias = Literal["token", "sequence"]
 
 
 def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
-    """The loss that the config names."""
+    """Loss that the config names."""
     match config:
         case GRPOLoss():
             return grpo(streams, config)
@@ -55,13 +55,12 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
 
 
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
-    """Clipped surrogate around the weights that drew the token, with a wider upper bound.
+    """Clipped surrogate around the weights that sampled the token, with a wider upper bound.
 
-        r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A
+    r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A
 
     Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), dual clip (arXiv 1912.09729 Eq. 5), GRPO (arXiv
-    2402.03300 Eq. 3) with the clip-higher and
-    the token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
+    2402.03300 Eq. 3) with the clip-higher and token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
     """
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
@@ -72,16 +71,16 @@ def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
 
 
 def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
-    """Decoupled PPO: the clip is around the proximal weights, and each token is weighted back to those that drew it.
+    """Decoupled PPO: the clip is around the proximal weights, and a weight corrects for the sampling policy.
 
-        w = pi_prox / pi_behav,   u = pi_theta / pi_prox
-        loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' dual_clip A
+    w = pi_prox / pi_behav,   u = pi_theta / pi_prox
+    loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' dual_clip A
 
-    w' carries no gradient: it is min(w, weight_cap) when `over_cap` is "clamp", and w or, above the cap, 0 when it is
-    "mask"; below weight_floor it is 0. With `weight_level` "sequence" w is the product over the row. With
-    `behaviour_correction` "off_and_biased" w' is 1. Takes and gives [T].
-    Source: AReaL (arXiv 2505.24298 Eq. 5), Hilton et al. (arXiv 2110.00641). With a floor of 1 / beta, a cap of beta
-    and "mask" it is IcePop (GLM-5, arXiv 2602.15763 §3.2).
+    The weight w' carries no gradient. It is min(w, weight_cap) when `over_cap` is "clamp". When `over_cap` is "mask",
+    it is w, or 0 above the cap. Below weight_floor it is 0. With `weight_level` "sequence", w is the product over the
+    row. With `behaviour_correction` "off_and_biased", w' is 1. Takes and gives [T]. Source: AReaL (arXiv 2505.24298 Eq.
+    5), Hilton et al. (arXiv 2110.00641). A floor of 1 / beta, a cap of beta and "mask" give IcePop (GLM-5, arXiv
+    2602.15763 §3.2).
     """
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
@@ -100,7 +99,7 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     """Direct double-sided importance sampling: tokens whose ratio leaves the band give no gradient.
 
-        r = pi_theta / pi_behav,   f(r) = r if 1 - band_low < r < 1 + band_high else 0,   loss = -f(r) A log pi_theta
+    r = pi_theta / pi_behav,   f(r) = r if 1 - band_low < r < 1 + band_high else 0,   loss = -f(r) A log pi_theta
 
     f(r) carries no gradient, so the gradient is -f(r) A grad log pi_theta. Differentiating through r as well would give
     the factor r (1 + log pi_theta), whose sign is wrong for every token with pi_theta < 1/e. Takes and gives [T].
@@ -117,12 +116,12 @@ def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
 
 
 def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
-    """Clipped surrogate whose ratio is of a whole row: all its tokens are clipped, or none.
+    """Clipped surrogate with one ratio per row: all tokens of a row are clipped, or none.
 
-        s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
-        loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -dual_clip A_t
+    s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
+    loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -dual_clip A_t
 
-    With one advantage per row the mean of loss_t over the row is the paper's term; hence its `loss_mean` is "rows".
+    With one advantage per row the mean of loss_t over the row is the paper's term, so `loss_mean` defaults to "rows".
     Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
     """
     m = streams.mask_T
@@ -135,14 +134,14 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
 
 
 def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over: bool) -> TokenLoss:
-    """REINFORCE, each token weighted back to the weights that drew it.
+    """REINFORCE with importance weights that correct for the sampling policy.
 
-        w = pi_theta / pi_behav, of the token or the product over the row,   loss = -w' A log pi_theta
+    w = pi_theta / pi_behav, of the token or the product over the row,   loss = -w' A log pi_theta
 
-    w' carries no gradient: it is min(w, cap) or, with `mask_over`, w and above the cap 0. Takes and gives [T].
-    Source: Williams 1992, RLOO (arXiv 2402.14740) with the advantage "rloo"; truncated importance sampling (Ionides
-    2008, IMPALA arXiv 1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4 and 5,
-    which has no lower bound).
+    The weight w' carries no gradient. It is min(w, cap); with `mask_over` it is w, or 0 above the cap. Takes and gives
+    [T]. Source: Williams 1992, RLOO (arXiv 2402.14740) with the advantage "rloo"; truncated importance sampling
+    (Ionides 2008, IMPALA arXiv 1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4
+    and 5, which has no lower bound).
     """
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
@@ -154,10 +153,10 @@ def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over:
 
 
 def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
-    """A sigmoid in place of the clip: the gradient fades as the ratio leaves 1, sooner where the advantage is negative.
+    """Sigmoid in place of the clip: the gradient fades as the ratio leaves 1, sooner for negative advantages.
 
-        r = pi_theta / pi_behav,   tau = tau_positive if A > 0 else tau_negative
-        loss = -(4 / tau) sigmoid(tau (r - 1)) A
+    r = pi_theta / pi_behav,   tau = tau_positive if A > 0 else tau_negative
+    loss = -(4 / tau) sigmoid(tau (r - 1)) A
 
     At r = 1 the gradient is -A grad log pi_theta. Takes and gives [T]. Source: Soft Adaptive Policy Optimization (arXiv
     2511.20347).
@@ -172,9 +171,9 @@ def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
 
 
 def positive_only(streams: Streams) -> TokenLoss:
-    """Imitation of what turned out better than the baseline: loss = -max(A, 0) log pi_theta.
+    """Imitation of answers better than the baseline: loss = -max(A, 0) log pi_theta.
 
-    No ratio: stale answers are imitated as they are. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
+    There is no ratio: stale answers are imitated unchanged. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
     2504.11343 Eq. 3), weighted with the advantage.
     """
     m = streams.mask_T
@@ -184,14 +183,14 @@ def positive_only(streams: Streams) -> TokenLoss:
 
 
 def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) -> Tensor:
-    """log pi_prox, interpolated between the weights that drew each token and those being trained.
+    """Log pi_prox, interpolated between the weights that sampled each token and the weights being trained.
 
-        log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav),   alpha = age / (age + taken)
+    log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav),   alpha = age / (age + taken)
 
-    `age_T` counts the optimizer updates from the weights that drew a token to those before the step, `taken` those of
-    the step so far; so the first update of a step has the exact value, whatever the distance between pushes. Spares the
-    forward of "recomputed". Takes and gives [T], without gradient. Source: AReaL's log-linear approximation, whose
-    alpha = (v_prox - v_behav) / (v_theta - v_behav) counts pushes.
+    `age_T` counts the optimizer updates from the weights that sampled a token to the weights before the step. `taken`
+    counts the step's updates so far. So the first update of a step has the exact value, whatever the distance between
+    pushes. The interpolation spares the forward of "recomputed". Takes and gives [T], without gradient. Source: AReaL's
+    log-linear approximation, whose alpha = (v_prox - v_behav) / (v_theta - v_behav) counts pushes.
     """
     age_T = age_T.clamp(min=0).to(behav_T.dtype)
     alpha_T = age_T / (age_T + taken) if taken else torch.ones_like(age_T)
@@ -199,42 +198,42 @@ def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) 
 
 
 def _where(mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """x where the mask is true, 0 elsewhere. Multiplying by the mask instead would keep NaN."""
+    """Values of x where the mask is true, 0 elsewhere. Multiplying by the mask instead would keep NaN."""
     return torch.where(mask_T, x_T, 0.0)
 
 
 def _log_ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logp - base where the mask is true, 0 elsewhere."""
+    """Difference logp - base where the mask is true, 0 elsewhere."""
     return _where(mask_T, logp_T) - _where(mask_T, base_T)
 
 
 def bounded_exp(log_ratio_T: Tensor) -> Tensor:
-    """exp, with the exponent bounded at two thirds of what the float type can express (59 nats for float32).
+    """Exponential with the exponent bounded at two thirds of the float type's range (59 nats for float32).
 
-    Beyond, a clipped token would turn inf * 0 into a NaN gradient.
+    Beyond the bound, a clipped token would turn inf * 0 into a NaN gradient.
     """
     bound = math.log(torch.finfo(log_ratio_T.dtype).max) * 2 / 3
     return torch.exp(log_ratio_T.clamp(-bound, bound))
 
 
 def _ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
-    """exp(logp - base) where the mask is true, 1 elsewhere."""
+    """Ratio exp(logp - base) where the mask is true, 1 elsewhere."""
     return bounded_exp(_log_ratio(logp_T, base_T, mask_T))
 
 
 def _behaviour_ratio(streams: Streams) -> Tensor:
-    """pi_theta / pi_behav where the mask is true, 0 elsewhere; without gradient."""
+    """Ratio pi_theta / pi_behav where the mask is true, 0 elsewhere; without gradient."""
     ratio_T = _ratio(streams.logp_T.detach(), streams.behav_T.detach(), streams.mask_T)
     return _where(streams.mask_T, ratio_T)
 
 
 def _row_sum(x_T: Tensor, streams: Streams) -> Tensor:
-    """For each token the sum of x over its row."""
+    """Sum of x over each token's row."""
     return x_T.new_zeros(streams.rows).index_add(0, streams.row_T, x_T)[streams.row_T]
 
 
 def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
-    """exp(logp) / pi_behav of each token, or its product over the token's row."""
+    """Weight exp(logp) / pi_behav of each token, or its product over the token's row."""
     log_ratio_T = _log_ratio(logp_T, streams.behav_T.detach(), streams.mask_T)
     return bounded_exp(log_ratio_T if level == "token" else _row_sum(log_ratio_T, streams))
 
@@ -242,7 +241,7 @@ def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
 def _bounded(
     w_T: Tensor, mask_T: Tensor, floor: float, cap: float, *, mask_over: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights within their bounds, and which of them were masked and which clamped."""
+    """Weights within their bounds, and masks of the masked and of the clamped weights."""
     over_T, under_T = (w_T > cap) & mask_T, (w_T < floor) & mask_T
     masked_T = under_T | over_T if mask_over else under_T
     capped_T = torch.zeros_like(over_T) if mask_over else over_T
@@ -252,7 +251,7 @@ def _bounded(
 def _clipped_surrogate(
     ratio_T: Tensor, A_T: Tensor, config: GRPOLoss | DecoupledLoss | GSPOLoss
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A), where A < 0 at least dual_clip A; and where the gradient is zero."""
+    """Surrogate min(r A, clip(r) A), where A < 0 at least dual_clip A; and the mask of zero gradients."""
     free_T = ratio_T * A_T
     held_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high) * A_T
     over_T = (A_T < 0) & (ratio_T.detach() > config.dual_clip)

@@ -1,7 +1,7 @@
-"""What each token's loss is multiplied with before everything is added up. Pure.
+"""Weight of each token's loss in the sum of an update. Pure.
 
-The weights come from the whole update, all its rows on all ranks, before any filter or mask; so that any packing, any
-split and any number of ranks add up to the same loss and gradient.
+The weights depend on the whole update, all its rows on all ranks, before any filter or mask. So any packing, any split
+and any number of ranks add up to the same loss and gradient.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ Mean: TypeAlias = Literal["tokens", "rows", "budget"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much an update trains on."""
+    """Trained tokens and rows of an update."""
 
     tokens: int
-    """Trained ones."""
+    """Trained tokens."""
     rows: int
-    """With at least one trained token."""
+    """Rows with at least one trained token."""
 
 
 def size_of(rows: Sequence[Sample]) -> Size:
-    """The size of some rows.
+    """Size of some rows.
 
     >>> size_of([Sample((5, 6, 7), (0, 1, 1), (0.0, -1.0, -1.0), (-1, 0, 0), (0.0, 1.0, 1.0))])
     Size(tokens=2, rows=1)
@@ -35,14 +35,14 @@ def size_of(rows: Sequence[Sample]) -> Size:
 
 
 def loss_mean(config: TrainConfig) -> Mean:
-    """The config's, or the one that its loss was published with."""
+    """Mean of the config, or the mean with which its loss was published."""
     if config.loss_mean is not None:
         return config.loss_mean
     return "rows" if isinstance(config.loss, GSPOLoss | SoftAdaptiveLoss) else "tokens"
 
 
 def token_weight(mean: Mean, size: Size, row_tokens: int, budget_tokens: int) -> float:
-    """The weight of each trained token of a row that has `row_tokens` of them, in an update of a `size`.
+    """Weight of each trained token of a row with `row_tokens` trained tokens, in an update of a `size`.
 
     tokens  1 / tokens                  every token counts the same (DAPO, arXiv 2503.14476)
     rows    1 / (rows * row_tokens)     every row counts the same (GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071)

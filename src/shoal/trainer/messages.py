@@ -1,9 +1,10 @@
-"""What the main process and the trainer process say to one another; imports no torch.
+"""Messages between the main process and the trainer process; imports no torch.
 
-Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer;
-`TrainerFailed` is an answer to any of them. Requests are served in order, one at a time.
+Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer, and
+`TrainerFailed` may answer any request. The trainer serves requests in order, one at a time.
 
-    Start -> Started    Step -> Stepped    Logprobs -> Scored    Publish, Save, Load, Stop -> Done
+    StartTrainer -> Started    Step -> Stepped    ComputeLogprobs -> ComputedLogprobs
+    WriteVersion, SaveCheckpoint, LoadCheckpoint, StopTrainer -> Done
 """
 
 from dataclasses import dataclass
@@ -16,55 +17,57 @@ from shoal.net.process import MAX_FRAME_BYTES
 from shoal.types import Sample
 
 ANSWER_TIMEOUT_S = 6 * 3600.0
-"""Longer than any step: a trainer that hangs must not hold up a run for ever."""
+"""Seconds, longer than any step: a trainer that hangs must not hold up a run for ever."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
-"""Where the distribution of pi_theta / pi_behav is cut; symmetric around 1 in the logarithm, but for the last."""
+"""Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
+the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one training step did. Shares and means are over the trained tokens that were computed."""
+    """Statistics of one training step. Shares and means are over the trained tokens that were computed."""
 
     loss: float
     """Mean over the updates of sum(loss_T) / denominator."""
     grad_norm: float
-    """Mean over the updates, before clipping."""
+    """Norm of the gradient before clipping, mean over the updates."""
     update_norm: float
     """Norm of the change of the weights, mean over the updates."""
     lr: float
-    """Of the last update."""
+    """Learning rate of the last update."""
     entropy: float
-    """Nats per trained token, of the distribution at the rollout temperature."""
+    """Nats per trained token: entropy at the rollout temperature."""
     ratio_mean: float
-    """Of pi_theta / pi_behav."""
+    """Mean of pi_theta / pi_behav."""
     ratio_max: float
     ratio_shares: tuple[float, ...]
     """Share of the tokens with a pi_theta / pi_behav between neighbours of 0, `RATIO_BOUNDS`, infinity."""
     clipped_share: float
-    """Tokens whose gradient the clip removed."""
+    """Share of tokens whose gradient the clip removed."""
     masked_share: float
-    """Tokens whose gradient a bound on the importance weight removed."""
+    """Share of tokens whose gradient a bound on the importance weight removed."""
     capped_share: float
-    """Tokens whose importance weight was clamped to its bound."""
+    """Share of tokens whose importance weight was clamped to its bound."""
     ess: float
     """Effective sample size of pi_theta / pi_behav as a share of the tokens, 0..1."""
     mismatch: float
-    """Mean |logp_prox - logp_behav| in nats."""
+    """Nats: mean |logp_prox - logp_behav|."""
     mismatch_fresh: float | None
-    """The same over the tokens that the weights being trained drew: what engine and trainer compute differently, and
-    nothing else. None without such tokens, or when the version is not known."""
+    """Nats: mean |logp_prox - logp_behav| over tokens that the weights being trained sampled. It measures only the
+    difference between the computations of engine and trainer. None without such tokens, or when the version is
+    unknown."""
     kl: float
-    """Mean estimate of the distance to the reference model in nats; 0 without one."""
+    """Nats: mean estimate of the distance to the reference model; 0 without a reference."""
     value_loss: float
-    """Of the critic, mean over the tokens; 0 without one."""
+    """Loss of the critic, mean over the tokens; 0 without a critic."""
     explained_variance: float | None
-    """Of the returns by the critic's values before the step; None without a critic."""
+    """Share of the returns' variance that the critic's values before the step explain; None without a critic."""
     tokens: int
     """Trained tokens of the batch: the sum of the denominators."""
     skipped_tokens: int
     """Trained tokens of rows without any advantage, which were not computed."""
     computed_tokens: int
-    """Tokens of the rows that were computed; a prompt counts in each of its rows, though it is computed once."""
+    """Tokens of the computed rows; a prompt counts in each of its rows, though it is computed once."""
     updates: int
     """Optimizer updates taken."""
     refused_updates: int
@@ -73,17 +76,17 @@ class StepStats:
 
 
 class StartTrainer(msgspec.Struct, frozen=True, tag=True):
-    """The first request. The sections travel as JSON because pydantic models are not msgpack."""
+    """First request. The config sections travel as JSON because pydantic models are not msgpack."""
 
     model_path: str
     model_json: str
-    """Of `config.ModelConfig`; its `path` is not used."""
+    """Section `config.ModelConfig`; its `path` is not used."""
     train_json: str
-    """Of `config.TrainConfig`."""
+    """Section `config.TrainConfig`."""
     temperature: float = 1.0
     threads: int = 1
     max_tokens: int | None = None
-    """Of one answer."""
+    """Token limit of one answer."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -91,45 +94,45 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     groups: tuple[tuple[Sample, ...], ...]
     version: int | None = None
-    """The newest that was published."""
+    """Newest Version written."""
     since_push: int = 0
-    """Steps that were taken since it was."""
+    """Steps taken since this Version was written."""
 
 
 class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the logprobs of whole rows; at temperature 1 they are what `Engine.score` gives."""
+    """Request for the logprobs of whole rows; at temperature 1 they equal those of `Engine.score`."""
 
     rows: tuple[tuple[int, ...], ...]
     temperature: float = 1.0
 
 
-class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Writes the weights to a safetensors file that the engines will serve."""
+class WriteVersion(msgspec.Struct, frozen=True, tag=True):
+    """Request to write the weights to a safetensors file that the engines will load."""
 
     path: str | None
-    """None writes nothing: a replayed push whose weights nobody will serve."""
+    """Path of the file; None writes nothing, for a replayed push whose weights no engine will serve."""
     push: bool = True
-    """Whether it counts as a push; not when a resumed run serves again what was pushed before it ended."""
+    """Whether the write counts as a push; false when a resumed run writes again the Version that it had before."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Writes weights, optimizer and counters into an existing directory."""
+    """Request to write weights, optimizer and counters into an existing directory."""
 
     directory: str
 
 
 class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Goes on from what `SaveCheckpoint` wrote."""
+    """Request to continue from the files of `SaveCheckpoint`."""
 
     directory: str
 
 
 class StopTrainer(msgspec.Struct, frozen=True, tag=True):
-    """Ends the process after the answer."""
+    """Request to end the process after the answer."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded."""
+    """Answer after the model is loaded."""
 
     parameters: int
     device: str
@@ -137,30 +140,32 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """The step was taken."""
+    """Answer after the step."""
 
     stats: StepStats
 
 
 class ComputedLogprobs(msgspec.Struct, frozen=True, tag=True):
-    """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1."""
+    """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
 
     logprobs: tuple[tuple[float, ...], ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It was done."""
+    """Answer to a request that was carried out."""
 
     seconds: float
 
 
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
-    """It was not done; the process goes on serving."""
+    """Answer to a request that failed; the process goes on serving."""
 
     reason: str
 
 
-Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | Publish | SaveCheckpoint | LoadCheckpoint | StopTrainer
+Request: TypeAlias = (
+    StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | LoadCheckpoint | StopTrainer
+)
 Answer: TypeAlias = Started | Stepped | ComputedLogprobs | Done | TrainerFailed
 
 # The decoder takes unions, which `type[T]` cannot say.
@@ -169,10 +174,10 @@ _ANSWER = cast("type[Answer]", Answer)
 
 
 def request_from(data: bytes) -> Request:
-    """The request in a frame's bytes. Raises `WireError`."""
+    """Request in a frame's bytes. Raises `WireError`."""
     return wire.decode(data, _REQUEST, MAX_FRAME_BYTES)
 
 
 def answer_from(data: bytes) -> Answer:
-    """The answer in a frame's bytes. Raises `WireError`."""
+    """Answer in a frame's bytes. Raises `WireError`."""
     return wire.decode(data, _ANSWER, MAX_FRAME_BYTES)

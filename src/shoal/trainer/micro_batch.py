@@ -1,4 +1,4 @@
-"""Rows as tensors: what one forward and backward, and what one optimizer update see."""
+"""Rows as tensors, for one forward and backward and for one optimizer update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,29 +21,30 @@ class MicroBatch:
     advantage_N: Tensor
     version_N: Tensor
     row_N: Tensor
-    """Which of the rows, from 0."""
+    """Index of each token's row, from 0."""
     weight_N: Tensor
-    """What each token's loss is multiplied with: see `reduction.py`."""
+    """Weight of each token's loss: see `loss_weights.py`."""
     idle: bool = False
-    """Stands for no rows: its weights are 0, it is computed because ranks compute in step, and it counts nowhere."""
+    """Whether the batch stands for no rows: its weights are 0 and no statistic counts it. Ranks compute it to keep
+    in step."""
     prox_N: Tensor | None = None
-    """Logprobs before the first update of the step, where they were computed; the others are for the critic."""
+    """Logprobs before the first update of the step, where they were computed; the next two fields are the critic's."""
     value_N: Tensor | None = None
     """Values before the first update of the step."""
     return_N: Tensor | None = None
-    """What the values should be."""
+    """Returns: the targets of the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The rows of one optimizer update."""
+    """Rows of one optimizer update."""
 
     batches: tuple[MicroBatch, ...]
-    """Only rows that are computed, of them this rank's."""
+    """Computed rows of this rank."""
     informative: bool
-    """Whether its rows, on all ranks, give a gradient."""
+    """Whether the update's rows, on all ranks, give a gradient."""
     tokens: int
-    """Trained ones of all rows, computed or not."""
+    """Trained tokens of all rows, computed or not."""
     skipped_tokens: int
     """Trained tokens of the rows that are not computed."""
 
@@ -51,7 +52,7 @@ class Minibatch:
 def micro_batch(
     rows: Sequence[Sample], weights: Sequence[float], device: torch.device | str, *, idle: bool = False
 ) -> MicroBatch:
-    """Rows end to end, each with at least one trained token and the weight of its tokens."""
+    """Packs rows end to end; each has at least one trained token and a weight of its tokens."""
     trained = [sum(row.mask) for row in rows]
     at = [i for i, m in enumerate(m for row in rows for m in row.mask) if m]
     behav = [lp for row in rows for lp in row.logprobs]

@@ -17,23 +17,23 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer update did."""
+    """Result of one optimizer update."""
 
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     update_norm: float
     """Norm of the change of the weights."""
     taken: bool
-    """False when the gradient was not finite: weights, moments and schedule are as before."""
+    """Whether the update was taken; an infinite or NaN gradient leaves weights, moments and schedule unchanged."""
 
 
 def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> float:
-    """Of update number `update` (from 0), which is number `since_reset` after the last reset (None: there was none).
+    """Learning rate of update `update` (from 0), which is number `since_reset` after the last reset (None: no reset).
 
     The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says until the last of
-    steps * minibatches updates. It rises again over `rewarm_updates` after each reset: Adam's first step after a reset
-    is lr * sign(gradient), whatever the gradient's size.
+    steps * minibatches updates. After each reset it rises again over `rewarm_updates`, because Adam's first step after
+    a reset is lr * sign(gradient), whatever the gradient's size.
 
     >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
     >>> [learning_rate(config, k, None) for k in range(5)]
@@ -68,12 +68,12 @@ def _share_of_peak(config: TrainConfig, update: int) -> float:
 class Optimizer:
     """AdamW over the trainable parameters of a model.
 
-    Invariant: `updates` counts the updates that were taken since the start of the run, across resets and resumes; with
+    Invariant: `updates` counts the updates taken since the start of the run, across resets and resumes. Together with
     the moments it determines every later update.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, critic: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`critic` are parameters beside those of the model, by names that it has not, with a rate of their own."""
+        """`critic` holds parameters beside the model's, under other names and with a rate of their own."""
         self._config = config
         # parameters() names tied weights once.
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -89,7 +89,7 @@ class Optimizer:
         self._since_reset: int | None = None
 
     def clear_gradient(self) -> None:
-        """Forgets what was accumulated since the last update."""
+        """Clears the gradient accumulated since the last update."""
         self._adam.zero_grad()
 
     def update(self) -> Update:
@@ -112,7 +112,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_norm(self) -> float:
-        """Norm of the change that the last step made, worked out from the moments: no copy of the weights is kept."""
+        """Norm of the change that the last step made, computed from the moments without a copy of the weights."""
 
         def changes() -> Iterator[Tensor]:
             for group in self._adam.param_groups:
@@ -129,8 +129,8 @@ class Optimizer:
 
         return norm(changes(), sharded=any(is_sharded(parameter) for parameter in self._named.values()))
 
-    def pushed(self) -> None:
-        """Forgets the moments if the config wants that at a push of weights."""
+    def count_push(self) -> None:
+        """Resets the moments at a push of weights, if the config says so."""
         if self._config.reset_optimizer_at_push:
             self._adam.state.clear()
             self._since_reset = 0
@@ -147,7 +147,7 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from a `state` of whole tensors. Raises `TrainerError` when it is that of another model."""
+        """Loads a `state` of whole tensors. Raises `TrainerError` for the state of another model."""
         wanted = {f"{key}/{name}": p for name, p in self._named.items() for key in MOMENTS}
         unknown = {key for key in tensors if "/" in key and not key.startswith("step/")} - wanted.keys()
         if unknown or not {"updates", "since_reset"} <= tensors.keys():

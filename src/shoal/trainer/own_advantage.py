@@ -1,4 +1,4 @@
-"""The user's own loss and advantage, loaded by name and checked before they are used."""
+"""Advantage of the user's own, imported by name and checked before it is used."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from shoal.errors import ConfigError
 from shoal.plugins import own_code
 
 Rewards: TypeAlias = Sequence[Sequence[float]]
-"""The rewards of each group of a step, one per finished rollout; groups may differ in size."""
+"""Rewards of each group of a step, one per finished rollout; groups may differ in size."""
 PROBE: Rewards = ((0.0, 1.0, 1.0, 0.25), (1.0, 1.0), (0.5,))
 
 
 @cache
 def own_advantage(name: str) -> Callable[[Rewards], list[list[float]]]:
-    """The user's function from the rewards of each group to an advantage for each rollout, checked at every call.
+    """User's function from the rewards of each group to an advantage for each rollout, checked at every call.
 
-    Raises `ConfigError` for a function that cannot be loaded or fails on a small example.
+    Raises `ConfigError` for a function that cannot be imported or fails on a small example.
     """
     function = cast(Callable[[Rewards], object], own_code("train.advantage", name))
 

@@ -1,4 +1,4 @@
-"""The user's own loss, loaded by name and checked on a small example before a step is taken."""
+"""Loss of the user's own, imported by name and checked on a small example before the first step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +17,11 @@ LossFunction: TypeAlias = Callable[[Streams], TokenLoss]
 
 @cache
 def own_loss(name: str) -> LossFunction:
-    """The user's function over `Streams`, which gives a `TokenLoss` or the loss of each token, a tensor [T].
+    """User's function over `Streams`, which returns a `TokenLoss` or the loss of each token, a tensor [T].
 
-    It reads 0 where the mask is false, and nothing that it gives there counts. Raises `ConfigError` for a function that
-    cannot be loaded, or that gives a wrong shape, numbers that are not finite or no gradient on a small example.
+    The function reads 0 where the mask is false, and its values there do not count. Raises `ConfigError` for a function
+    that cannot be imported. A small example also refuses wrong shapes, numbers that are not finite, and a missing
+    gradient.
     """
     function = cast(Callable[[Streams], object], own_code("train.loss", name))
 
@@ -44,7 +45,7 @@ def own_loss(name: str) -> LossFunction:
 
 
 def _clean(streams: Streams) -> Streams:
-    """The streams with 0 where the mask is false."""
+    """Streams with 0 where the mask is false."""
     m = streams.mask_T
     return replace(
         streams,

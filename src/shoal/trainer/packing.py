@@ -1,6 +1,6 @@
-"""Rows into micro-batches under a token budget. Pure.
+"""Packing of rows into micro-batches under a token budget. Pure.
 
-A micro-batch is what one forward and backward see; the split changes memory and speed, never the gradient.
+A micro-batch is the input of one forward and backward. The split changes memory and speed, never the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of things, in bins of total size at most `budget`: first-fit-decreasing.
+    """Indices of items, in bins of total size at most `budget`: first-fit-decreasing.
 
-    A thing larger than the budget is alone in its bin. Within one, things go from large to small.
+    An item larger than the budget is alone in its bin. Within a bin, sizes decrease.
 
     >>> first_fit([3, 9, 5, 2, 4], budget=10)
     [[1], [2, 4], [0, 3]]
@@ -36,7 +36,7 @@ def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def even_bins(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Indices of things, in `count` bins of about equal size: from large to small, each into the emptiest bin.
+    """Indices of items, in `count` bins of about equal size: from large to small, each goes into the emptiest bin.
 
     >>> even_bins([3, 9, 5, 2, 4], 2)
     [[1, 0], [2, 4, 3]]
@@ -53,11 +53,11 @@ def even_bins(sizes: Sequence[int], count: int) -> list[list[int]]:
 def micro_batches(rows: Sequence[Sample], budget_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Indices of rows, in micro-batches of at most `budget_tokens` tokens; every row is in exactly one.
 
-    Rows with the same prompt stay together where the budget allows, because their prompt is computed, and counted,
-    once. A row longer than the budget is alone in its micro-batch. With several ranks the micro-batches are of about
-    equal size, and their number is a multiple of the ranks; some may be empty.
+    Rows with equal prompts stay together where the budget allows, because their prompt is computed, and counted, once.
+    A row longer than the budget is alone in its micro-batch. With several ranks the micro-batches are of about equal
+    size, and their number is a multiple of the ranks; some may be empty.
     """
-    # Ranks must not wait for one that has a whole family: it is cut where that makes the shares even.
+    # Ranks must not wait for a rank that has a whole family, so families are cut where that evens the shares.
     share = min(budget_tokens, max(1, sum(len(row.tokens) for row in rows) // ranks))
     families = [
         part for family in _families(rows) for part in _parts(rows, family, share if ranks > 1 else budget_tokens)
@@ -74,7 +74,7 @@ def micro_batches(rows: Sequence[Sample], budget_tokens: int, ranks: int = 1) ->
 
 
 def even_slices(count: int, parts: int) -> list[range]:
-    """`count` things in order, in `parts` consecutive slices whose sizes differ by one at most.
+    """Consecutive slices of `count` items, in `parts` parts whose sizes differ by at most one.
 
     >>> even_slices(5, 2)
     [range(0, 2), range(2, 5)]
@@ -83,7 +83,7 @@ def even_slices(count: int, parts: int) -> list[range]:
 
 
 def mixed(things: Sequence[T], is_other: Callable[[T], bool], parts: int) -> list[T]:
-    """Things of two sorts, in an order in which `even_slices` have even shares of both.
+    """Items of two kinds, ordered so that `even_slices` have even shares of both.
 
     >>> "".join(mixed("abcdXYZ", str.isupper, 2))
     'abXcdYZ'
@@ -94,7 +94,7 @@ def mixed(things: Sequence[T], is_other: Callable[[T], bool], parts: int) -> lis
 
 
 def prompt_length(row: Sample) -> int:
-    """Tokens before the first trained one; all of them when none is.
+    """Tokens before the first trained token; all tokens when none is trained.
 
     >>> prompt_length(Sample((5, 6, 7), (0, 0, 1), (0.0, 0.0, -1.0), (-1, -1, 0), (0.0, 0.0, 1.0)))
     2
@@ -111,13 +111,13 @@ def _families(rows: Sequence[Sample]) -> list[list[int]]:
 
 
 def _tokens(rows: Sequence[Sample], family: Sequence[int]) -> int:
-    """Tokens of a family's rows with their common prompt counted once."""
+    """Tokens of a family's rows, with their common prompt counted once."""
     prompt = prompt_length(rows[family[0]])
     return prompt + sum(len(rows[i].tokens) - prompt for i in family)
 
 
 def _parts(rows: Sequence[Sample], family: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """The family, cut wherever it would exceed the budget."""
+    """Parts of the family, cut wherever it would exceed the budget."""
     prompt = prompt_length(rows[family[0]])
     parts: list[list[int]] = []
     size = 0
@@ -132,5 +132,5 @@ def _parts(rows: Sequence[Sample], family: Sequence[int], budget_tokens: int) ->
 
 
 def tokens_per_microbatch(*, on_gpu: bool) -> int:
-    """The default packing budget: on a GPU what fills it, on a CPU what stays near its caches."""
+    """Default packing budget in tokens: on a GPU it fills the GPU, on a CPU it stays near the caches."""
     return 16384 if on_gpu else 1024

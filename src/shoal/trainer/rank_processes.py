@@ -1,4 +1,4 @@
-"""The other ranks of a trainer as its first rank sees them: processes that are asked everything it is asked."""
+"""Processes of a trainer's other ranks; the first rank passes every request on to them."""
 
 import os
 import signal
@@ -12,22 +12,22 @@ from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, TrainerFailed, answ
 
 
 class Followers:
-    """Ranks 1 .. count - 1, started at once; they end with this process."""
+    """Ranks 1 .. count - 1, started at construction; they end with this process."""
 
     def __init__(self, count: int, device: str) -> None:
-        """Each on a device of that kind."""
+        """Starts each rank on a device of the kind `device`."""
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
         self.meeting = Path(self._folder.name) / "meeting"
-        """The file through which the ranks find each other."""
+        """File through which the ranks find each other."""
         signal.signal(signal.SIGTERM, self._terminated)
-        self._all = [self._started(index, count, device) for index in range(1, count)]
+        self._all = [self._start(index, count, device) for index in range(1, count)]
 
-    def _started(self, index: int, count: int, device: str) -> BlockingChild:
+    def _start(self, index: int, count: int, device: str) -> BlockingChild:
         where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
         return BlockingChild("shoal.trainer.worker", where, rank_environment(index), own_group=False)
 
     def send(self, frame: bytes) -> None:
-        """Has all do what this rank is about to do. Raises `ChildDied`."""
+        """Sends a request to all ranks. Raises `ChildDied`."""
         for index, follower in enumerate(self._all, 1):
             try:
                 follower.send(frame, ANSWER_TIMEOUT_S)
@@ -35,7 +35,7 @@ class Followers:
                 raise ChildDied(f"rank {index} of the trainer has ended") from None
 
     def agreed(self, own: Answer) -> Answer:
-        """This rank's answer; that of a follower if only the follower failed."""
+        """Answer on which the ranks agree: this rank's, or a follower's failure if only the follower failed."""
         for index, follower in enumerate(self._all, 1):
             gone = False
             try:
@@ -47,13 +47,13 @@ class Followers:
         return own
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
-        """Ends this process as the signal would have, without leaving the folder behind."""
+        """Ends this process as the signal would have, and removes the folder first."""
         self._folder.cleanup()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def end(self) -> None:
-        """Ends them."""
+        """Ends the ranks."""
         for follower in self._all:
             follower.end()
         self._folder.cleanup()

@@ -1,9 +1,9 @@
-"""Ranks: processes that train one model together, its weights and moments sharded over them (FSDP2).
+"""Ranks: processes that train one model together, with weights and moments sharded over them (FSDP2).
 
-Every rank is asked the same and gets all rows. Each works out the same packing and computes its share of the
-micro-batches; gradients and statistics are added up. Since the tokens' weights come from the whole update
-(`reduction.py`), any number of ranks gives the same gradient. Ranks wait for each other in every layer, so all of them
-must do the same things in the same order.
+Every rank gets every request and all rows. Each rank computes the same packing, then its share of the micro-batches;
+gradients and statistics are summed. Token weights depend on the whole update (`loss_weights.py`), so any number of
+ranks gives the same gradient. Ranks wait for each other in every layer, so all ranks must do the same work in the same
+order.
 """
 
 import os
@@ -23,23 +23,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for another in one collective."""
+"""Longest wait of a rank for another in one collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One of `count` ranks; the first of them writes files and answers."""
+    """Rank `index` of `count`; the first rank writes files and answers."""
 
     index: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this rank writes files."""
         return self.index == 0
 
     def shard(self, model: nn.Module, device: str) -> None:
-        """Keeps a part of every tensor of the model, which is whole while a layer computes."""
+        """Shards every tensor of the model over the ranks; a tensor is whole while its layer computes."""
         if self.count == 1:
             return
         mesh = init_device_mesh(torch.device(device).type, (self.count,))
@@ -49,7 +49,7 @@ class Ranks:
         fully_shard(model, mesh=mesh)
 
     def share(self, things: Sequence[T]) -> Sequence[T]:
-        """Those that this rank computes: as many as every other rank when the ranks divide them."""
+        """Items that this rank computes; all ranks get equally many when their number divides the items."""
         return things[self.index :: self.count]
 
     def add_up(self, *tensors: Tensor) -> None:
@@ -76,8 +76,9 @@ class Ranks:
         if self.count > 1:
             distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors unsharded, in the main memory of the first rank; nothing on the others, which ask as well."""
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gathers whole tensors into the first rank's main memory; every rank must call it, and the others get
+        nothing."""
         result = {}
         for name, tensor in tensors.items():
             full = whole(tensor)
@@ -90,8 +91,8 @@ ALONE = Ranks()
 
 
 def join(index: int, count: int, meeting: Path, device: str) -> Ranks:
-    """Meets the other ranks through a file that does not exist yet; returns when all are there."""
-    # All ranks are on this machine: nobody else need be able to connect.
+    """Meets the other ranks through a file that does not exist yet; returns when all ranks are there."""
+    # All ranks are on this machine: no other host need connect.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device == "cuda" else "gloo"
@@ -102,28 +103,28 @@ def join(index: int, count: int, meeting: Path, device: str) -> Ranks:
 
 
 def leave() -> None:
-    """Ends what `join` began, if it did."""
+    """Leaves the process group, if `join` made it."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor, put together from the ranks' parts if it is sharded."""
+    """Whole tensor, gathered from the ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank has a part of it only."""
+    """Whether each rank has only a part of the tensor."""
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it if it is not sharded."""
+    """Part of the tensor on this rank; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def norm(parts: Iterable[Tensor], *, sharded: bool) -> float:
-    """Of all numbers in the parts of all ranks, each part taken by itself; float64 sums."""
+    """Norm of all numbers in the parts of all ranks; float64 sums."""
     squares = [part.square().sum(dtype=torch.float64) for part in parts]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if sharded:
@@ -132,8 +133,8 @@ def norm(parts: Iterable[Tensor], *, sharded: bool) -> float:
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, sharded if the other one is; on the device of the other one."""
+    """Tensor on the device of `other`, sharded as `other` is."""
     if not isinstance(other, DTensor):
         return tensor.to(other.device)
-    # Every rank has read the whole tensor: nothing need be sent.
+    # Every rank has read the whole tensor, so nothing is sent.
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

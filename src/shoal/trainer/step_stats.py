@@ -1,4 +1,4 @@
-"""The sums behind a step's statistics, kept on the device and read once."""
+"""Sums for a step's statistics, kept on the device and read once."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shoal.trainer.streams import TokenLoss
 
 
 class StepTotals:
-    """Adds up micro-batches; every mean is over tokens, so it does not depend on the packing."""
+    """Sums over micro-batches; every mean is over tokens, so no packing changes it."""
 
     def __init__(self, device: torch.device | str) -> None:
         # float64: a squared ratio overflows float32 from 44 nats on.
@@ -35,10 +35,11 @@ class StepTotals:
         kl_N: Tensor,
         tokens: int,
     ) -> None:
-        """One micro-batch of `tokens` tokens, N of them trained.
+        """Adds one micro-batch of `tokens` tokens, N of them trained.
 
-        `loss` is its part of the update's loss; `gap_N` is |logp_prox - logp_behav|, None where that is not known, and
-        `fresh_N` (bool) says which tokens the weights of logp_prox drew; `kl_N` is the distance to the reference model.
+        `loss` is the batch's part of the update's loss. `gap_N` is |logp_prox - logp_behav|, or None where it is
+        unknown. `fresh_N` (bool) marks the tokens that the weights of logp_prox sampled. `kl_N` is the distance to the
+        reference model.
         """
         with torch.no_grad():
             ratio_N = terms.ratio_T.double()
@@ -65,18 +66,18 @@ class StepTotals:
             self._computed_tokens += tokens
 
     def add_value_loss(self, value_loss_N: Tensor) -> None:
-        """The critic's part of a micro-batch."""
+        """Adds the critic's loss of a micro-batch."""
         self._value_loss += value_loss_N.sum(dtype=torch.float64)
 
     def add_up(self, ranks: Ranks) -> None:
-        """Makes these the totals of all ranks."""
+        """Sums the totals over all ranks."""
         ranks.add_up(self._sums_K, self._bins, self._computed_tokens, self._value_loss)
         ranks.largest(self._largest)
 
     def stats(
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
-        """The step's statistics; `tokens` were to be trained, `skipped_tokens` of them were not computed."""
+        """Statistics of the step; `tokens` were to be trained, and `skipped_tokens` of them were not computed."""
         sums = self._sums_K.tolist()
         loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, fresh, freshes, n, kl = sums
         taken = [update for update in updates if update.taken]
@@ -109,5 +110,5 @@ class StepTotals:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """0 for none."""
+    """Mean of the values; 0 without values."""
     return math.fsum(values) / len(values) if values else 0.0

@@ -1,12 +1,13 @@
-"""What a loss reads and gives.
+"""Inputs and outputs of a loss.
 
-Streams, all [T] and of one float type, logprobs in nats:
+Streams are all [T] and of one float type, logprobs in nats:
+
     logp_T       log pi_theta, the weights being trained; carries the gradient
     prox_T       log pi_prox, the weights before the first update of the step; no gradient
-    behav_T      log pi_behav, as drawn; no gradient
+    behav_T      log pi_behav, as sampled; no gradient
     advantage_T  A
     mask_T       bool; where it is false nothing is read: NaN there reaches neither loss nor gradient
-    row_T        int64, which row the token is of, 0 .. rows - 1; what is of a sequence is of a row
+    row_T        int64, the row of the token, 0 .. rows - 1; sequence-level terms are per row
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a loss reads of a micro-batch of T packed tokens; see the head of this file."""
+    """Inputs of a loss for a micro-batch of T packed tokens; see the head of this file."""
 
     logp_T: Tensor
     prox_T: Tensor
@@ -38,15 +39,15 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss before its reduction; everything is [T], and 0 or false where the mask is false."""
+    """Loss before its reduction; every field is [T], and 0 or false where the mask is false."""
 
     loss_T: Tensor
-    """Carries the gradient."""
+    """Loss per token; carries the gradient."""
     ratio_T: Tensor
-    """pi_theta / pi_behav, without gradient."""
+    """Ratio pi_theta / pi_behav, without gradient."""
     clipped_T: Tensor
-    """bool: the clip removed the gradient."""
+    """Mask (bool) of tokens whose gradient the clip removed."""
     masked_T: Tensor
-    """bool: a bound on the importance weight removed the gradient."""
+    """Mask (bool) of tokens whose gradient a bound on the importance weight removed."""
     capped_T: Tensor
-    """bool: the importance weight was clamped to its bound."""
+    """Mask (bool) of tokens whose importance weight was clamped to its bound."""

@@ -177,9 +177,9 @@ class Trainer:
         Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
         """
         # Gathered before anything is written: a rank that fails to write must leave no other one waiting.
-        weights = self._ranks.gathered(self.tensors())
+        weights = self._ranks.gather(self.tensors())
         adapters, settings = lora.adapter_files(self.model, self._config.lora) if self._config.lora.rank else ({}, "")
-        adapters = self._ranks.gathered(adapters)
+        adapters = self._ranks.gather(adapters)
         if not self._ranks.first:
             return
         if adapters:
@@ -189,13 +189,13 @@ class Trainer:
         named = checkpoint_names.published(self.model, weights)
         _write(path, {name: _as(tensor, self._dtype) for name, tensor in named.items()})
 
-    def pushed(self) -> None:
+    def count_push(self) -> None:
         """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
-        self._optimizer.pushed()
+        self._optimizer.count_push()
 
     def save(self, directory: Path) -> None:
         """Writes float32 weights, moments and counters into an existing directory; any number of ranks reads them."""
-        weights, state = self._ranks.gathered(self._trained()), self._ranks.gathered(self._optimizer.state())
+        weights, state = self._ranks.gather(self._trained()), self._ranks.gather(self._optimizer.state())
         if self._ranks.first:
             _write(directory / WEIGHTS_FILE, weights)
             _write(directory / OPTIMIZER_FILE, state)

@@ -1,8 +1,9 @@
-"""The trainer process: `python -m shoal.trainer.worker --fd N`.
+"""Trainer process: `python -m shoal.trainer.worker --fd N`.
 
-Serves the requests of `shoal.trainer.messages` one after the other from an inherited socket, and ends when that socket
-closes, when it is told to, or when its parent is gone. A request that fails is answered with `TrainerFailed`.
-With `train.ranks` it is the first of several: it starts the others, and passes on to them all that it is asked.
+The process serves the requests of `shoal.trainer.messages` one after the other from an inherited socket. It ends when
+the socket closes, when `StopTrainer` comes, or when its parent is gone. A failed request is answered with
+`TrainerFailed`. With `train.ranks` the process is the first rank: it starts the others and passes all requests on to
+them.
 """
 
 import argparse
@@ -27,7 +28,6 @@ from shoal.trainer.messages import (
     ComputeLogprobs,
     Done,
     LoadCheckpoint,
-    Publish,
     Request,
     SaveCheckpoint,
     Started,
@@ -36,6 +36,7 @@ from shoal.trainer.messages import (
     Stepped,
     StopTrainer,
     TrainerFailed,
+    WriteVersion,
     request_from,
 )
 from shoal.trainer.rank_processes import Followers
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Server:
-    """One rank of the trainer. The first one starts the others when it is told how many there are to be."""
+    """One rank of the trainer. The first rank starts the others when `StartTrainer` says how many."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
@@ -78,10 +79,10 @@ class Server:
             self._followers.end()
 
     def _answer(self, frame: bytes) -> tuple[Answer, bool]:
-        """The answer to a request, on which all ranks agree, and whether it is the last."""
+        """Answer to a request, on which all ranks agree, and whether it is the last."""
         try:
             request = request_from(frame)
-            if isinstance(request, StopTrainer):  # the others end when their sockets close
+            if isinstance(request, StopTrainer):  # the other ranks end when their sockets close
                 return Done(0.0), True
             if isinstance(request, StartTrainer) and self._ranks.first:
                 self._gather(request)
@@ -104,8 +105,8 @@ class Server:
             return _failed(error)
 
     def _gather(self, request: StartTrainer) -> None:
-        """Starts the other ranks and meets them."""
-        if self._followers is not None:  # of a `Start` before this one, of which something failed
+        """Starts the other ranks and joins their process group."""
+        if self._followers is not None:  # left from a `StartTrainer` that failed
             self._followers.end()
             leave()
         self._followers, self._ranks = None, ALONE
@@ -119,13 +120,13 @@ class Server:
 def _failed(error: Exception) -> TrainerFailed:
     if isinstance(error, ShoalError):
         return TrainerFailed(str(error))
-    # What torch, the disk or the memory refuse; the log keeps the traceback for our own bugs.
+    # Errors of torch, the disk or the memory; the log keeps the traceback for our own bugs.
     traceback.print_exception(error, file=sys.stderr)
     return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
 def start(request: StartTrainer, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
-    """The trainer that a `StartTrainer` asks for; ranks share the threads."""
+    """Creates the trainer that a `StartTrainer` describes; ranks share the threads."""
     torch.set_num_threads(max(1, request.threads // ranks.count))
     trainer = Trainer(
         request.model_path,
@@ -139,7 +140,7 @@ def start(request: StartTrainer, ranks: Ranks = ALONE) -> tuple[Trainer, Started
 
 
 def answer_to(request: Request, trainer: Trainer | None) -> Answer:
-    """Does what a request asks. Raises `TrainerError` before `StartTrainer`."""
+    """Carries out a request. Raises `TrainerError` before `StartTrainer`."""
     if trainer is None:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     started = time.perf_counter()
@@ -148,11 +149,11 @@ def answer_to(request: Request, trainer: Trainer | None) -> Answer:
             return Stepped(trainer.step(groups, version, since_push))
         case ComputeLogprobs(rows, temperature):
             return ComputedLogprobs(tuple(tuple(row) for row in trainer.logprobs(rows, temperature)))
-        case Publish(path, push):
+        case WriteVersion(path, push):
             if path is not None:
                 trainer.write_weights(Path(path))
             if push:
-                trainer.pushed()
+                trainer.count_push()
         case SaveCheckpoint(directory):
             trainer.save(Path(directory))
         case LoadCheckpoint(directory):
