@@ -23,7 +23,7 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     drawn: list[Completion] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
-    ledger: TokenTree = field(default_factory=TokenTree)
+    tree: TokenTree = field(default_factory=TokenTree)
 
     @property
     def reward(self) -> float:
@@ -49,7 +49,7 @@ def hold(engine: StepEngine, style: Style, talks: Sequence[Talk], *, gateway: bo
             completion = request.drafts[0].completion()
             message = Message(Role.ASSISTANT, made.answer(completion.token_ids, tools=False).content)
             if gateway:
-                talk.ledger.commit(talk.ledger.calls[0], completion, message)
+                talk.tree.commit(talk.tree.calls[0], completion, message)
             talk.prompts.append(tuple(request.prompt_ids))
             talk.drawn.append(completion)
             talk.messages.append(message)
@@ -57,15 +57,15 @@ def hold(engine: StepEngine, style: Style, talks: Sequence[Talk], *, gateway: bo
 
 def _ledger_prompt(made: ChatRenderer, talk: Talk) -> tuple[int, ...]:
     """What a session does for a request."""
-    attachment = talk.ledger.attach(Conversation(tuple(talk.messages)))
+    attachment = talk.tree.attach(Conversation(tuple(talk.messages)))
     ids = made.prompt_ids(talk.messages) if attachment.cause else made.bridge_ids(attachment.tail)
     assert ids is not None, "the template has a bridge"
-    return talk.ledger.open(attachment, ids).prompt_ids
+    return talk.tree.open(attachment, ids).prompt_ids
 
 
 def ledger_row(talk: Talk, advantage: float) -> Sample:
     """The one row that the gateway gives."""
-    (row,) = rows(Rollout("r", talk.ledger.messages(), talk.ledger.turns(), Reward(0.0)), advantage)
+    (row,) = rows(Rollout("r", talk.tree.messages(), talk.tree.turns(), Reward(0.0)), advantage)
     return row
 
 

@@ -35,15 +35,15 @@ def run(scenario: Callable[[Served], Awaitable[None]], *script: str | None, **op
 
 def agent(one: Served, **options: Any) -> tuple[openai.AsyncOpenAI, TokenTree]:
     session = one.gateway.sessions.open(**options)
-    return openai.AsyncOpenAI(base_url=f"{one.url}/s/{session.token}/v1", api_key="-"), session.ledger
+    return openai.AsyncOpenAI(base_url=f"{one.url}/s/{session.token}/v1", api_key="-"), session.tree
 
 
-def check_exact(one: Served, ledger: TokenTree) -> None:
+def check_exact(one: Served, tree: TokenTree) -> None:
     """Every drawn token is trained once, after the very tokens that the engine had received."""
-    trained = rows(Rollout("r", ledger.messages(), ledger.turns(), Reward(1.0)), 1.0)
-    kept = [turn.completion for turn in ledger.turns()]
+    trained = rows(Rollout("r", tree.messages(), tree.turns(), Reward(1.0)), 1.0)
+    kept = [turn.completion for turn in tree.turns()]
     assert sum(sum(row.mask) for row in trained) == sum(len(completion.token_ids) for completion in kept)
-    for turn in ledger.turns():
+    for turn in tree.turns():
         assert any(
             turn.prompt_ids == prompt and turn.completion == completion
             for (prompt, _), completion in zip(one.engine.received, one.engine.drawn, strict=True)
@@ -52,7 +52,7 @@ def check_exact(one: Served, ledger: TokenTree) -> None:
 
 def test_a_conversation_with_tools_trains_on_one_row_of_drawn_tokens() -> None:
     async def scenario(one: Served) -> None:
-        client, ledger = agent(one)
+        client, tree = agent(one)
         async with client:
             first = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
             message = first.choices[0].message
@@ -65,16 +65,16 @@ def test_a_conversation_with_tools_trains_on_one_row_of_drawn_tokens() -> None:
             assert second.choices[0].message.content == "the answer is 7"
             history += [second.choices[0].message.model_dump(), {"role": "user", "content": "thanks"}]
             await client.chat.completions.create(model="m", messages=history, tools=TOOLS)
-        assert [one.parent for one in ledger.generations] == [None, 0, 1]
-        assert len(rows(Rollout("r", (), ledger.turns(), Reward(1.0)), 1.0)) == 1
-        check_exact(one, ledger)
+        assert [one.parent for one in tree.generations] == [None, 0, 1]
+        assert len(rows(Rollout("r", (), tree.turns(), Reward(1.0)), 1.0)) == 1
+        check_exact(one, tree)
 
     run(scenario, f"<think>\nhm\n</think>\n\n{TWO_CALLS}", "<think>\nso\n</think>\n\nthe answer is 7", "bye")
 
 
 def test_a_stream_gives_what_a_body_gives() -> None:
     async def scenario(one: Served) -> None:
-        client, ledger = agent(one)
+        client, tree = agent(one)
         async with client:
             stream = await client.chat.completions.create(
                 model="m", messages=ASK, tools=TOOLS, stream=True, stream_options={"include_usage": True}
@@ -84,7 +84,7 @@ def test_a_stream_gives_what_a_body_gives() -> None:
         assert [call.index for call in calls] == [0, 1]
         assert chunks[-2].choices[0].finish_reason == "tool_calls"
         assert chunks[-1].usage is not None
-        assert ledger.generations[0].id in ledger._delivered
+        assert tree.generations[0].id in tree._delivered
 
     run(scenario, TWO_CALLS, delay_s=0.15, keep_alive_s=0.05)
 
@@ -107,8 +107,8 @@ def test_anthropic_s_client_uses_tools_and_streams() -> None:
             assert [block.text for block in final.content if block.type == "text"] == ["seven"]
             counted = await client.messages.count_tokens(model="m", messages=ASK, system="be brief", tools=[tool])
             assert counted.input_tokens == first.usage.input_tokens
-        assert [generation.parent for generation in session.ledger.generations] == [None, 0]
-        check_exact(one, session.ledger)
+        assert [generation.parent for generation in session.tree.generations] == [None, 0]
+        check_exact(one, session.tree)
 
     run(scenario, f"let me see {TWO_CALLS}", "seven")
 
@@ -121,7 +121,7 @@ def test_a_retry_after_the_client_gave_up_finds_the_call_under_way() -> None:
             answer = await client.chat.completions.create(model="m", messages=ASK)
         assert answer.choices[0].message.content == "slow"
         assert len(one.engine.received) == 1
-        check_exact(one, session.ledger)
+        check_exact(one, session.tree)
 
     run(scenario, "slow", delay_s=0.8)
 
@@ -141,15 +141,15 @@ def test_a_retry_is_answered_when_the_session_s_limit_is_reached() -> None:
 
 def test_the_server_s_sampling_wins_and_concurrent_calls_become_siblings() -> None:
     async def scenario(one: Served) -> None:
-        client, ledger = agent(one, sampling=Sampling(50, temperature=0.7, top_p=0.9))
+        client, tree = agent(one, sampling=Sampling(50, temperature=0.7, top_p=0.9))
         async with client:
             create = client.chat.completions.create
             await asyncio.gather(*(create(model="m", messages=ASK, temperature=0.1, max_tokens=n) for n in (9, 90)))
         drawn = [sampling for _, sampling in one.engine.received]
         assert {(sampling.temperature, sampling.top_p) for sampling in drawn} == {(0.7, 0.9)}
         assert sorted(sampling.max_tokens for sampling in drawn) == [9, 50]
-        assert [generation.parent for generation in ledger.generations] == [None, None]
-        check_exact(one, ledger)
+        assert [generation.parent for generation in tree.generations] == [None, None]
+        check_exact(one, tree)
 
     run(scenario, delay_s=0.05)
 
@@ -157,16 +157,16 @@ def test_the_server_s_sampling_wins_and_concurrent_calls_become_siblings() -> No
 def test_an_aborted_answer_goes_on_and_the_client_sees_one() -> None:
     async def scenario(one: Served) -> None:
         one.engine.aborts = 1
-        client, ledger = agent(one)
+        client, tree = agent(one)
         async with client:
             create: Any = client.chat.completions.create
             answer = await create(model="m", messages=ASK, logprobs=True, extra_body={"return_token_ids": True})
         assert answer.choices[0].message.content == "first second"
         spans = answer.choices[0].weight_versions
         assert [span["version"] for span in spans] == [0, 1]
-        (generation,) = ledger.generations
+        (generation,) = tree.generations
         assert [entry.token_id for entry in answer.choices[0].logprobs.content] == list(generation.completion.token_ids)
-        assert answer.prompt_token_ids == list(ledger.prompt_ids(generation))
+        assert answer.prompt_token_ids == list(tree.prompt_ids(generation))
         assert one.engine.received[1][0] == one.engine.received[0][0] + one.engine.drawn[0].token_ids
 
     run(scenario, "first ", "second")
@@ -174,20 +174,20 @@ def test_an_aborted_answer_goes_on_and_the_client_sees_one() -> None:
 
 def test_an_engine_that_dies_is_asked_again_and_then_reported() -> None:
     async def scenario(one: Served) -> None:
-        client, ledger = agent(one)
+        client, tree = agent(one)
         async with client.with_options(max_retries=0) as hasty:
             with pytest.raises(openai.InternalServerError, match="engine is gone"):
                 await hasty.chat.completions.create(model="m", messages=ASK)
             answer = await hasty.chat.completions.create(model="m", messages=ASK)
         assert answer.choices[0].message.content == "back"
-        assert len(ledger.generations) == 1
+        assert len(tree.generations) == 1
 
     run(scenario, *[None] * 6, "back")
 
 
 def test_text_completions_take_texts_and_tokens() -> None:
     async def scenario(one: Served) -> None:
-        client, ledger = agent(one)
+        client, tree = agent(one)
         async with client:
             text = await client.completions.create(model="m", prompt="3 + 4 =", max_tokens=50)
             await client.completions.create(model="m", prompt=[1, 2, 3])
@@ -198,7 +198,7 @@ def test_text_completions_take_texts_and_tokens() -> None:
             (1, 2, 3),
         ]
         assert models.data[0].model_extra == {"max_model_len": CONTEXT}
-        check_exact(one, ledger)
+        check_exact(one, tree)
 
     run(scenario, " 7")
 
@@ -215,8 +215,8 @@ def test_an_agent_that_renders_by_itself_trains_on_one_row() -> None:
                     body = await answer.json()
                 assert body["prompt_token_ids"] == prompt
                 prompt = [*prompt, *body["choices"][0]["token_ids"], 9]
-        assert len(rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)) == 1
-        check_exact(one, session.ledger)
+        assert len(rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)) == 1
+        check_exact(one, session.tree)
 
     run(scenario, "one", "two")
 

@@ -45,19 +45,19 @@ def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_r
         session = gateway.sessions.open()
         async with openai.AsyncOpenAI(base_url=f"{url}/s/{session.token}/v1", api_key="-", max_retries=0) as client:
             asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK, seed=1))
-            await until(lambda: bool(session.ledger.calls))
+            await until(lambda: bool(session.tree.calls))
             dying.kill()
             with pytest.raises(openai.InternalServerError, match="no answer from") as refused:
                 await asked
             assert refused.value.status_code == 503
-            assert not session.ledger.calls
-            assert not session.ledger.generations
+            assert not session.tree.calls
+            assert not session.tree.generations
             with engine_process(port, 0.01):
                 retry = {"x-stainless-retry-count": "1"}
                 for _ in range(2):  # the second is answered from the ledger
                     await client.chat.completions.create(model="m", messages=ASK, seed=1, extra_headers=retry)
-        (row,) = rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)
-        assert sum(row.mask) == len(session.ledger.generations[0].completion.token_ids) > 0
+        (row,) = rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)
+        assert sum(row.mask) == len(session.tree.generations[0].completion.token_ids) > 0
 
     async def main() -> None:
         with engine_process(0, 30.0) as (dying, engine_url):

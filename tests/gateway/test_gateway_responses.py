@@ -36,7 +36,7 @@ def check_one_row(one: Served, token: str) -> None:
     """All that was drawn is in one row, where the engine drew it."""
     session = one.gateway.sessions.get(token)
     assert session is not None
-    (row,) = rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)
+    (row,) = rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)
     assert sum(row.mask) == sum(len(completion.token_ids) for completion in one.engine.drawn)
     for (prompt, _), completion in zip(one.engine.received, one.engine.drawn, strict=True):
         whole = prompt + completion.token_ids

@@ -180,17 +180,17 @@ def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> Non
         gone = asyncio.create_task(posted(http, url, {**ASK, "stream": stream}))
         await until(lambda: bool(one.engine.received))
         gone.cancel()
-        await until(lambda: bool(session.ledger.generations))
+        await until(lambda: bool(session.tree.generations))
         await asyncio.sleep(0.1)  # in which it could be delivered
-        (lost,) = session.ledger.generations
-        assert lost.id not in session.ledger._delivered
-        (row,) = rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0)
+        (lost,) = session.tree.generations
+        assert lost.id not in session.tree._delivered
+        (row,) = rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)
         assert sum(row.mask) == len(lost.completion.token_ids)
         # The same question from a client that does not say that it tries again: the answer it gets is what trains.
         await posted(http, url, {**ASK, "stream": False} if not stream else ASK)
-        kept = {turn.completion for turn in session.ledger.turns()}
+        kept = {turn.completion for turn in session.tree.turns()}
         assert one.engine.drawn[1] in kept
-        trained = sum(sum(row.mask) for row in rows(Rollout("r", (), session.ledger.turns(), Reward(1.0)), 1.0))
+        trained = sum(sum(row.mask) for row in rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0))
         assert trained == sum(len(completion.token_ids) for completion in kept)
 
     run(scenario, "lost", "told", delay_s=0.2)
@@ -215,7 +215,7 @@ def test_sub_agents_and_a_compacted_history_are_rows_of_one_session() -> None:
         compacted = [{"role": "user", "content": "summary: it was 7"}]
         compacted.append(await asked(compacted))
         await asked([*compacted, {"role": "user", "content": "go on"}])
-        trained = rows(Rollout("r", session.ledger.messages(), session.ledger.turns(), Reward(1.0)), 1.0)
+        trained = rows(Rollout("r", session.tree.messages(), session.tree.turns(), Reward(1.0)), 1.0)
         assert len(trained) == 3
         assert sum(sum(row.mask) for row in trained) == sum(len(c.token_ids) for c in one.engine.drawn)
 
@@ -233,6 +233,6 @@ def test_a_call_of_a_tool_that_nobody_offered_reaches_the_client() -> None:
         error = {"role": "tool", "tool_call_id": call["id"], "content": "no tool is called fly"}
         history = [*ASK["messages"], body["choices"][0]["message"], error]
         assert (await posted(http, url, {"messages": history, "tools": tools}))[0] == 200
-        assert [generation.parent for generation in session.ledger.generations] == [None, 0]
+        assert [generation.parent for generation in session.tree.generations] == [None, 0]
 
     run(scenario, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>')

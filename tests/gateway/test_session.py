@@ -15,10 +15,10 @@ def drawn(*tokens: int, finish: FinishReason = FinishReason.STOP) -> Completion:
     return Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), finish)
 
 
-def answered(ledger: TokenTree, messages: tuple[Message, ...], completion: Completion, answer: Message) -> Generation:
-    attachment = ledger.attach(Conversation(messages))
+def answered(tree: TokenTree, messages: tuple[Message, ...], completion: Completion, answer: Message) -> Generation:
+    attachment = tree.attach(Conversation(messages))
     rendered = () if attachment.continues else (END, 1, 2) if attachment.cause is None else (1, 2)
-    return ledger.commit(ledger.open(attachment, rendered, repr(messages)), completion, answer)
+    return tree.commit(tree.open(attachment, rendered, repr(messages)), completion, answer)
 
 
 def said(text: str, *calls: ToolCall) -> Message:
@@ -26,97 +26,97 @@ def said(text: str, *calls: ToolCall) -> Message:
 
 
 def test_the_close_that_the_engine_drew_is_not_written_again() -> None:
-    ledger = TokenTree()
-    answered(ledger, (ASK,), drawn(5, END), said("x"))
-    second = answered(ledger, (ASK, said(" x "), MORE), drawn(6, END), said("y"))
-    assert ledger.prompt_ids(second) == (1, 2, 5, END, 1, 2)
+    tree = TokenTree()
+    answered(tree, (ASK,), drawn(5, END), said("x"))
+    second = answered(tree, (ASK, said(" x "), MORE), drawn(6, END), said("y"))
+    assert tree.prompt_ids(second) == (1, 2, 5, END, 1, 2)
 
 
 def test_the_close_of_an_answer_cut_short_is_written_and_not_trained() -> None:
-    ledger = TokenTree()
-    answered(ledger, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
-    second = answered(ledger, (ASK, said("x"), MORE), drawn(6, END), said("y"))
-    assert ledger.prompt_ids(second) == (1, 2, 5, END, 1, 2)
+    tree = TokenTree()
+    answered(tree, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
+    second = answered(tree, (ASK, said("x"), MORE), drawn(6, END), said("y"))
+    assert tree.prompt_ids(second) == (1, 2, 5, END, 1, 2)
     assert second.rendered_ids == (END, 1, 2)
 
 
 def test_a_continuation_goes_on_where_the_answer_was_cut() -> None:
-    ledger = TokenTree()
-    answered(ledger, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
-    second = answered(ledger, (ASK, said("x")), drawn(6, END), said("y"))
-    assert ledger.prompt_ids(second) == (1, 2, 5)
-    assert ledger.messages() == (ASK, said("xy"))
-    third = ledger.attach(Conversation((ASK, said("xy"), MORE)))
-    parts = ledger.attach(Conversation((ASK, said("x"), said("y"), MORE)))
+    tree = TokenTree()
+    answered(tree, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
+    second = answered(tree, (ASK, said("x")), drawn(6, END), said("y"))
+    assert tree.prompt_ids(second) == (1, 2, 5)
+    assert tree.messages() == (ASK, said("xy"))
+    third = tree.attach(Conversation((ASK, said("xy"), MORE)))
+    parts = tree.attach(Conversation((ASK, said("x"), said("y"), MORE)))
     assert third.parent == parts.parent == second.id
 
 
 def test_other_tools_or_an_edited_question_begin_a_new_root() -> None:
-    ledger = TokenTree()
-    answered(ledger, (ASK,), drawn(5, END), said("x"))
-    assert ledger.attach(Conversation((ASK, said("x"), MORE), tools="[1]")).cause is Cause.DIVERGED
-    assert ledger.attach(Conversation((MORE, said("x"), MORE))).cause is Cause.DIVERGED
+    tree = TokenTree()
+    answered(tree, (ASK,), drawn(5, END), said("x"))
+    assert tree.attach(Conversation((ASK, said("x"), MORE), tools="[1]")).cause is Cause.DIVERGED
+    assert tree.attach(Conversation((MORE, said("x"), MORE))).cause is Cause.DIVERGED
 
 
 def test_the_policy_template_renders_anew_when_the_user_speaks_and_bridges_tools() -> None:
-    ledger = TokenTree(HistoryPolicy.TEMPLATE)
+    tree = TokenTree(HistoryPolicy.TEMPLATE)
     call = ToolCall("a", "f", "{}")
-    answered(ledger, (ASK,), drawn(5, END), said("x", call))
+    answered(tree, (ASK,), drawn(5, END), said("x", call))
     result = Message(Role.TOOL, "1", tool_call_id="a")
-    assert ledger.attach(Conversation((ASK, said("x", call), result))).cause is None
-    assert ledger.attach(Conversation((ASK, said("x", call), MORE))).cause is Cause.SEGMENT
+    assert tree.attach(Conversation((ASK, said("x", call), result))).cause is None
+    assert tree.attach(Conversation((ASK, said("x", call), MORE))).cause is Cause.SEGMENT
 
 
 def test_the_policy_strict_refuses_what_does_not_extend_the_newest_answer() -> None:
-    ledger = TokenTree(HistoryPolicy.STRICT)
-    answered(ledger, (ASK,), drawn(5, END), said("x"))
-    answered(ledger, (ASK, said("x"), MORE), drawn(6, END), said("y"))
+    tree = TokenTree(HistoryPolicy.STRICT)
+    answered(tree, (ASK,), drawn(5, END), said("x"))
+    answered(tree, (ASK, said("x"), MORE), drawn(6, END), said("y"))
     with pytest.raises(HistoryDiverged, match="earlier answer"):
-        ledger.attach(Conversation((ASK, said("x"), MORE)))
+        tree.attach(Conversation((ASK, said("x"), MORE)))
     with pytest.raises(HistoryDiverged, match="diverged"):
-        ledger.attach(Conversation((MORE,)))
+        tree.attach(Conversation((MORE,)))
 
 
 def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:
-    ledger = TokenTree()
-    first = answered(ledger, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": 1, "y": 2}')))
-    second = answered(ledger, (ASK,), drawn(6, END), said("", ToolCall("b", "f", '{"x": 1, "y": 2}')))
+    tree = TokenTree()
+    first = answered(tree, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": 1, "y": 2}')))
+    second = answered(tree, (ASK,), drawn(6, END), said("", ToolCall("b", "f", '{"x": 1, "y": 2}')))
     for one, generation in (("a", first), ("b", second), ("other", second)):
         quoted = said("", ToolCall(one, "f", '{"y":2,"x":1}'))
-        assert ledger.attach(Conversation((ASK, quoted, MORE))).parent == generation.id
+        assert tree.attach(Conversation((ASK, quoted, MORE))).parent == generation.id
 
 
 def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
-    ledger = TokenTree()
-    broken = answered(ledger, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": ')))
-    assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x": ')), MORE))).parent == broken.id
-    assert ledger.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x":')), MORE))).parent is None
+    tree = TokenTree()
+    broken = answered(tree, (ASK,), drawn(5, END), said("", ToolCall("a", "f", '{"x": ')))
+    assert tree.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x": ')), MORE))).parent == broken.id
+    assert tree.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x":')), MORE))).parent is None
 
 
 def test_a_call_is_under_way_until_its_generation_is_there() -> None:
-    ledger = TokenTree()
-    call = ledger.open(ledger.attach(Conversation((ASK,))), (1, 2), "digest")
-    assert (ledger.calls, ledger.generations) == ((call,), ())
-    generation = ledger.commit(call, drawn(5, END), said("x"))
-    assert (ledger.calls, ledger.generations) == ((), (generation,))
+    tree = TokenTree()
+    call = tree.open(tree.attach(Conversation((ASK,))), (1, 2), "digest")
+    assert (tree.calls, tree.generations) == ((call,), ())
+    generation = tree.commit(call, drawn(5, END), said("x"))
+    assert (tree.calls, tree.generations) == ((), (generation,))
 
 
 def test_what_no_client_got_is_left_out_when_an_equal_request_was_answered() -> None:
-    ledger = TokenTree()
-    lost = answered(ledger, (ASK,), drawn(5, END), said("x"))
-    assert ledger.exported() == [lost]
-    again = answered(ledger, (ASK,), drawn(6, END), said("y"))
-    ledger.deliver(again.id)
-    assert ledger.exported() == [again]
+    tree = TokenTree()
+    lost = answered(tree, (ASK,), drawn(5, END), said("x"))
+    assert tree.exported() == [lost]
+    again = answered(tree, (ASK,), drawn(6, END), said("y"))
+    tree.deliver(again.id)
+    assert tree.exported() == [again]
 
 
 def test_a_retry_finds_the_call_under_way_and_then_its_answer() -> None:
-    ledger = TokenTree()
-    call = ledger.open(ledger.attach(Conversation((ASK,))), (1, 2), "digest")
-    assert ledger.retried("digest") is call
-    generation = ledger.commit(call, drawn(5, END), said("x"))
-    assert ledger.retried("digest") is generation
-    assert ledger.retried("other") is None
+    tree = TokenTree()
+    call = tree.open(tree.attach(Conversation((ASK,))), (1, 2), "digest")
+    assert tree.retried("digest") is call
+    generation = tree.commit(call, drawn(5, END), said("x"))
+    assert tree.retried("digest") is generation
+    assert tree.retried("other") is None
 
 
 def test_minted_ids_are_nine_letters_and_digits_and_differ() -> None:

@@ -107,7 +107,7 @@ class Simulation:
     """One random session. `run` raises `Wrong` when the ledger is."""
 
     seed: int
-    ledger: TokenTree
+    tree: TokenTree
     log: list[Draw] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     delivered: set[int] = field(default_factory=set)
@@ -157,11 +157,11 @@ class Simulation:
 
     def begin(self, talk: Talk, conversation: Conversation, held: int | None, *, lost: bool) -> None:
         digest = repr(conversation)
-        attachment = self.ledger.attach(conversation)
+        attachment = self.tree.attach(conversation)
         if attachment.cause is None and self.random.random() < 0.02:
-            attachment = self.ledger.detached(attachment, Cause.NO_BRIDGE)
+            attachment = self.tree.detached(attachment, Cause.NO_BRIDGE)
         ids = bridge_ids(attachment) if attachment.cause is None else full_ids(conversation)
-        call = self.ledger.open(attachment, ids, digest)
+        call = self.tree.open(attachment, ids, digest)
         self.did[str(attachment.cause)] += 1
         self.check_prompt(held, conversation, attachment, call)
         self.asked.append(Asked(talk, conversation, call, self.drawn(call), held, lost))
@@ -192,12 +192,12 @@ class Simulation:
         asked = self.asked.pop(self.random.randrange(len(self.asked)))
         completion = self.log[asked.draw].completion
         message = parsed(completion.token_ids, str(self.seed), asked.call.id)
-        generation = self.ledger.commit(asked.call, completion, message)
+        generation = self.tree.commit(asked.call, completion, message)
         self.draw_of[generation.id] = asked.draw
         if asked.lost:
             self.lose(asked)
             return
-        self.ledger.deliver(generation.id)
+        self.tree.deliver(generation.id)
         self.delivered.add(asked.draw)
         if asked.talk.messages == asked.conversation.messages and asked.talk.tools == asked.conversation.tools:
             self.hear(asked, message, completion)
@@ -208,11 +208,11 @@ class Simulation:
         self.did[what] += 1
         if what == "replay":
             before = len(self.log)
-            found = self.ledger.retried(asked.call.digest)
+            found = self.tree.retried(asked.call.digest)
             if not isinstance(found, Generation | OpenGeneration) or len(self.log) != before:
                 raise Wrong("a retry is answered without drawing anew")
             if isinstance(found, Generation):
-                self.ledger.deliver(found.id)
+                self.tree.deliver(found.id)
                 self.delivered.add(self.draw_of[found.id])
         elif what == "again":
             self.begin(asked.talk, asked.conversation, asked.held, lost=False)
@@ -263,7 +263,7 @@ class Simulation:
             asked = self.asked.pop()
             if asked.draw == len(self.log) - 1:
                 self.log.pop()
-                self.ledger.cancel(asked.call)
+                self.tree.cancel(asked.call)
             else:
                 self.asked.append(asked)
 
@@ -279,7 +279,7 @@ class Simulation:
             sent = sent[:-2]
         if visible(shown) != visible(sent):
             raise Wrong(f"the client sent {sent!r}, the engine was shown {shown!r}")
-        segment = self.ledger.policy is HistoryPolicy.TEMPLATE or attachment.cause is Cause.NO_BRIDGE
+        segment = self.tree.policy is HistoryPolicy.TEMPLATE or attachment.cause is Cause.NO_BRIDGE
         if held is None or segment:
             return
         before = (self.log[held].prompt, self.log[held].completion.token_ids)
@@ -294,7 +294,7 @@ class Simulation:
             raise Wrong("an answer was re-tokenised, or another one was taken for it")
 
     def judge(self) -> None:
-        rollout = Rollout("r", self.ledger.messages(), self.ledger.turns(), Reward(0.0))
+        rollout = Rollout("r", self.tree.messages(), self.tree.turns(), Reward(0.0))
         trained: Counter[float] = Counter()
         contexts = {lp: known for draw in self.log for lp, known in facts(draw)}
         for row in rows(rollout, 1.0):

@@ -144,8 +144,7 @@ def _layer(layer: "Qwen3DecoderLayer") -> _Layer:
 
 
 def _joint(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Concatenates the parameters and makes each a view of the result, so in-place weight updates reach the fused
-    tensor."""
+    """Fuses the parameters and makes each a view of the result, so in-place updates reach the fused tensor."""
     joint = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(joint, [len(p) for p in parameters]), strict=True):
         parameter.data = part

@@ -146,8 +146,7 @@ class VLLM:
         await self._client.post(f"/pause?{PAUSES[how]}")
 
     async def load(self, directory: Path, version: int, how: StopMode) -> None:
-        """Reads the safetensors in the workers, and labels them afterwards, so the label is never ahead of the
-        weights."""
+        """Reads the safetensors in the workers and labels them afterwards: the label is never ahead of the weights."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._client.post("/collective_rpc", body)
         await self.label(version)

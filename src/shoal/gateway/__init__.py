@@ -1,4 +1,4 @@
-"""A server for OpenAI and Anthropic clients on sessions: agents speak text, training gets the drawn tokens."""
+"""Server of sessions for OpenAI and Anthropic clients: agents exchange text, and training gets the sampled tokens."""
 
 from shoal.gateway.registry import SessionBounds, Sessions
 from shoal.gateway.server import Gateway

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: what clients send, and what they are told."""
+"""Anthropic's `/v1/messages`: requests and answers."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from shoal.types import FinishReason, Json, Message, Role, ToolCall
 
 
 class Block(msgspec.Struct):
-    """One block of a message's content; which fields it has depends on its type."""
+    """One block of a message's content; its type decides which fields it has."""
 
     type: str
     text: str = ""
@@ -31,7 +31,7 @@ class TurnMessage(msgspec.Struct):
 
 
 class OfferedTool(msgspec.Struct):
-    """A tool, in Anthropic's shape."""
+    """Tool in Anthropic's shape."""
 
     name: str
     description: str = ""
@@ -39,14 +39,14 @@ class OfferedTool(msgspec.Struct):
 
 
 class AnthropicToolChoice(msgspec.Struct):
-    """See `tool_choice` in Anthropic's reference."""
+    """Tool choice; see `tool_choice` in Anthropic's reference."""
 
     type: str
     disable_parallel_tool_use: bool = False
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/messages` and, without `max_tokens`, `/v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages` and, without `max_tokens`, of `/v1/messages/count_tokens`."""
 
     messages: list[TurnMessage]
     model: str = ""
@@ -61,7 +61,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 
 def messages_ask(body: MessagesRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> AnswerRequest:
-    """What a request asks for. Raises `Refusal`."""
+    """Answer request of a body. Raises `Refusal`."""
     if body.stop_sequences:
         raise Refusal("stop_sequences", "none", body.stop_sequences)
     choice = body.tool_choice
@@ -82,7 +82,7 @@ def messages_ask(body: MessagesRequest, digest: str, *, is_retry: bool, takes_to
 
 
 def messages_body(generation: Generation, prompt_ids: tuple[int, ...], model: str) -> Body:
-    """The answer to a request."""
+    """Body of the answer to a request."""
     message, content = generation.message, list[Json]()
     if message.reasoning:
         content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
@@ -104,7 +104,7 @@ def messages_body(generation: Generation, prompt_ids: tuple[int, ...], model: st
 
 
 def message_events(body: Body) -> Iterator[Body]:
-    """A whole answer as the events of a stream."""
+    """Events that stream a whole answer."""
     blocks = body["content"]
     assert isinstance(blocks, list)
     yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None}}
@@ -120,7 +120,7 @@ def message_events(body: Body) -> Iterator[Body]:
 
 
 def _streamed(block: Body) -> tuple[Body, Body]:
-    """A block without what it says, and what it says."""
+    """Block with its content emptied, and the delta that carries the content."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -132,7 +132,7 @@ def _streamed(block: Body) -> tuple[Body, Body]:
 
 
 def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
-    """A user's message may bring the results of tools before it says something."""
+    """Messages of one user or assistant turn; a user's tool results precede its text."""
     blocks = [Block("text", text=message.content)] if isinstance(message.content, str) else message.content
     allowed = {"user": {"text", "tool_result"}, "assistant": {"text", "tool_use", "thinking", "redacted_thinking"}}
     if message.role not in allowed:

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions` and `/v1/completions`: what clients send, and what they are told."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`: requests and answers."""
 
 import json
 from collections.abc import Iterator
@@ -21,12 +21,13 @@ ROLES = {
     "tool": Role.TOOL,
 }
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
-"""What clients may tell a template; the renderer's own arguments, the template among them, are not theirs."""
+"""Names of the template arguments that clients may set; the renderer's own, such as the template, are not among
+them."""
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
 class Refusal(SessionError):
-    """A field with a value that cannot be served (HTTP 400); `field` names it."""
+    """Refusal of a field's value that cannot be served (HTTP 400); `field` names the field."""
 
     def __init__(self, field: str, expected: str, came: object) -> None:
         super().__init__(f"{field}: expected {expected}, got {came!r}")
@@ -41,14 +42,14 @@ class TextPart(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """What a client quotes of a call."""
+    """Function and arguments of a quoted call."""
 
     name: str
     arguments: str = "{}"
 
 
 class QuotedCall(msgspec.Struct):
-    """A tool call as a client quotes it."""
+    """Tool call as a client quotes it."""
 
     id: str = ""
     function: FunctionCall | None = None
@@ -64,19 +65,19 @@ class ChatMessage(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """See OpenAI's reference."""
+    """Stream options; see OpenAI's reference."""
 
     include_usage: bool | None = False
 
 
 class Typed(msgspec.Struct):
-    """An object of which only the type matters."""
+    """Object of which only the type matters."""
 
     type: str
 
 
-class Drawing(msgspec.Struct, kw_only=True):
-    """The fields that chat and text completions share. Unknown ones are ignored, unserved ones refused."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that chat and text completions share. Unknown fields are ignored, unserved values refused."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -93,7 +94,7 @@ class Drawing(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
 
     def refuse_unserved(self) -> None:
-        """Raises `Refusal` for what would change how tokens are drawn and cannot be honoured."""
+        """Raises `Refusal` for a value that would change sampling and cannot be honoured."""
         for field, value, allowed in (
             ("n", self.n, (None, 1)),
             ("stop", self.stop, (None, "", [])),
@@ -105,8 +106,8 @@ class Drawing(msgspec.Struct, kw_only=True):
                 raise Refusal(field, f"none or {allowed[-1]!r}", value)
 
 
-class ChatRequest(Drawing, kw_only=True):
-    """`POST /v1/chat/completions`."""
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -119,8 +120,8 @@ class ChatRequest(Drawing, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-class TextRequest(Drawing, kw_only=True):
-    """`POST /v1/completions`."""
+class TextRequest(SamplingFields, kw_only=True):
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int]
     logprobs: int | None = None
@@ -128,7 +129,7 @@ class TextRequest(Drawing, kw_only=True):
 
 
 def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> AnswerRequest:
-    """What a chat request asks for. Raises `Refusal`."""
+    """Answer request of a chat body. Raises `Refusal`."""
     body.refuse_unserved()
     if body.response_format is not None and body.response_format.type != "text":
         raise Refusal("response_format", "type 'text'", body.response_format.type)
@@ -153,7 +154,7 @@ def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: boo
 
 
 def prompt_ask(prompt_ids: tuple[int, ...], ask: AnswerRequest) -> AnswerRequest:
-    """The same request for a prompt in tokens. Raises `Refusal`."""
+    """Answer request with its prompt replaced by tokens. Raises `Refusal`."""
     if any(token < 0 for token in prompt_ids):
         raise Refusal("token_ids", "numbers of 0 and more", min(prompt_ids))
     named = Conversation((Message(Role.USER, repr(prompt_ids)),), template="tokens")
@@ -161,7 +162,7 @@ def prompt_ask(prompt_ids: tuple[int, ...], ask: AnswerRequest) -> AnswerRequest
 
 
 def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_retry: bool) -> AnswerRequest:
-    """What a text completion asks for, its prompt being tokens. Raises `Refusal`."""
+    """Answer request of a text completion whose prompt is tokens. Raises `Refusal`."""
     body.refuse_unserved()
     if body.echo:
         raise Refusal("echo", "false", True)
@@ -178,7 +179,7 @@ def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_
 
 
 def tools_text(tools: list[object] | None, *, takes_tools: bool) -> str:
-    """The tools as JSON, the order of their fields kept. Raises `Refusal`."""
+    """Tools as JSON, with the order of their fields kept. Raises `Refusal`."""
     if not tools:
         return ""
     if not takes_tools:
@@ -191,7 +192,7 @@ def tools_text(tools: list[object] | None, *, takes_tools: bool) -> str:
 
 
 def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages, if a conversation can be made of them. Raises `Refusal`."""
+    """Messages, if they can form a conversation. Raises `Refusal`."""
     if not messages:
         raise Refusal("messages", "at least one", [])
     for i, message in enumerate(messages):
@@ -203,7 +204,7 @@ def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def chat_body(generation: Generation, prompt_ids: tuple[int, ...], request: ChatRequest, created: int) -> Body:
-    """The answer to a chat request."""
+    """Body of the answer to a chat request."""
     message: Body = {"role": "assistant", "content": generation.message.content, "refusal": None}
     if generation.message.tool_calls:
         message["tool_calls"] = [_call_body(call) for call in generation.message.tool_calls]
@@ -231,7 +232,7 @@ def chat_body(generation: Generation, prompt_ids: tuple[int, ...], request: Chat
 
 
 def text_body(generation: Generation, prompt_ids: tuple[int, ...], request: TextRequest, created: int) -> Body:
-    """The answer to a text completion."""
+    """Body of the answer to a text completion."""
     choice: Body = {
         "index": 0,
         "text": generation.message.content,
@@ -251,7 +252,7 @@ def text_body(generation: Generation, prompt_ids: tuple[int, ...], request: Text
 
 
 def chat_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
-    """A whole chat answer as the chunks of a stream."""
+    """Chunks that stream a whole chat answer."""
     choices = body["choices"]
     assert isinstance(choices, list)
     choice = choices[0]
@@ -273,19 +274,19 @@ def chat_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
 
 
 def text_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
-    """A whole text completion as the chunks of a stream."""
+    """Chunks that stream a whole text completion."""
     yield {name: value for name, value in body.items() if name != "usage"}
     if with_usage:
         yield {**body, "choices": []}
 
 
-def wants_usage(request: Drawing) -> bool:
+def wants_usage(request: SamplingFields) -> bool:
     """Whether a stream ends with token counts."""
     return bool(request.stream_options and request.stream_options.include_usage)
 
 
 def finish_reason(generation: Generation) -> str:
-    """In OpenAI's words."""
+    """Finish reason in OpenAI's words."""
     if generation.completion.finish_reason is FinishReason.STOP and generation.message.tool_calls:
         return "tool_calls"
     return FINISH[generation.completion.finish_reason]
@@ -293,21 +294,21 @@ def finish_reason(generation: Generation) -> str:
 
 def usage(generation: Generation, prompt_ids: tuple[int, ...]) -> Body:
     """Token counts."""
-    drawn = len(generation.completion.token_ids)
+    sampled = len(generation.completion.token_ids)
     return {
         "prompt_tokens": len(prompt_ids),
-        "completion_tokens": drawn,
-        "total_tokens": len(prompt_ids) + drawn,
+        "completion_tokens": sampled,
+        "total_tokens": len(prompt_ids) + sampled,
     }
 
 
 def token_fields(generation: Generation, *, asked: bool) -> Body:
-    """The drawn tokens and the versions that drew them, for clients that asked."""
+    """Sampled tokens and their Versions, if the client asked for them."""
     return {"token_ids": list(generation.completion.token_ids), "weight_versions": spans(generation)} if asked else {}
 
 
 def spans(generation: Generation) -> list[Json]:
-    """Which version drew which tokens."""
+    """Spans of sampled tokens by Version."""
     versions, found, start = generation.completion.versions, list[Json](), 0
     for end in range(1, len(versions) + 1):
         if end == len(versions) or versions[end] != versions[start]:
@@ -317,7 +318,7 @@ def spans(generation: Generation) -> list[Json]:
 
 
 def logprobs_body(generation: Generation) -> Body:
-    """One entry per drawn token, its id in both spellings that clients know."""
+    """Logprobs with an entry per sampled token, whose id has both spellings that clients know."""
     pairs = zip(generation.completion.token_ids, generation.completion.logprobs, strict=True)
     content: list[Json] = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": lp, "bytes": None, "top_logprobs": []}
@@ -327,7 +328,7 @@ def logprobs_body(generation: Generation) -> Body:
 
 
 def _template_text(arguments: dict[str, object]) -> str:
-    """The template's arguments as JSON; only such as cannot change what is rendered beyond the thinking."""
+    """Template arguments as JSON; only arguments that change nothing but the thinking are allowed."""
     for name, value in arguments.items():
         if name not in TEMPLATE_ARGUMENTS or not isinstance(value, bool | str):
             raise Refusal("chat_template_kwargs", f"a flag or word for {', '.join(TEMPLATE_ARGUMENTS)}", name)
@@ -350,7 +351,7 @@ def _call(where: str, call: QuotedCall) -> ToolCall:
 
 
 def text_of(where: str, content: str | list[TextPart] | None) -> str:
-    """What the parts say, one after the other. Raises `Refusal` for parts that are not text."""
+    """Text of the parts, joined. Raises `Refusal` for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

@@ -10,7 +10,7 @@ from shoal.gateway.token_tree import Conversation, Generation
 
 
 class TokenSampling(msgspec.Struct):
-    """How tokens are drawn; a session's own sampling wins."""
+    """Parameters of sampling; a session's own sampling wins."""
 
     max_tokens: int = 16
     temperature: float | None = None
@@ -21,18 +21,18 @@ class TokenSampling(msgspec.Struct):
 
 
 class TokensRequest(msgspec.Struct):
-    """`POST /inference/v1/generate`."""
+    """Body of `POST /inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: TokenSampling
     request_id: str = ""
     stream: bool = False
     logprobs_format: Literal["content", "flat"] = "content"
-    """`flat` gives a list of numbers, as Shoal's engines do."""
+    """Format of logprobs; `flat` gives a list of numbers, as Shoal's engines do."""
 
 
 def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> AnswerRequest:
-    """What a request asks for. Raises `Refusal`."""
+    """Answer request of a body. Raises `Refusal`."""
     params = body.sampling_params
     for field, value, allowed in (("n", params.n, 1), ("stop", params.stop or None, None)):
         if value != allowed:
@@ -54,7 +54,7 @@ def tokens_ask(body: TokensRequest, digest: str, *, is_retry: bool) -> AnswerReq
 
 
 def tokens_body(generation: Generation, prompt_ids: tuple[int, ...], request: TokensRequest) -> Body:
-    """The answer to a request."""
+    """Body of the answer to a request."""
     return {
         "request_id": request.request_id,
         "prompt_token_ids": list(prompt_ids),

@@ -1,4 +1,4 @@
-"""How an answer or an error is told: as a body, or as the events of a stream."""
+"""Responses over HTTP: an answer or an error as a body, or as the events of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -21,17 +21,17 @@ ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "re
 
 @dataclass(frozen=True, slots=True)
 class RenderedReply:
-    """What is made of a generation for one request."""
+    """Functions that turn a generation into the response to one request."""
 
     body: Callable[[Generation], Body]
     events: Callable[[Generation], Iterable[Body]] | None
-    """None when the client wants no stream."""
+    """Events of the stream; None when the client wants no stream."""
     named: bool = False
     """Whether events carry their type as name, and no mark ends the stream."""
 
 
 def error_body(error: ShoalError, status: int, path: str) -> Body:
-    """An error in the words of the API that `path` belongs to."""
+    """Error body in the form of the API that `path` belongs to."""
     if "/v1/messages" in path:
         other = "overloaded_error" if status == 503 else "invalid_request_error"
         return {"type": "error", "error": {"type": ANTHROPIC_KINDS.get(status, other), "message": str(error)}}
@@ -43,7 +43,7 @@ def error_body(error: ShoalError, status: int, path: str) -> Body:
 async def streamed(
     http: Request, session: Session, task: "asyncio.Future[Generation]", reply: RenderedReply, keep_alive_s: float
 ) -> AsyncIterator[bytes]:
-    """The events of an answer, with comments until there is one; an error that comes late is an event."""
+    """Streams the events of an answer, with comments until it is ready; a late error becomes an event."""
     assert reply.events is not None
     path = http.url.path
     while not task.done():
@@ -66,18 +66,18 @@ async def streamed(
 
 
 def has_left(http: Request) -> bool:
-    """Whether the server knows by now that the client of a request, all of which was read, has gone.
+    """Whether the server knows by now that the client of a fully read request has disconnected.
 
-    Asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which takes two more
-    rounds of the event loop, behind all the other requests.
+    The function asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which
+    takes two more rounds of the event loop, behind all other requests.
     """
-    asking = http.receive().__await__()
+    receiving = http.receive().__await__()
     try:
-        next(asking)
-    except StopIteration as told:
-        return bool(told.value["type"] == "http.disconnect")
+        next(receiving)
+    except StopIteration as message:
+        return bool(message.value["type"] == "http.disconnect")
     finally:
-        asking.close()
+        receiving.close()
     return False
 
 

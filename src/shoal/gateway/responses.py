@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: what clients send, and what they are told."""
+"""OpenAI's `/v1/responses`: requests and answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, 
 
 
 class Item(msgspec.Struct):
-    """One item of a request's input; which fields it has depends on its type."""
+    """One item of a request's input; its type decides which fields it has."""
 
     type: str = "message"
     role: str = ""
@@ -25,7 +25,7 @@ class Item(msgspec.Struct):
 
 
 class FunctionTool(msgspec.Struct):
-    """A tool, in the shape of this route."""
+    """Tool in the shape of this route."""
 
     type: str
     name: str = ""
@@ -34,13 +34,13 @@ class FunctionTool(msgspec.Struct):
 
 
 class TextFormat(msgspec.Struct):
-    """See `text` in OpenAI's reference."""
+    """Text format; see `text` in OpenAI's reference."""
 
     format: Typed | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/responses`. Unknown fields are ignored, unserved ones refused."""
+    """Body of `POST /v1/responses`. Unknown fields are ignored, unserved values refused."""
 
     input: str | list[Item]
     model: str = ""
@@ -65,7 +65,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
 
     def refuse_unserved(self) -> None:
-        """Raises `Refusal` for what would change how tokens are drawn, or needs a service that is not there."""
+        """Raises `Refusal` for a value that would change sampling or needs a service that is absent."""
         for field, value, allowed in (
             ("tool_choice", msgspec.to_builtins(self.tool_choice), (None, "none", "auto")),
             ("parallel_tool_calls", self.parallel_tool_calls, (None, True)),
@@ -84,9 +84,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 def responses_ask(
     body: ResponsesRequest, before: Sequence[Message], digest: str, *, is_retry: bool, takes_tools: bool
 ) -> AnswerRequest:
-    """What a request asks for, after the messages of the response that it names. Raises `Refusal`.
+    """Answer request of a body, after the messages `before` of the response that it names. Raises `Refusal`.
 
-    Instructions replace the system message that those began with; without any, it stays.
+    Instructions replace the system message at the start of `before`; without instructions it stays.
     """
     body.refuse_unserved()
     if not body.input:
@@ -102,7 +102,7 @@ def responses_ask(
 
 
 def generation_id(response_id: str) -> int:
-    """The generation behind a response's id. Raises `Refusal`."""
+    """Generation behind a response's id. Raises `Refusal`."""
     mark, _, number = response_id.partition("_")
     if mark != "resp" or not (number.isascii() and number.isdigit() and len(number) < 20):
         raise Refusal("previous_response_id", "the id of a response of this session", response_id)
@@ -112,9 +112,9 @@ def generation_id(response_id: str) -> int:
 def responses_body(
     generation: Generation, prompt_ids: tuple[int, ...], request: ResponsesRequest, created: int
 ) -> Body:
-    """The answer to a request."""
+    """Body of the answer to a request."""
     whole = generation.completion.finish_reason is FinishReason.STOP
-    drawn = len(generation.completion.token_ids)
+    sampled = len(generation.completion.token_ids)
     fields = token_fields(generation, asked=bool(request.return_token_ids))
     return {
         "id": f"resp_{generation.id}",
@@ -139,9 +139,9 @@ def responses_body(
         "usage": {
             "input_tokens": len(prompt_ids),
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": drawn,
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": len(prompt_ids) + drawn,
+            "total_tokens": len(prompt_ids) + sampled,
         },
         **({"ill_formed": True} if generation.ill_formed else {}),
         **({"prompt_token_ids": list(prompt_ids), **fields} if fields else {}),
@@ -149,13 +149,13 @@ def responses_body(
 
 
 def response_events(body: Body) -> Iterator[Body]:
-    """A whole answer as the events of a stream, numbered."""
+    """Numbered events that stream a whole answer."""
     for number, event in enumerate(_events(body)):
         yield {**event, "sequence_number": number}
 
 
 def failure_event(message: str, code: str | None) -> Body:
-    """What a stream ends with when the answer cannot be had."""
+    """Last event of a stream whose answer failed."""
     return {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
 
 
@@ -175,7 +175,7 @@ def _events(body: Body) -> Iterator[Body]:
 
 
 def _streamed(item: Body, where: Body) -> tuple[Body, list[Body]]:
-    """An item without what it says, and the events that say it."""
+    """Item with its content emptied, and the events that carry the content."""
     if item["type"] == "function_call":
         said, kind = item["arguments"], "response.function_call_arguments"
         events: list[Body] = [
@@ -201,7 +201,7 @@ def _streamed(item: Body, where: Body) -> tuple[Body, list[Body]]:
 
 
 def _output(generation: Generation, status: str) -> list[Json]:
-    """Reasoning, what was said, and calls; a message also when nothing at all was said."""
+    """Output items: reasoning, text and calls; an empty answer still has a message."""
     message, name = generation.message, generation.id
     items: list[Json] = []
     if message.reasoning:
@@ -218,7 +218,7 @@ def _output(generation: Generation, status: str) -> list[Json]:
 
 
 def _messages(items: Sequence[Item]) -> list[Message]:
-    """An answer comes back as several items: what was said, then its calls; reasoning, which is ignored, begins one."""
+    """Messages of input items: text and later calls join into one answer; reasoning is ignored and begins an answer."""
     messages: list[Message] = []
     joins = False  # whether a call belongs to the message before it
     for i, item in enumerate(items):
@@ -245,7 +245,7 @@ def _messages(items: Sequence[Item]) -> list[Message]:
 
 
 def _offered(i: int, tool: FunctionTool) -> object:
-    """In the shape that templates read."""
+    """Tool in the shape that templates read."""
     if tool.type != "function" or not tool.name:
         raise Refusal(f"tools[{i}]", '{"type": "function", "name": ...}', f"{tool.type} {tool.name!r}")
     function: dict[str, object] = {"name": tool.name, "description": tool.description or ""}

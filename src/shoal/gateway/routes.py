@@ -1,4 +1,4 @@
-"""Which endpoint answers a path: looked up, where Starlette's router tries one pattern after the other."""
+"""Routes: a lookup of the endpoint by path, where Starlette's router tries one pattern after the other."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +20,7 @@ SESSION = "/s/"
 
 
 class Routes:
-    """An ASGI application. In `/s/<token>/...` the token is the request's path parameter `token`."""
+    """ASGI application. In `/s/<token>/...` the token is the request's path parameter `token`."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class Routes:
         refused: Callable[[Request, Exception], Response],
         lifetime: Callable[[object], AbstractAsyncContextManager[None]],
     ) -> None:
-        """`refused` is told of the errors that a client is to know of; `lifetime` lasts while requests are served."""
+        """`refused` turns errors that clients may see into responses; `lifetime` lasts while requests are served."""
         self._common = common
         self._of_sessions = of_sessions
         self._refused = refused
-        self._others = Router(lifespan=lifetime)  # closes web sockets as well
+        self._others = Router(lifespan=lifetime)  # also closes web sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""

@@ -1,4 +1,4 @@
-"""The gateway's routes: OpenAI's and Anthropic's, under `/v1` (the session is the API key) and `/s/<token>/v1`."""
+"""Gateway routes for OpenAI and Anthropic, under `/v1` (the session is the API key) and `/s/<token>/v1`."""
 
 import asyncio
 import contextlib
@@ -37,9 +37,9 @@ _encoder = msgspec.json.Encoder()
 
 
 class Gateway:
-    """`app` is the ASGI application, `sessions` what is open.
+    """Gateway over sessions; `app` is the ASGI application, `sessions` the registry.
 
-    With `is_open`, requests without a session are answered too, each by a session of its own; else they get 401.
+    With `is_open`, each request without a session gets a session of its own; otherwise such requests get 401.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class Gateway:
     ) -> None:
         """`max_model_len` is the most tokens, prompt and answer together, that the engine takes.
 
-        With an `admin_key`, only who sends it may open sessions, read metrics, or ask without a session. `host` is
-        where the user has it listen.
+        With an `admin_key`, only requests that send it may open sessions, read metrics, or ask without a session.
+        `host` is the address on which the user has the gateway listen.
         """
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        desk = SessionContext(engine, renderer, max_model_len, pool, SessionCounts(), clock, set())
-        self.sessions = Sessions(desk, bounds)
+        context = SessionContext(engine, renderer, max_model_len, pool, SessionCounts(), clock, set())
+        self.sessions = Sessions(context, bounds)
         self._admin_key = admin_key
         self._model = model
         self._is_open = is_open
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        routes = Routes(*self._tables(), refused=self._refused, lifetime=lambda _: self.lifetime())
+        routes = Routes(*self._tables(), refused=self._refusal, lifetime=lambda _: self.lifetime())
         self.app = guarded(routes, host=host)
 
     def _tables(self) -> tuple[Table, Table]:
-        """What is served everywhere, and what under the URLs of sessions."""
+        """Routes served everywhere, and routes under the URLs of sessions."""
         of_models: Table = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._text),
@@ -94,14 +94,14 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def lifetime(self) -> AsyncIterator[None]:
-        """Evicts idle sessions until it is left; then all that is under way ends. A server of `app` enters it."""
+        """Evicts idle sessions until the block ends, then cancels all work under way. A server of `app` enters it."""
         evicting = asyncio.create_task(self._evicting(), name="eviction of sessions")
         yield
-        under_way = [evicting, *self.sessions.desk.tasks]
+        under_way = [evicting, *self.sessions.context.tasks]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        self.sessions.desk.pool.shutdown(wait=True)
+        self.sessions.context.pool.shutdown(wait=True)
 
     async def _evicting(self) -> None:
         while True:
@@ -125,12 +125,12 @@ class Gateway:
         created = int(time.time())
 
         def whole(generation: Generation) -> chat.Body:
-            return chat.chat_body(generation, session.ledger.prompt_ids(generation), request, created)
+            return chat.chat_body(generation, session.tree.prompt_ids(generation), request, created)
 
         def chunks(generation: Generation) -> Iterable[chat.Body]:
             return chat.chat_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
+        return await self._answer(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
 
     async def _text(self, http: Request) -> Response:
         session = self._session(http)
@@ -139,12 +139,12 @@ class Gateway:
         created = int(time.time())
 
         def whole(generation: Generation) -> chat.Body:
-            return chat.text_body(generation, session.ledger.prompt_ids(generation), request, created)
+            return chat.text_body(generation, session.tree.prompt_ids(generation), request, created)
 
         def chunks(generation: Generation) -> Iterable[chat.Body]:
             return chat.text_chunks(whole(generation), with_usage=chat.wants_usage(request))
 
-        return await self._answered(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
+        return await self._answer(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
 
     async def _tokens(self, http: Request) -> Response:
         session = self._session(http)
@@ -152,9 +152,9 @@ class Gateway:
         ask = generate_route.tokens_ask(request, digest, is_retry=_is_retry(http))
 
         def whole(generation: Generation) -> chat.Body:
-            return generate_route.tokens_body(generation, session.ledger.prompt_ids(generation), request)
+            return generate_route.tokens_body(generation, session.tree.prompt_ids(generation), request)
 
-        return await self._answered(http, session, ask, RenderedReply(whole, None))
+        return await self._answer(http, session, ask, RenderedReply(whole, None))
 
     async def _responses(self, http: Request) -> Response:
         session = self._session(http)
@@ -163,20 +163,20 @@ class Gateway:
         if request.previous_response_id is not None:
             named = responses.generation_id(request.previous_response_id)
             try:
-                before = session.ledger.conversation(named)
+                before = session.tree.conversation(named)
             except KeyError:
                 raise chat.Refusal("previous_response_id", "a response of this session", named) from None
         is_retry, created = _is_retry(http), int(time.time())
         ask = responses.responses_ask(request, before, digest, is_retry=is_retry, takes_tools=self._takes_tools)
 
         def whole(generation: Generation) -> chat.Body:
-            prompt_ids = session.ledger.prompt_ids(generation)
+            prompt_ids = session.tree.prompt_ids(generation)
             return responses.responses_body(generation, prompt_ids, request, created)
 
         def events(generation: Generation) -> Iterable[chat.Body]:
             return responses.response_events(whole(generation))
 
-        return await self._answered(
+        return await self._answer(
             http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
         )
 
@@ -188,12 +188,12 @@ class Gateway:
         ask = anthropic.messages_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
 
         def whole(generation: Generation) -> chat.Body:
-            return anthropic.messages_body(generation, session.ledger.prompt_ids(generation), request.model)
+            return anthropic.messages_body(generation, session.tree.prompt_ids(generation), request.model)
 
         def events(generation: Generation) -> Iterable[chat.Body]:
             return anthropic.message_events(whole(generation))
 
-        return await self._answered(
+        return await self._answer(
             http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
         )
 
@@ -201,12 +201,12 @@ class Gateway:
         self._session(http)
         request, digest = await self._body(http, anthropic.MessagesRequest)
         asked = anthropic.messages_ask(request, digest, is_retry=False, takes_tools=self._takes_tools)
-        desk, conversation = self.sessions.desk, asked.conversation
-        rendered = await desk.in_thread(desk.renderer.prompt_ids, conversation.messages, conversation.tools, "")
+        context, conversation = self.sessions.context, asked.conversation
+        rendered = await context.in_thread(context.renderer.prompt_ids, conversation.messages, conversation.tools, "")
         return _json({"input_tokens": len(rendered)})
 
-    async def _answered(self, http: Request, session: Session, ask: AnswerRequest, reply: RenderedReply) -> Response:
-        """The answer as one body, or as the events of a stream, which begin when all is drawn."""
+    async def _answer(self, http: Request, session: Session, ask: AnswerRequest, reply: RenderedReply) -> Response:
+        """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
         if reply.events is None:
             generation = await session.generation(ask)
             answer = _json(reply.body(generation))
@@ -214,16 +214,16 @@ class Gateway:
                 session.deliver(generation)
             return answer
         task = asyncio.ensure_future(session.generation(ask))
-        task.add_done_callback(_noticed)  # the client may be gone when it fails
+        task.add_done_callback(_retrieve_error)  # the client may be gone when it fails
         await asyncio.wait({task}, timeout=self._keep_alive_s)
         if task.done():
-            task.result()  # what fails early has a status of its own
+            task.result()  # early failures have a status of their own
         stream = streamed(http, session, task, reply, self._keep_alive_s)
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
-        longest = self.sessions.desk.max_model_len
+        longest = self.sessions.context.max_model_len
         one = {"id": self._model, "object": "model", "created": 0, "owned_by": "shoal", "max_model_len": longest}
         return _json({"object": "list", "data": [one]})
 
@@ -240,7 +240,7 @@ class Gateway:
             prompt = prompt[0]
         if isinstance(prompt, str):
             try:
-                return tuple(await self.sessions.desk.in_thread(self.sessions.desk.renderer.token_ids, prompt))
+                return tuple(await self.sessions.context.in_thread(self.sessions.context.renderer.token_ids, prompt))
             except UnicodeEncodeError:
                 raise chat.Refusal("prompt", "Unicode text", "lone surrogates") from None
         ids = tuple(token for token in prompt if isinstance(token, int) and token >= 0)
@@ -250,10 +250,10 @@ class Gateway:
 
     @property
     def _takes_tools(self) -> bool:
-        return self.sessions.desk.renderer.takes_tools
+        return self.sessions.context.renderer.takes_tools
 
     def _session(self, http: Request) -> Session:
-        """The session that the URL or the API key names. Raises `Unauthorized` and `SessionOver`."""
+        """Session that the URL or the API key names. Raises `Unauthorized` and `SessionOver`."""
         named = http.path_params.get("token")
         token = named or _api_key(http)
         session = self.sessions.get(token)
@@ -267,21 +267,21 @@ class Gateway:
         raise Unauthorized(UNKNOWN)
 
     def _admit(self, http: Request) -> None:
-        """Raises `Unauthorized` for who does not send the admin key, where there is one."""
+        """Raises `Unauthorized` for a request without the admin key, where one is set."""
         if self._admin_key and not hmac.compare_digest(_api_key(http).encode(), self._admin_key.encode()):
             raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
     async def _body(self, http: Request, kind: type[T]) -> tuple[T, str]:
-        """The body as `kind`, and its digest. Raises `SessionError` naming the field."""
+        """Body as `kind`, and its digest. Raises `SessionError` naming the field."""
         data = await body(http, self._max_body_bytes)
         value = decoded(data, kind)
         path = str(http.scope["path"]).encode()
         return value, blake2b(path + b"\0" + data, digest_size=16).hexdigest()
 
-    def _refused(self, http: Request, error: Exception) -> Response:
-        """What a client is told of an error."""
-        counted, path = self.sessions.desk.counts.counted, str(http.scope["path"])
-        if isinstance(error, ClientDisconnect):  # before its request was sent: nobody reads the answer
+    def _refusal(self, http: Request, error: Exception) -> Response:
+        """Response to an error."""
+        counted, path = self.sessions.context.counts.counted, str(http.scope["path"])
+        if isinstance(error, ClientDisconnect):  # before its request was complete: no one reads the answer
             counted["half_requests"] += 1
             return Response(status_code=400)
         if isinstance(error, HTTPException):
@@ -292,25 +292,25 @@ class Gateway:
         return _json(error_body(error, status, path), status)
 
 
-def _noticed(task: "asyncio.Future[Generation]") -> None:
+def _retrieve_error(task: "asyncio.Future[Generation]") -> None:
     if not task.cancelled():
         task.exception()
 
 
 def _is_retry(http: Request) -> bool:
-    """Whether a client library says that it sends this again."""
+    """Whether a client library marks the request as a retry."""
     count = http.headers.get("x-stainless-retry-count", "0")
     return count.isdigit() and count != "0"
 
 
 def _api_key(http: Request) -> str:
-    """As OpenAI's clients send it, or Anthropic's."""
+    """API key in the header of OpenAI's or Anthropic's clients."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "")[len("bearer ") :]
 
 
 def _exposition(sessions: Sessions) -> str:
-    """What all sessions did, for Prometheus."""
-    counts = sessions.desk.counts
+    """Metrics of all sessions in Prometheus' text format."""
+    counts = sessions.context.counts
     lines = ["# TYPE shoal_gateway_open_sessions gauge", f"shoal_gateway_open_sessions {len(sessions)}"]
     for name, value in sorted(counts.counted.items()):
         lines += [f"# TYPE shoal_gateway_{name}_total counter", f"shoal_gateway_{name}_total {value}"]

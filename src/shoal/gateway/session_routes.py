@@ -1,4 +1,4 @@
-"""Opening and ending sessions over HTTP, and what a session hands out when it ends."""
+"""HTTP bodies that open and end sessions, and the export of an ended session."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from shoal.types import Message, Sampling
 
 
 class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /v1/sessions`."""
+    """Body of `POST /v1/sessions`."""
 
     sampling: Sampling | None = None
     limits: SessionLimits | None = None
@@ -17,9 +17,9 @@ class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenResponse(msgspec.Struct):
-    """Where an OpenAI client (`openai_base_url`) or an Anthropic one (`anthropic_base_url`) finds the session.
+    """URLs of a new session for an OpenAI client (`openai_base_url`) or an Anthropic client (`anthropic_base_url`).
 
-    The `api_key` opens it at the gateway's common URL.
+    The `api_key` opens the session at the gateway's common URL.
     """
 
     session_id: str
@@ -28,8 +28,8 @@ class OpenResponse(msgspec.Struct):
     anthropic_base_url: str
 
 
-class DrawnTurn(msgspec.Struct):
-    """One generation, as it was drawn."""
+class SampledTurn(msgspec.Struct):
+    """One generation as it was sampled."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -40,34 +40,34 @@ class DrawnTurn(msgspec.Struct):
 
 
 class Export(msgspec.Struct):
-    """`POST /s/<token>/end`: the session's turns, in the order in which they were begun."""
+    """Answer of `POST /s/<token>/end`: the session's turns, in the order in which they began."""
 
     messages: tuple[Message, ...]
-    turns: list[DrawnTurn]
+    turns: list[SampledTurn]
     truncated: bool
 
 
 def export(session: Session) -> Export:
-    """What the session drew."""
-    ledger = session.ledger
+    """Export of the session's generations."""
+    tree = session.tree
     return Export(
-        ledger.messages(),
+        tree.messages(),
         [
-            DrawnTurn(
-                list(ledger.prompt_ids(one)),
+            SampledTurn(
+                list(tree.prompt_ids(one)),
                 list(one.completion.token_ids),
                 list(one.completion.logprobs),
                 list(one.completion.versions),
                 one.completion.finish_reason,
                 one.ill_formed,
             )
-            for one in sorted(ledger.exported(), key=lambda generation: generation.id)
+            for one in sorted(tree.exported(), key=lambda generation: generation.id)
         ],
-        ledger.truncated,
+        tree.truncated,
     )
 
 
 class Unauthorized(SessionError):
-    """A token that names no session (HTTP 401)."""
+    """Error of a token that names no session (HTTP 401)."""
 
     http_status = 401

@@ -1,15 +1,15 @@
-"""The token ledger of one conversation: what an engine had in context, and what it drew from there. Pure.
+"""Token tree of one conversation: for each answer, the engine's context and the tokens sampled from there. Pure.
 
-A client speaks in messages; an engine must be given tokens. Rendering the whole conversation anew for each request
-would re-tokenise what was drawn, and training would then reinforce tokens that the policy never chose. The ledger finds
-how much of a request is a conversation it already has the tokens of, and asks to have only the rest rendered:
+A client sends messages; an engine needs tokens. Rendering the whole conversation again for each request would
+re-tokenise sampled answers. Training would then reinforce tokens that the policy never chose. The tree finds how much
+of a request is a conversation whose tokens it has, and only the rest is rendered:
 
-    attachment = ledger.attach(conversation)          which generation is extended, and by which messages
-    rendered   = bridge or full rendering             the caller's, in a thread: see `shoal.render`
-    call       = ledger.open(attachment, rendered)    `call.prompt_ids` go to the engine
-    generation = ledger.commit(call, completion, message), or ledger.cancel(call)
+    attachment = tree.attach(conversation)          which generation is extended, and by which messages
+    rendered   = bridge or full rendering           the caller's, in a thread: see `shoal.model.chat_template`
+    call       = tree.open(attachment, rendered)    `call.prompt_ids` go to the engine
+    generation = tree.commit(call, completion, message), or tree.cancel(call)
 
-Between `open` and `commit` other calls may come and go: concurrent ones become siblings.
+Between `open` and `commit` other calls may come and go: concurrent calls become siblings.
 """
 
 import itertools
@@ -23,38 +23,38 @@ from shoal.errors import HistoryDiverged
 from shoal.types import Completion, FinishReason, Message, Role, ToolCall, Turn
 
 TAIL_ROLES = frozenset({Role.TOOL, Role.USER})
-"""What may follow an answer without its conversation being rendered anew."""
+"""Roles of messages that may follow an answer without rendering its conversation again."""
 
 
 class HistoryPolicy(StrEnum):
-    """What becomes of drawn tokens that a client or its template would leave out or change."""
+    """Treatment of sampled tokens that a client or its template would leave out or change."""
 
     PRESERVE = "preserve"
-    """They stay in context: a drawn answer is followed by new messages only."""
+    """Sampled tokens stay in context: only new messages follow a sampled answer."""
     TEMPLATE = "template"
-    """A new user message renders the conversation anew, as templates want that drop earlier reasoning."""
+    """A new user message renders the whole conversation again, for templates that drop earlier reasoning."""
     STRICT = "strict"
-    """A request must extend the newest answer; any other is refused."""
+    """A request must extend the newest answer; any other request is refused."""
 
 
 class Cause(StrEnum):
-    """Why a prompt was rendered in full."""
+    """Reasons for rendering a prompt in full."""
 
     FIRST = "first"
-    """The session had drawn nothing yet."""
+    """The session has no sampled answer yet."""
     DIVERGED = "diverged"
-    """No generation begins the conversation: edited, compacted, of a sub-agent, or with other tools."""
+    """No generation begins the conversation: it was edited or compacted, is a sub-agent's, or has other tools."""
     ROLES = "roles"
-    """The new messages are not only of tools and users."""
+    """The new messages have roles other than tool and user."""
     SEGMENT = "segment"
-    """The policy is `template`, and the user spoke."""
+    """The policy is `template`, and a user message came."""
     NO_BRIDGE = "no_bridge"
     """The template cannot render the new messages by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a request brings: messages, and what else the template renders."""
+    """Conversation of a request: messages, and the other inputs of the template."""
 
     messages: tuple[Message, ...]
     tools: str = ""  # JSON array; empty when there are none
@@ -63,22 +63,22 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Where a conversation goes on. `cause` is None exactly when it extends a generation."""
+    """Place where a conversation continues. `cause` is None exactly when it extends a generation."""
 
     conversation: Conversation
     parent: int | None
     tail: tuple[Message, ...]
-    """The messages since the parent's answer; all of them when there is no parent."""
+    """Messages since the parent's answer; all messages when there is no parent."""
     cause: Cause | None
     hash: bytes
-    """Of the whole conversation."""
+    """Hash of the whole conversation."""
     continues: bool = False
-    """Nothing is said after the parent's answer, which was cut short: it goes on where it stopped."""
+    """Whether no message follows the parent's truncated answer, so the answer continues where it stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGeneration:
-    """A generation under way."""
+    """Generation under way."""
 
     id: int
     attachment: Attachment
@@ -89,7 +89,7 @@ class OpenGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A node of the forest: what was rendered after the parent's tokens, and what was drawn after that."""
+    """Node of the forest: the tokens rendered after the parent's, and the tokens sampled after these."""
 
     id: int
     parent: int | None
@@ -97,47 +97,47 @@ class Generation:
     completion: Completion
     tail: tuple[Message, ...]
     message: Message
-    """The answer as the client was told; of a continuation, the whole answer."""
+    """Answer as the client received it; of a continuation, the whole answer."""
     continues: bool
     digest: str
     ill_formed: bool
 
 
 class TokenTree:
-    """The forest of a session's generations; append-only.
+    """Forest of a session's generations; append-only.
 
-    Invariant: the tokens before a generation's completion, from its root down, are exactly those that the engine had in
-    context when it drew it, and the drawn ones among them are the ids that were drawn, never re-tokenised text. In
-    `turns` every drawn token is trainable in exactly one row; those of undelivered duplicates are in none.
+    Invariant: the tokens from the root to a generation's completion are exactly those in the engine's context when it
+    sampled. Sampled tokens among them keep their ids and are never re-tokenised text. In `turns` every sampled token is
+    trainable in exactly one row; tokens of undelivered duplicates are in none.
     """
 
     def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE) -> None:
         self.policy = policy
         self.truncated = False
-        """Whether the newest request did not fit the context; set by the caller."""
+        """Whether the newest request did not fit the context; the caller sets it."""
         self._generations: dict[int, Generation] = {}
         self._children: dict[int | None, list[int]] = {None: []}
         self._calls: dict[int, OpenGeneration] = {}
         self._next_id = 0
         self._by_hash: dict[bytes, list[int]] = {}
-        self._hash_before: dict[int, bytes] = {}  # of the messages before the generation's answer
+        self._hash_before: dict[int, bytes] = {}  # hash of the messages before the generation's answer
         self._by_digest: dict[str, list[int]] = {}
         self._delivered: set[int] = set()
 
     @property
     def generations(self) -> tuple[Generation, ...]:
-        """All of them, in the order of their commits."""
+        """Generations in the order of their commits."""
         return tuple(self._generations.values())
 
     @property
     def calls(self) -> tuple[OpenGeneration, ...]:
-        """Those under way."""
+        """Generations under way."""
         return tuple(self._calls.values())
 
     def attach(self, conversation: Conversation) -> Attachment:
-        """The deepest generation that the conversation begins with, and what it says after that.
+        """Finds the deepest generation that the conversation begins with, and the messages after it.
 
-        Hashes of messages are compared, so that nothing is tokenised. Raises `HistoryDiverged`.
+        The search compares hashes of messages and tokenises nothing. Raises `HistoryDiverged`.
         """
         messages, hashes = conversation.messages, chain(conversation)
         for end in range(len(messages), 0, -1):
@@ -148,15 +148,15 @@ class TokenTree:
         return self._checked(Attachment(conversation, None, messages, cause, hashes[-1]))
 
     def detached(self, attachment: Attachment, cause: Cause) -> Attachment:
-        """The same conversation as a new root: it has to be rendered in full. Raises `HistoryDiverged`."""
+        """Attachment of the same conversation as a new root, to be rendered in full. Raises `HistoryDiverged`."""
         messages = attachment.conversation.messages
         return self._checked(replace(attachment, parent=None, tail=messages, cause=cause, continues=False))
 
     def open(self, attachment: Attachment, rendered_ids: Sequence[int], digest: str = "") -> OpenGeneration:
-        """Begins a generation. `rendered_ids` are the whole prompt of a root; else the bridge.
+        """Begins a generation. `rendered_ids` are the whole prompt of a root, or else the bridge.
 
-        A bridge begins with the token that closes the parent's answer. It is left out when the engine drew it, and
-        stays, untrained, when the answer was cut short.
+        A bridge begins with the token that closes the parent's answer. The token is left out when the engine sampled
+        it, and stays, untrained, when the answer was truncated.
         """
         rendered, before = tuple(rendered_ids), self._path_ids(attachment.parent)
         if attachment.parent is not None and rendered:
@@ -169,13 +169,13 @@ class TokenTree:
         return call
 
     def cancel(self, call: OpenGeneration) -> None:
-        """Forgets a call from which nothing came."""
+        """Forgets a call without a result."""
         self._calls.pop(call.id, None)
 
     def commit(
         self, call: OpenGeneration, completion: Completion, message: Message, *, ill_formed: bool = False
     ) -> Generation:
-        """Keeps what was drawn for a call, and the message that the client is told."""
+        """Stores the completion of a call, and the message that the client receives."""
         assert self._calls.pop(call.id, None) is call, "a call is committed once"
         attachment = call.attachment
         parent = None if attachment.parent is None else self._generations[attachment.parent]
@@ -203,21 +203,21 @@ class TokenTree:
         return generation
 
     def deliver(self, generation_id: int) -> None:
-        """Marks that the client was given this answer."""
+        """Records that the client received this answer."""
         self._delivered.add(generation_id)
 
     def retried(self, digest: str) -> OpenGeneration | Generation | None:
-        """What an equal request has already begun or drawn; the newest, when there are several."""
+        """Open or committed generation of an equal request; the newest when there are several."""
         found: list[OpenGeneration | Generation] = [call for call in self._calls.values() if call.digest == digest]
         found += [self._generations[one] for one in self._by_digest.get(digest, [])]
         return max(found, key=lambda one: one.id, default=None)
 
     def prompt_ids(self, generation: Generation) -> tuple[int, ...]:
-        """What the engine had in context."""
+        """Tokens in the engine's context before the completion."""
         return self._path_ids(generation.parent) + generation.rendered_ids
 
     def exported(self) -> list[Generation]:
-        """Depth first, so that a row goes on from turn to turn and ends at a leaf; without undelivered duplicates."""
+        """Generations depth first, without undelivered duplicates: a row goes on turn by turn and ends at a leaf."""
         result: list[Generation] = []
         pending = list(reversed(self._children[None]))
         while pending:
@@ -228,20 +228,20 @@ class TokenTree:
         return result
 
     def turns(self) -> tuple[Turn, ...]:
-        """What a `Rollout` is made of, in the order in which it was begun.
+        """Turns of a `Rollout`, in the order in which they began.
 
-        `train.advantage.rows` makes one row of each leaf; a shared generation trains in the first of its leaves only.
+        `trainer.advantage.rows` makes one row of each leaf; a shared generation trains only in the first of its leaves.
         """
         drawn = sorted(self.exported(), key=lambda generation: generation.id)
         return tuple(Turn(self.prompt_ids(one), one.completion) for one in drawn)
 
     def messages(self) -> tuple[Message, ...]:
-        """The conversation that ends in the newest answer; empty when nothing was drawn."""
+        """Conversation that ends in the newest answer; empty when nothing was sampled."""
         newest = max((generation.id for generation in self.exported()), default=None)
         return () if newest is None else self.conversation(newest)
 
     def conversation(self, generation_id: int) -> tuple[Message, ...]:
-        """The messages that end in a generation's answer. Raises `KeyError` for one that was not drawn."""
+        """Messages that end in a generation's answer. Raises `KeyError` for an unknown generation."""
         parts: list[tuple[Message, ...]] = []
         answered = False
         at: int | None = generation_id
@@ -278,8 +278,10 @@ class TokenTree:
         return attachment
 
     def _twin(self, ids: list[int], messages: Sequence[Message]) -> int:
-        """Which of the generations with equal conversations the client holds: the tool-call ids tell, else the newest
-        of those that were delivered."""
+        """Generation, of several with equal conversations, that the client holds.
+
+        The tool-call ids decide, or else the newest delivered generation wins.
+        """
         if len(ids) == 1:
             return ids[0]
         held = {call.id for message in messages for call in message.tool_calls}
@@ -303,7 +305,7 @@ class TokenTree:
             self._by_hash.setdefault(key, []).append(generation.id)
 
     def _superseded(self, generation: Generation) -> bool:
-        """Whether the client never got this answer, but one to an equal request."""
+        """Whether the client received another answer to an equal request instead of this one."""
         if generation.id in self._delivered or not generation.digest:
             return False
         equals = (one for one in self._by_digest[generation.digest] if one != generation.id)
@@ -321,7 +323,7 @@ class TokenTree:
 
 
 def chain(conversation: Conversation) -> list[bytes]:
-    """The hash of the first i messages, for every i; tools and template arguments come before the first."""
+    """Hashes of the first i messages, for every i; tools and template arguments come before the first."""
     hashes = [_hash(conversation.tools.encode(), conversation.template.encode())]
     for message in conversation.messages:
         hashes.append(_link(hashes[-1], message))
@@ -329,14 +331,14 @@ def chain(conversation: Conversation) -> list[bytes]:
 
 
 def minted_id(session: str, generation_id: int, index: int) -> str:
-    """The id of a generation's tool call: nine letters and digits, as the strictest templates want."""
+    """Id of a generation's tool call: nine letters and digits, as the strictest templates demand."""
     number = int.from_bytes(_hash(session.encode(), b"%d" % generation_id, b"%d" % index), "big")
     letters = "0123456789abcdefghijklmnopqrstuvwxyz"
     return "".join(letters[number // 36**place % 36] for place in range(9))
 
 
 def joined(first: Message, rest: Message) -> Message:
-    """An answer that was cut short, with what it went on to say."""
+    """Truncated answer joined with its continuation."""
     return replace(
         first,
         content=first.content + rest.content,
@@ -350,9 +352,10 @@ def _link(before: bytes, message: Message) -> bytes:
 
 
 def _view(message: Message) -> tuple[bytes, ...]:
-    """What two messages must agree in to be the same: everything; of an assistant's, what clients leave alone.
+    """Parts in which two equal messages must agree: all, but for an assistant only the parts that clients leave alone.
 
-    Clients strip answers, write arguments anew, replace ids and drop reasoning; none of that changes what was drawn.
+    Clients strip answers, reformat arguments, replace ids and drop reasoning; none of these edits changes the sampled
+    tokens.
     """
     if message.role is not Role.ASSISTANT:
         return (message.content.encode(), message.tool_call_id.encode())
@@ -368,5 +371,5 @@ def _arguments(call: ToolCall) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    """Of the parts and where they end."""
+    """Hash of the parts and their ends."""
     return blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=16).digest()

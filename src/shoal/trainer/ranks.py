@@ -77,8 +77,7 @@ class Ranks:
             distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gathers whole tensors into the first rank's main memory; every rank must call it, and the others get
-        nothing."""
+        """Gathers whole tensors into the first rank's main memory; every rank must call it. Other ranks get nothing."""
         result = {}
         for name, tensor in tensors.items():
             full = whole(tensor)

@@ -82,7 +82,7 @@ class AgentRunner:
                         break
                 finally:
                     await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
-        return await self._judged(task, i, seat.session.ledger, end)
+        return await self._judged(task, i, seat.session.tree, end)
 
     async def _played(self, task: Task, seat: AgentSession) -> _End:
         """How the agent ended. Raises `AgentLost`."""
@@ -109,14 +109,14 @@ class AgentRunner:
         except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _End(None, f"deadline: the rollout took longer than {self._timeout_s:g} s")
-            if seat.session.ledger.truncated and _is_overflow(error):
+            if seat.session.tree.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
             return _End(None, f"agent: {described(error)}")
 
-    async def _judged(self, task: Task, i: int, ledger: TokenTree, end: _End) -> Rollout:
+    async def _judged(self, task: Task, i: int, tree: TokenTree, end: _End) -> Rollout:
         """The rollout that the ledger shows, with its reward and status."""
-        turns, outcome, reason = ledger.turns(), end.outcome, end.reason
-        if outcome is not None and ledger.truncated:
+        turns, outcome, reason = tree.turns(), end.outcome, end.reason
+        if outcome is not None and tree.truncated:
             reason = reason or OVERFLOW
         given = outcome.turn_rewards if outcome else ()
         if outcome is not None and not turns:
@@ -127,17 +127,17 @@ class AgentRunner:
         reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)
         status = RolloutStatus.FAILED
         if outcome is not None:
-            reward = await self._reward(task, ledger, outcome)
+            reward = await self._reward(task, tree, outcome)
             status = RolloutStatus.TRUNCATED if reason else RolloutStatus.FINISHED
             if reward.status is not RewardStatus.SCORED:
                 status, reason = RolloutStatus.FAILED, unscored(reward)
-        return Rollout(f"{task.id}#{i}", ledger.messages(), _rewarded(turns, given), reward, status, reason)
+        return Rollout(f"{task.id}#{i}", tree.messages(), _rewarded(turns, given), reward, status, reason)
 
-    async def _reward(self, task: Task, ledger: TokenTree, outcome: Outcome) -> Reward:
+    async def _reward(self, task: Task, tree: TokenTree, outcome: Outcome) -> Reward:
         """As the agent says, else as the scorer says."""
         if outcome.reward is not None:
             return Reward(outcome.reward)
-        answer = _answer(ledger) if outcome.answer is None else outcome.answer
+        answer = _answer(tree) if outcome.answer is None else outcome.answer
         try:
             (reward,) = await self._scorer.score(task, [answer])
         except ShoalError as error:  # the task says nothing of how to score it
@@ -163,6 +163,6 @@ def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn
     )
 
 
-def _answer(ledger: TokenTree) -> str:
+def _answer(tree: TokenTree) -> str:
     """The newest answer."""
-    return next((written(message) for message in reversed(ledger.messages()) if message.role is Role.ASSISTANT), "")
+    return next((written(message) for message in reversed(tree.messages()) if message.role is Role.ASSISTANT), "")
