@@ -15,7 +15,7 @@ from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.status import status, status_lines
-from shoal.run.waits import telling_waits
+from shoal.run.waits import report_waits
 
 
 def written_run(run_dir: Path) -> None:
@@ -84,7 +84,7 @@ def test_sigusr1_says_who_waits_where(capfd: pytest.CaptureFixture[str]) -> None
         async def patient() -> None:
             await asyncio.Event().wait()
 
-        with telling_waits():
+        with report_waits():
             task = asyncio.create_task(patient(), name="the patient one")
             await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGUSR1)

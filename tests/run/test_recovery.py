@@ -19,7 +19,8 @@ from shoal.experience.audit import Check, audit
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop
-from shoal.run.recovery import opened_buffer, recover
+from shoal.run.recovery import open_buffer as recovery_buffer
+from shoal.run.recovery import recover
 from shoal.run.training import run_meta
 from shoal.weights.store import WeightStore
 
@@ -49,7 +50,7 @@ def test_a_log_that_lost_steps_of_a_checkpoint_is_refused_is_an_event_and_is_fou
     assert audit(tmp_path).findings[Check.CHECKPOINTS].ids == ["step-5"]
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(LogBehind, match="ends with step 2, but a checkpoint holds step 5"):
-        opened_buffer(tmp_path, run_meta(CONFIG), max_running=9, resume=True)
+        recovery_buffer(tmp_path, run_meta(CONFIG), max_running=9, resume=True)
     assert (tmp_path / FILE).read_bytes() == before
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert record["name"] == "log_behind_checkpoint"

@@ -37,14 +37,14 @@ def test_a_few_steps_of_the_demonstration(tmp_path: Path, monkeypatch: pytest.Mo
     recipes = (("large", tiny), ("small", replace(tiny, layers=1, tokenizer="pairs")))
     plan = DemoPlan(tmp_path / "demo", steps=6, questions=8, recipes=recipes, frozen=tiny)
     found = run_swarm_demo(plan)
-    for arm in ("before", *DemoCondition):
-        assert set(found[arm]) == {"large", "small"}  # type: ignore[call-overload]
+    for condition in ("before", *DemoCondition):
+        assert set(found[condition]) == {"large", "small"}  # type: ignore[call-overload]
     offers = found["offers"]
     assert isinstance(offers, dict)
     assert set(offers) == {"swarm-large", "swarm-small", "frozen", "rule"}
     assert offers["rule"] > 0
     assert Path(str(found["picture"])).read_bytes().startswith(b"\x89PNG")
-    for arm in DemoCondition:
+    for condition in DemoCondition:
         for name in ("large", "small"):
-            report = audit(plan.folder / f"{arm}-{name}")
+            report = audit(plan.folder / f"{condition}-{name}")
             assert report.ok, report

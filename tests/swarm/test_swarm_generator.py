@@ -20,7 +20,7 @@ from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalEr
 from shoal.interfaces import Recogniser
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
-from shoal.run.join_generator import answered_by
+from shoal.run.join_generator import answerer_of
 from shoal.swarm import offer as offers
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.claim_verification import OwnTasks
@@ -344,4 +344,4 @@ def test_a_generator_is_either_a_model_or_a_rule() -> None:
     config = parse({"tasks": [{"name": "gcd"}]})
     for model_url, rule in ((None, None), ("http://h/v1", "truth")):
         with pytest.raises(ConfigError, match="expected either --model-url or --rule"):
-            answered_by(config, model_url, "m", "", rule)
+            answerer_of(config, model_url, "m", "", rule)

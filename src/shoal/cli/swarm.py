@@ -105,14 +105,14 @@ def join(
     A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
     """
     from shoal.config import load
-    from shoal.run.join_generator import answered_by, generate
+    from shoal.run.join_generator import answerer_of, generate
     from shoal.swarm.generator import GeneratorPace
 
     options = [f"--swarm.servers={json.dumps(server)}"] if server else []
     settings = load(config, [*options, *context.obj])
     pace = GeneratorPace(settings.rollout.group_size, every, groups)
     try:
-        asyncio.run(generate(settings, answered_by(settings, model_url, model, key, rule), pace))
+        asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace))
     except KeyboardInterrupt:
         print("stopped")
     path = Path(settings.run_dir) / "swarm" / "status.json"

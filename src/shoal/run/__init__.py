@@ -1,1 +1,1 @@
-"""Joins all rooms into one run: `plan` checks, `training` builds and takes down, `loop` trains."""
+"""A run joins all rooms: `plan` checks, `training` builds and takes down the parts, `loop` trains."""

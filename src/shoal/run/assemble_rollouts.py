@@ -1,4 +1,4 @@
-"""Who works on which task: the run itself, in one turn, or whoever holds the conversation, through sessions."""
+"""Each task gets its runner: the built-in single turn, or an agent that talks to the model through a session."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,14 +31,14 @@ from shoal.types import Rollout, Sampling, Task
 
 
 def services_of(prepared: Prepared) -> Mapping[str, TaskService]:
-    """The task services of a run, by name."""
+    """Task services of a run, by name."""
     service = prepared.service
     services = service.services if isinstance(service, Mixture) else (service,)
     return {one.name: one for one in services}
 
 
 def scoring(prepared: Prepared, others: Scorer) -> Scorer:
-    """A scorer that leaves to task services what they score themselves."""
+    """Combines the scorer with the task services that score their own rollouts."""
     own: dict[str, Scoring] = {
         name: service
         for name, service in services_of(prepared).items()
@@ -49,7 +49,7 @@ def scoring(prepared: Prepared, others: Scorer) -> Scorer:
 
 @asynccontextmanager
 async def own_scorer(config: Config, prepared: Prepared, log: Path) -> AsyncIterator[Scorer]:
-    """What scores the answers of a run; `log` takes what its processes write. Raises `ChildDied`."""
+    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`."""
     async with RewardService(config.reward, log) as rewards:
         correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
         scorer = scoring(prepared, rewards)
@@ -61,7 +61,7 @@ def _words(reward: str | list[str]) -> list[str]:
 
 
 def scorer_values(scorer: Scorer) -> Mapping[str, float]:
-    """What the scorer tells of itself; nothing of one that is not a run's own."""
+    """Figures of the run's own scorer; empty for any other."""
     inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
     inner = inner.others if isinstance(inner, ServiceScorer) else inner
     return inner.values if isinstance(inner, RewardService) else {}
@@ -71,7 +71,7 @@ def scorer_values(scorer: Scorer) -> Mapping[str, float]:
 async def playing(
     config: Config, prepared: Prepared, engine: Engine, single_turn: SingleTurn, sampling: Sampling
 ) -> AsyncIterator[Runner]:
-    """Each task service's own runner; sessions are served where task services register, else on loopback."""
+    """Combines the runners of all task services. Sessions are served where task services register, else on loopback."""
     services = services_of(prepared)
     plays = {name: play for name, one in services.items() if (play := _play_of(one)) is not None}
     if not plays and not prepared.agents:
@@ -100,7 +100,7 @@ async def playing(
 
 
 def _play_of(service: TaskService) -> Play | None:
-    """How a service plays its tasks; None when the run answers them in one turn."""
+    """Playing function of a task service; None when the run answers its tasks in one turn."""
     if isinstance(service, RemoteService):
         return remote_play(service) if service.has(Capability.ROLLOUT) else None
     if isinstance(service, Definition) and not service.has(Capability.ROLLOUT):
@@ -115,7 +115,7 @@ def _is_playable(service: TaskService) -> TypeGuard[Playable]:
 def sources(
     config: Config, prepared: Prepared, runner: Runner, on_presence: Callable[[str, bool], None]
 ) -> list[Source]:
-    """What the orchestrator draws from."""
+    """Sources that the orchestrator draws from."""
     size = config.rollout.group_size
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]] = partial(runner.rollouts, n=size)
     return [
@@ -127,14 +127,14 @@ def sources(
 
 
 def _groups_at_once(agent: Agent | None, group_size: int) -> int | None:
-    """Groups whose rollouts an agent takes at once: what only waited for it would age, and hold others' places."""
+    """Groups whose rollouts an agent takes at once: waiting groups would age and hold others' places."""
     return None if agent is None or agent.max_at_once is None else -(-agent.max_at_once // group_size)
 
 
 def orchestrator(
     config: Config, prepared: Prepared, runner: Runner, buffer: Buffer, trackers: Trackers
 ) -> Orchestrator:
-    """Of the task services that the configuration names, each with its weight; called on the loop that runs it."""
+    """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop."""
 
     def report(change: Change) -> None:
         trackers.log_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)

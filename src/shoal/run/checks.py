@@ -1,4 +1,4 @@
-"""What a run refuses before it writes or starts anything; a dry run refuses the same."""
+"""Checks refuse a run before it writes or starts anything; a dry run makes them too."""
 
 import os
 import tempfile
@@ -12,12 +12,12 @@ from shoal.swarm.options import options_of
 from shoal.swarm.strategy import sharer_of, taker_of
 
 EXTRAS = {"metrics.tensorboard": "tensorboard", "metrics.wandb_project": "wandb", "train.lora.rank": "peft"}
-"""Settings, and the package that each needs."""
+"""Package that each of these settings needs."""
 PACKAGE_EXTRAS = {"peft": "lora"}
 
 
 def check_start(config: Config, *, resume: bool = False) -> None:
-    """Raises a `ShoalError` for a run that cannot begin, whatever its model and tasks are."""
+    """Raises a `ShoalError` for a run that cannot begin, whatever its model and tasks."""
     check_membership(config)
     _check_packages(config)
     _check_ports(config)
@@ -47,7 +47,7 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_ports(config: Config) -> None:
-    """Raises `ConfigError` for a port that something else listens at."""
+    """Raises `ConfigError` for a port in use."""
     port = config.metrics.prometheus_port
     if port:
         try:
@@ -57,7 +57,7 @@ def _check_ports(config: Config) -> None:
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Raises `RunDirError` unless a run can be written there (or resumed from there). Leaves nothing behind."""
+    """Raises `RunDirError` unless a run can be written (or resumed) there. Leaves nothing behind."""
     try:
         _check_run_dir(run_dir, resume=resume)
     except OSError as error:

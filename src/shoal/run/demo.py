@@ -1,4 +1,4 @@
-"""`shoal demo`: a model gets better on this machine: the embedded one within a minute, or a real one (`--real`)."""
+"""`shoal demo` trains a model on this machine: the embedded model within a minute, or a real one (`--real`)."""
 
 import json
 import time
@@ -24,7 +24,7 @@ DEMO_TASK: dict[str, JsonValue] = {
     "rewrite": [list(pair) for pair in REWRITE],
     "reward": "correct",
 }
-"""The task that the embedded model was made for."""
+"""Task that the embedded model was made for."""
 
 LEARNED = (
     "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
@@ -39,7 +39,7 @@ LEARNED_REAL = (
 
 
 def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
-    """The demo's configuration. Raises `ConfigError`."""
+    """Builds the demo's configuration. Raises `ConfigError`."""
     folder = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     return parse(
         {
@@ -58,21 +58,21 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
 
 
 def sums(largest: int) -> Iterator[dict[str, str]]:
-    """A question for each pair of numbers from 1 to `largest`."""
+    """Questions for each pair of numbers from 1 to `largest`."""
     for a in range(1, largest + 1):
         for b in range(1, largest + 1):
             yield {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
 
 
 def write_sums(path: Path) -> None:
-    """The questions of `real_config` as a JSONL file."""
+    """Writes the questions of `real_config` as a JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in sums(LARGEST_TERM)))
 
 
 def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of `--real`: SmolLM2-135M-Instruct learns sums. Raises `ConfigError`.
+    """Builds the configuration of `--real`: SmolLM2-135M-Instruct learns sums. Raises `ConfigError`.
 
-    The same as `examples/smollm2/train.toml`, with the questions in the cache.
+    It equals `examples/smollm2/train.toml`, with the questions in the cache.
     """
     questions = cache_directory() / f"sums-{LARGEST_TERM}.jsonl"
     questions.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +102,9 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
 
 
 def run_demo(config: Config) -> tuple[dict[str, object], str]:
-    """Makes the model if need be, trains it, draws the report: the figures, and what they mean in words.
+    """Trains the model, made first if need be, and draws the report. Returns the figures and a sentence about them.
 
-    `wall_s` is everything but the making of the model.
+    `wall_s` excludes the making of the model.
     """
     if config.model.path == SMOLLM2:
         local_directory(SMOLLM2)

@@ -1,6 +1,6 @@
-"""Where each process of a run computes: on a GPU of its own, unless the configuration asks for sharing, or on the CPU.
+"""Devices assign each process of a run a GPU of its own, unless the configuration asks for sharing, or the CPU.
 
-A GPU is named as CUDA_VISIBLE_DEVICES names it. Each child process sees the one that it computes on, and no other.
+GPUs are named as in CUDA_VISIBLE_DEVICES. Each child process sees only its own.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """A GPU for each engine and rank, in order; none on the CPU."""
+    """GPUs of engines and ranks, in order; none on the CPU."""
 
     engines: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Devices:
 
 
 def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...]:
-    """The GPUs that this process may use, of those `present` on the machine.
+    """Names the GPUs that this process may use, of those `present` on the machine.
 
     >>> visible_gpus({}, 2), visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1,-1,2"}, 4), visible_gpus({}, 0)
     (('0', '1'), ('3', '1'), ())
@@ -47,7 +47,7 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
 
 
 def gpus_present() -> int:
-    """How many GPUs this machine has that the installed torch can use; loads no torch."""
+    """Counts the GPUs that the installed torch can use; loads no torch."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return 0
@@ -64,10 +64,9 @@ def gpus_present() -> int:
 
 
 def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -> Devices:
-    """Where the parts of a run compute, with the given GPUs to choose from; `trains` is false without a trainer.
+    """Assigns GPUs to the parts of a run; `trains` is false without a trainer.
 
-    Ranks take the first GPUs and engines those after them. Raises `ConfigError` when there are too few, or when two
-    ranks would have the same one.
+    Ranks take the first GPUs and engines the next. Raises `ConfigError` for too few, or for two ranks on one GPU.
     """
     engines = 0 if config.engine.urls else config.engine.count
     ranks = config.train.ranks if trains else 0
@@ -103,7 +102,7 @@ def _check_numbers(setting: str, numbers: Sequence[int], count: int, part: str, 
 
 
 def _free(count: int, taken: Sequence[int], visible: Sequence[str], config: Config) -> list[int]:
-    """The first GPUs that nothing else has. Raises `ConfigError` when there are too few."""
+    """Finds the first free GPUs. Raises `ConfigError` when there are too few."""
     free = [number for number in range(len(visible)) if number not in taken]
     if len(free) < count:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What this machine has, and what is missing for which part of Shoal. Reads only; imports nothing heavy."""
+"""The doctor lists this machine's parts, and what each part of Shoal misses. Reads only; imports nothing heavy."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ OPTIONAL = {
 
 
 def diagnosis() -> dict[str, object]:
-    """A line per finding; values begin with `missing` where something is to be done."""
+    """Collects a line per finding; a value that begins with `missing` needs action."""
     cores = process.cores()
     memory = psutil.virtual_memory()
     cache = cache_directory()
@@ -45,7 +45,7 @@ def diagnosis() -> dict[str, object]:
 
 
 def _sandbox() -> str:
-    """The rung that untrusted programs run on, found by trying."""
+    """Finds the sandbox backend for untrusted programs by trying."""
     try:
         return backend().value
     except SandboxUnavailable as error:

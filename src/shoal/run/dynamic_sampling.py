@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups whose rewards are all equal are given up for others, within the staleness budget."""
+"""Dynamic sampling replaces groups whose rewards are all equal, within the staleness budget."""
 
 from dataclasses import replace
 
@@ -9,11 +9,11 @@ from shoal.types import Group, Rollout
 
 UNINFORMATIVE = "uninformative"
 REDRAWS_PER_GROUP = 3
-"""Bound on what one step gives up: on tasks that are all too easy or too hard it would never end."""
+"""Drops per wanted group at most: a step on tasks that are all too easy or too hard would never end."""
 
 
 def outcome_returns(rollout: Rollout) -> list[float]:
-    """The rollout's returns by what it achieved: before anything was taken off for its length.
+    """Returns of a rollout by its outcome, before any deduction for length.
 
     >>> from shoal.types import Reward
     >>> outcome_returns(Rollout("r", (), (), Reward(0.75, parts=((BEFORE, 1.0),))))
@@ -24,11 +24,11 @@ def outcome_returns(rollout: Rollout) -> list[float]:
 
 
 async def informative_groups(buffer: Buffer, n: int, version: int) -> list[Group]:
-    """Takes `n` groups for `version`, dropping those that teach nothing; their budget lets others start.
+    """Takes `n` groups for `version` and drops uninformative groups, whose budget lets others start.
 
     Rollouts are compared by their outcomes: an all-wrong group teaches nothing, though its answers differ in length.
 
-    After `REDRAWS_PER_GROUP * n` drops it takes what comes. A dropped group stays in the log, with its reason, and is
+    After `REDRAWS_PER_GROUP * n` drops every group is taken. A dropped group stays in the log with its reason and is
     never offered again. Source: dynamic sampling of DAPO (arXiv 2503.14476 §3.2).
     """
     kept: list[Group] = []

@@ -1,11 +1,10 @@
-"""The engines of a run as one pool, kept full for as long as the run lasts.
+"""The engines of a run form one pool, kept full for as long as the run lasts.
 
-    own      `engine.count` processes; one that ends is started again, and gets no requests before it serves the newest
-             weights
-    remote   `engine.urls`; one that does not answer, or that is found to be of no use once the run goes on, is asked
-             again, and joins when it can
+    own      `engine.count` processes; one that ends is started again, and serves the newest weights before any request
+    remote   `engine.urls`; one that does not answer, or turns out unusable during the run, is asked again and joins
+             when it can
 
-The run goes on while they come and go; it ends when none answers for long, or when one cannot be kept alive.
+The run continues while engines come and go. It ends when none answers for long, or when one cannot be kept alive.
 """
 
 import asyncio
@@ -32,12 +31,12 @@ SHORT_LIVES = 3  # in a row, after which an engine is not started again
 ASK_AGAIN_S = 5.0
 
 OnEvent: TypeAlias = Callable[[str], None]
-"""Is called with a sentence about an engine that was lost or is not there."""
+"""Callback that gets a sentence about a lost or missing engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What every engine of a run is started with, or checked against."""
+    """Settings that every engine of a run is started with or checked against."""
 
     engine: EngineConfig
     model: ModelConfig
@@ -48,23 +47,23 @@ class EngineSettings:
     """Cores that all engines of this machine have together."""
     logs: Path
     weights: Path
-    """The folder of all Versions of the run."""
+    """Folder of all Versions of the run."""
     gpus: Sequence[str] = ()
-    """Of the processes of this run, one each; none on the CPU."""
+    """GPUs of this run's engine processes, one each; none on the CPU."""
     recovered: int = 0
-    """The newest Version of the run so far."""
+    """Newest Version of the run so far."""
     ask_again_s: float = ASK_AGAIN_S
-    """How long after a remote engine could not join it is asked again."""
+    """Seconds until a remote engine that could not join is asked again."""
 
 
 @asynccontextmanager
 async def engines(
     settings: EngineSettings, on_event: OnEvent, own: OwnEngines | None = None
 ) -> AsyncIterator[EnginePool]:
-    """The pool, once every engine of its own is in it, or one of the remote ones.
+    """Opens the pool once it has all own engines, or one remote engine.
 
-    Raises `ChildDied` when one cannot be started or kept, `ConfigError` for a remote one that cannot do what is needed,
-    `EngineUnavailable` when no remote one answers.
+    Raises `ChildDied` when an engine cannot be started or kept. Raises `ConfigError` for a remote engine that lacks
+    what is needed, and `EngineUnavailable` when no remote engine answers.
     """
     pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir, recovered=settings.recovered)
     names = settings.engine.urls or _own_names(settings.engine.count)
@@ -101,7 +100,7 @@ def _own_names(count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Keeps processes of this run alive."""
+    """Keeper of this run's engine processes."""
 
     settings: EngineSettings
     pool: EnginePool
@@ -109,7 +108,7 @@ class _Own:
     own: OwnEngines
 
     async def keep(self, name: str, ready: asyncio.Event) -> None:
-        """Starts the engine again whenever it ends. Raises `ChildDied` when it does not live."""
+        """Restarts the engine whenever it ends. Raises `ChildDied` when it does not stay alive."""
         short_lives = 0
         while True:
             began_s = time.monotonic()
@@ -125,7 +124,7 @@ class _Own:
             self.on_event(how)
 
     async def _life(self, name: str, ready: asyncio.Event) -> str:
-        """One process from its start to its end; how it ended."""
+        """Runs one process from start to end; returns how it ended."""
         self.own.starting.add(name)
         async with self._child(name) as child:
             engine = await child.serving(START_TIMEOUT_S)
@@ -162,20 +161,21 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """Keeps asking for servers that are not there."""
+    """Keeper of remote engines that are not there yet."""
 
     settings: EngineSettings
     pool: EnginePool
     on_event: OnEvent
     failures: list[str]
-    """Of those that were not there at the start."""
+    """Failures of engines missing at the start."""
 
     async def keep(self, url: str, ready: asyncio.Event) -> None:
-        """Returns when the engine at `url` has joined: from there on the pool looks after it.
+        """Returns when the engine at `url` has joined; from then on the pool looks after it.
 
-        Raises `ConfigError` or `RequestRefused` when it is of no use at the start; later, others serve the run.
+        Raises `ConfigError` or `RequestRefused` for an unusable engine at the start; later, other engines serve the
+        run.
         """
-        said = False
+        reported = False
         while True:
             try:
                 engine = await connect(
@@ -192,9 +192,9 @@ class _Remote:
             except (ConfigError, RequestRefused) as error:
                 if not ready.is_set():
                     raise
-                if not said:
+                if not reported:
                     self.on_event(f"{url} cannot join, and is asked again: {error}")
-                said = True
+                reported = True
             finally:
                 ready.set()
             await asyncio.sleep(self.settings.ask_again_s)

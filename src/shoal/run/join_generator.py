@@ -1,4 +1,4 @@
-"""Joins a swarm without training: the tasks of a configuration, answered by a model elsewhere or by a rule."""
+"""A generator joins a swarm without training: a remote model or a rule answers the tasks of a configuration."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,10 +16,10 @@ from shoal.swarm.rules import RuleSolver
 from shoal.tasks.library import library_of
 
 
-def answered_by(
+def answerer_of(
     config: Config, model_url: str | None, model: str, key: str, rule: str | None
 ) -> ChatModel | RuleSolver:
-    """Who answers: exactly one of a model's URL and a rule. Raises `ConfigError`."""
+    """Chooses the answerer: exactly one of a model's URL and a rule. Raises `ConfigError`."""
     if (model_url is None) == (rule is None):
         raise ConfigError("swarm join: expected either --model-url or --rule; to train, use shoal train")
     if rule is not None:
@@ -30,7 +30,7 @@ def answered_by(
 
 
 async def generate(config: Config, answerer: ChatModel | RuleSolver, pace: GeneratorPace) -> None:
-    """Shares groups until there are enough. Raises a `ShoalError`."""
+    """Shares the groups of the pace. Raises a `ShoalError`."""
     if not config.swarm.servers:
         raise ConfigError("swarm.servers: expected where to join, got none")
     from shoal.swarm.nats import NatsExchange

@@ -1,4 +1,4 @@
-"""Joins a run to a swarm: the exchange, the identity and what knows the node's own tasks; nothing without servers."""
+"""A run joins a swarm as a node, with exchange, identity and its own tasks; without servers it has none."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,19 +19,19 @@ from shoal.swarm.options import options_of
 from shoal.tasks.mixture import Mixture
 
 FOLDER = "swarm"
-"""Of a run directory: identity, ban list, status."""
+"""Folder in a run directory for identity, ban list and status."""
 MOST_REMEMBERED = 16_384
-"""Groups of peers that a run remembers to have trained, when it goes on."""
+"""External groups that a resumed run remembers as trained."""
 
 
 @asynccontextmanager
-async def joined(
+async def swarm_node(
     config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None, *, apart: bool
 ) -> AsyncIterator[Node | None]:
-    """The node of a run, if it is to be in a swarm; `exchange` takes the place of the servers. Raises a `ShoalError`.
+    """Opens the node of a run; None outside of swarms. `exchange` replaces the servers. Raises a `ShoalError`.
 
-    The run's log is there by now. `scorer` is the run's; peers' answers that are scored `apart` have a worker process
-    of their own, so that one of them that hangs keeps no answer of the run waiting.
+    The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
+    own, so a hanging answer of a peer delays no answer of the run.
     """
     settings = config.swarm
     if exchange is None and not settings.servers:

@@ -1,4 +1,4 @@
-"""Says of a run that it cannot learn, while it runs and at its end. Pure."""
+"""Learning warns during a run and at its end that the run cannot learn. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from shoal.trainer.advantage import is_informative
 from shoal.types import Group, Role, Rollout
 
 STEPS = 20
-"""In a row without anything to learn from, after which it is said, and again after as many more."""
+"""Uninformative steps in a row after which the warning is given, and again after each as many."""
 SHOWN, SHOWN_CHARACTERS = 3, 80
 
 
 @dataclass(slots=True)
 class Learning:
-    """Counts the steps in a row whose rewards compare nothing, so that their gradient is zero."""
+    """Counter of consecutive steps whose rewards compare nothing, so that their gradient is zero."""
 
     returns: Callable[[Rollout], list[float]]
     within_groups: bool
-    """Whether rewards are compared within each group, rather than over the step."""
+    """True if rewards are compared within each group, rather than over the step."""
     steps: int = 0
-    """Of this process."""
+    """Steps of this process."""
     useless: int = 0
-    """The last ones in a row."""
+    """Uninformative steps in a row, up to now."""
     shown: str = ""
 
     def stepped(self, groups: Sequence[Group]) -> bool:
-        """Takes one trained step in; whether `warning` should be told now."""
+        """Counts one trained step; returns True when `warning` is due."""
         self.steps += 1
         if self._teaches(groups):
             self.useless = 0
@@ -36,7 +36,7 @@ class Learning:
 
     @property
     def warning(self) -> str:
-        """A sentence when the last steps of the run taught nothing; empty otherwise."""
+        """Warning that the last steps taught nothing; empty otherwise."""
         if not self.useless or self.useless < min(STEPS, self.steps):
             return ""
         return f"no group of the last {self.useless} steps had differing rewards, so they taught nothing; {self.shown}"
@@ -49,13 +49,13 @@ class Learning:
 
 
 def _shown(groups: Sequence[Group]) -> str:
-    """Some answers and what they were worth: the cause is mostly to be seen in them."""
+    """Quotes some answers with their rewards, which mostly show the cause."""
     rollouts = [rollout for group in groups for rollout in group.finished]
     chosen = rollouts[:: max(1, len(rollouts) // SHOWN)][:SHOWN]
-    return "some answers: " + ", ".join(f"{_said(one)} (reward {one.reward.value:g})" for one in chosen)
+    return "some answers: " + ", ".join(f"{_last_answer(one)} (reward {one.reward.value:g})" for one in chosen)
 
 
-def _said(rollout: Rollout) -> str:
-    """Its last answer, quoted, the end cut off."""
-    said = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
-    return repr(said if len(said) <= SHOWN_CHARACTERS else f"{said[:SHOWN_CHARACTERS]}...")
+def _last_answer(rollout: Rollout) -> str:
+    """Quotes a rollout's last answer, cut off at the end."""
+    answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
+    return repr(answer if len(answer) <= SHOWN_CHARACTERS else f"{answer[:SHOWN_CHARACTERS]}...")

@@ -1,4 +1,4 @@
-"""Shoal as a library: one call that trains, and the parts of a training loop of one's own. See docs/library.md."""
+"""The library trains a model in one call and gives the parts of a training loop. See docs/library.md."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from shoal.run.demo import DEMO_TASK
 from shoal.tasks.sdk import Definition
 
 TaskSource: TypeAlias = str | Path | Mapping[str, object] | Definition | type
-"""A reasoning-gym dataset by name, a JSONL file, a table of `[[tasks]]` or an environment."""
+"""Reasoning-gym dataset by name, JSONL file, table of `[[tasks]]`, or environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of a run: its figures and its directory. Accuracies are held-out, rewards are means of a tenth."""
+    """Figures and directory of a finished run. Accuracies are held-out; rewards are means of a tenth."""
 
     accuracy_before: float
     accuracy_after: float
@@ -36,11 +36,11 @@ class Result:
 
     @property
     def model(self) -> Path:
-        """The trained model, a Hugging Face directory."""
+        """Path of the trained model, a Hugging Face directory."""
         return self.run_dir / "model"
 
     def report(self) -> Path:
-        """Writes report.png and report.html into the run directory; the path of the page."""
+        """Writes report.png and report.html into the run directory; returns the page's path."""
         from shoal.observe.report import write_report
 
         return write_report(self.run_dir)[1]
@@ -55,12 +55,12 @@ def train(
     progress: bool = True,
     **settings: object,
 ) -> Result:
-    """Trains a model and returns what came of it; with `run_dir` and `resume` a stopped run goes on.
+    """Trains a model and returns the run's figures; `run_dir` and `resume` continue a stopped run.
 
-    `reward` is a function as TRL calls it, `reward(prompts, completions, **columns)`, and scores tasks that do not
-    score themselves. Keywords are settings of docs/configuration.md: `steps=50` is `train.steps`; where two sections
-    have the name, the section is given, as in `metrics={"wandb": "project"}`. Without `tasks` the embedded model
-    spells words backward, as in `shoal demo`. Raises a `ShoalError`.
+    `reward` is a function with TRL's signature, `reward(prompts, completions, **columns)`, for tasks that do not score
+    themselves. Keywords are settings of docs/configuration.md: `steps=50` is `train.steps`. A name that two sections
+    have is given with its section, as in `metrics={"wandb": "project"}`. Without `tasks` the embedded model spells
+    words backward, as in `shoal demo`. Raises a `ShoalError`.
 
     >>> from shoal import train
     >>> result = train(steps=50, lr=3e-4, max_tokens=12)  # doctest: +SKIP
@@ -92,7 +92,7 @@ def config_of(
     reward: object = None,
     **settings: object,
 ) -> Config:
-    """The configuration that `train` and `open_policy` run. Raises `ConfigError` naming the keyword.
+    """Builds the configuration of `train` and `open_policy`. Raises `ConfigError`, which names the keyword.
 
     >>> config_of("demo", "spell_backward", steps=5, group_size=4).rollout.group_size
     4
@@ -117,7 +117,7 @@ def config_of(
 
 
 def _setting(keyword: str, value: object) -> list[str]:
-    """Where in a configuration a keyword belongs: the top, [train], or the one section that has it."""
+    """Path of a keyword in the configuration: the top, [train], or the one section that has it."""
     fields = Config.model_fields
     if keyword in fields and not (keyword == "train" and not isinstance(value, dict)):
         return [keyword]
@@ -137,7 +137,7 @@ def _section(annotation: object) -> type[Section] | None:
 
 
 def _plain(keyword: str, value: object) -> JsonValue:
-    """A keyword's value as TOML could have it; functions by their names."""
+    """Converts a keyword's value to TOML's types; functions become their names."""
     if callable(value):
         return name_of(keyword, value)
     if isinstance(value, Mapping):
@@ -152,19 +152,19 @@ def _plain(keyword: str, value: object) -> JsonValue:
 
 
 def _tables(tasks: Sequence[TaskSource] | TaskSource | None) -> list[dict[str, JsonValue]]:
-    """The tables of `[[tasks]]`; rows with a `prompt` each become a file of questions, None is the demo's task."""
+    """Tables of `[[tasks]]`; rows with a `prompt` become a file of questions, and None is the demo's task."""
     if tasks is None:
         return [DEMO_TASK]
     if isinstance(tasks, str | Path | Mapping | Definition | type):
         return [_task(tasks)]
     rows = [one for one in tasks if isinstance(one, Mapping) and "prompt" in one]
     if rows and len(rows) == len(tasks):
-        return [{"name": "questions", "service": "jsonl", "path": str(_written(rows))}]
+        return [{"name": "questions", "service": "jsonl", "path": str(_write_rows(rows))}]
     return [_task(one) for one in tasks]
 
 
 def _task(source: TaskSource) -> dict[str, JsonValue]:
-    """A table of `[[tasks]]`."""
+    """Table of `[[tasks]]` for one source."""
     if isinstance(source, Mapping):
         return {str(key): _plain(f"tasks.{key}", value) for key, value in source.items()}
     if isinstance(source, Definition):
@@ -179,8 +179,8 @@ def _task(source: TaskSource) -> dict[str, JsonValue]:
     raise ConfigError(f"tasks: expected a data set, a file, a table, an environment or rows, got {source!r}")
 
 
-def _written(rows: Sequence[Mapping[str, object]]) -> Path:
-    """A file of questions in a folder that the process keeps."""
+def _write_rows(rows: Sequence[Mapping[str, object]]) -> Path:
+    """Writes rows as a file of questions in a folder that the process keeps."""
     path = Path(tempfile.mkdtemp(prefix="shoal-questions-")) / "questions.jsonl"
     try:
         path.write_text("".join(f"{json.dumps(dict(row))}\n" for row in rows))

@@ -1,11 +1,11 @@
-"""The training loop: takes groups, has them trained, pushes Versions, saves checkpoints and evaluates.
+"""The training loop takes groups, trains them, writes Versions, saves checkpoints and evaluates.
 
-What waits for what:
-    step       consumes groups; waits for the buffer, then for the trainer
-    push       waits for the trainer to write the weights, and for nothing else
-    serving    consumes published Versions, newest first; waits for the engine; unblocks admission
-    evaluation runs beside all of them and waits for the engine only
-Generation goes on during every one of them.
+    step         consumes groups; waits for the buffer, then for the trainer
+    write        waits for the trainer to write a Version, and for nothing else
+    load         has engines load the newest Version; waits for them; unblocks admission
+    evaluation   runs beside the others and waits for the engine only
+
+Generation continues during each of them.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from shoal.weights.store import FILE, PublishedVersion, WeightStore
 
 POLL_S = 0.5
 MOST_GROUPS = 16
-"""Times the groups that fill the engine: for rollouts that mostly wait for tools."""
+"""Multiple of the groups that fill the engine: most rollouts may wait for tools."""
 PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
 CANARY_TOKENS = 64
 STATS_FIELDS = (
@@ -59,7 +59,7 @@ RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS,
 
 @dataclass(frozen=True, slots=True)
 class LoopDeps:
-    """What the loop works with."""
+    """Dependencies of the loop."""
 
     config: Config
     run_dir: Path
@@ -75,7 +75,7 @@ class LoopDeps:
 
 
 class TrainLoop:
-    """Owns step and version. Invariant: a step is in the log before the weights that come of it are published."""
+    """Owner of step and version. Invariant: the log records a step before engines load the weights that came of it."""
 
     def __init__(self, parts: LoopDeps, *, first_step: int, version: int) -> None:
         self._parts = parts
@@ -88,7 +88,7 @@ class TrainLoop:
         self._engine_info: EngineInfo | None = None
         self._engine_shares: list[float] = []  # busy ones, since the step before
         self._to_serve: PublishedVersion | None = None
-        self._published = asyncio.Event()
+        self._new_version = asyncio.Event()
         self._served = asyncio.Event()
         self._served.set()
         self._evaluation: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class TrainLoop:
             self._split.restore(parts.swarm.remembered(SPLIT_FILE))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """All steps that remain, then waits until the engine serves the last Version."""
+        """Trains the remaining steps, then waits until engines serve the last Version."""
         train = self._config.train
         self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
         for step in range(self.first_step, train.steps):
@@ -124,20 +124,20 @@ class TrainLoop:
         await self._served.wait()
 
     async def serve_versions(self) -> None:
-        """Has the engine serve whatever was published last, for ever."""
+        """Has engines load each newest Version, for ever."""
         while True:
-            await self._published.wait()
-            self._published.clear()
-            published = self._to_serve
-            assert published is not None
-            await self._parts.engine.update_weights(published.version, published.path)
-            self._parts.buffer.publish(published.version)
-            self._parts.store.remove_before(published.version)
-            if not self._published.is_set():
+            await self._new_version.wait()
+            self._new_version.clear()
+            written = self._to_serve
+            assert written is not None
+            await self._parts.engine.update_weights(written.version, written.path)
+            self._parts.buffer.publish(written.version)
+            self._parts.store.remove_before(written.version)
+            if not self._new_version.is_set():
                 self._served.set()
 
     async def watch_engine(self) -> None:
-        """Asks the engine what it is doing, for ever; more groups run at once while it has little to do."""
+        """Polls the engine for ever, and lets more groups run while it has little to do."""
         gate, config = self._parts.buffer.gate, self._parts.config.engine
         concurrency = Concurrency(gate.max_running, MOST_GROUPS * gate.max_running)
         places = config.max_running * (len(config.urls) or config.count)
@@ -151,13 +151,13 @@ class TrainLoop:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Numbers of which one changes when anything moves."""
+        """Numbers of which at least one changes when anything moves."""
         info = self._engine_info
         tokens = (info.tokens_drawn, info.tokens_prefilled) if info else ()
         return (*tokens, self.version, len(self.totals.rewards), len(self.totals.evals))
 
     async def evaluate(self, steps_done: int) -> None:
-        """Held-out questions, sampled as in training and greedy."""
+        """Answers held-out questions, sampled as in training and greedy."""
         evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner)
         self.totals.evals.append(evaluated.values)
         self._parts.trackers.log_eval(steps_done, evaluated.values)
@@ -165,9 +165,10 @@ class TrainLoop:
             self._parts.trackers.log_event("rollout_failed", reason=evaluated.failure)
 
     async def replay(self, record: StepRecord) -> None:
-        """Trains a step that the log has but the checkpoint has not, on the same groups, and pushes as it did.
+        """Repeats a step that the log has but the checkpoint lacks, on the same groups, with a new Version if it had
+        one.
 
-        Only the weights that the engine will serve are written: one Version after another would fill the disk.
+        Only the weights that engines will load are written: each Version in turn would fill the disk.
         """
         groups = await self._parts.buffer.groups_of(record.step)
         rows, _ = self._rows(groups, record.version)
@@ -176,7 +177,7 @@ class TrainLoop:
         if record.version_after == record.version:
             return
         if record.version_after == self._parts.buffer.recovered.version:
-            await self._publish(record.version_after)
+            await self._write_version(record.version_after)
         else:
             await self._parts.trainer.write_version(None)
 
@@ -184,7 +185,7 @@ class TrainLoop:
         parts, version = self._parts, self.version
         train = self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
-        wanted, chosen = self._chosen()
+        wanted, chosen = self._choose_offers()
         places = len(chosen) if self._split else 0
         parts.buffer.fill(places)
         async with asyncio.TaskGroup() as both:
@@ -206,7 +207,7 @@ class TrainLoop:
         if stats.refused_updates:
             parts.trackers.log_event("updates_refused", step=step + 1, reason="the gradient is not finite")
         if push:
-            await self._publish(after)
+            await self._write_version(after)
             self._serve_newest()
         values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external, wanted)
         if self._split is not None and parts.swarm is not None:
@@ -218,22 +219,22 @@ class TrainLoop:
         if self.learning.stepped([*groups, *external]):
             parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
 
-    def _chosen(self) -> tuple[int, list[ReadyOffer]]:
-        """How many groups of peers a step wants, and what they offer of use to it; none without a swarm."""
+    def _choose_offers(self) -> tuple[int, list[ReadyOffer]]:
+        """Number of external groups that a step wants, and the chosen offers; none without a swarm."""
         if self._parts.swarm is None:
             return 0, []
         wanted = self._split.external if self._split else self._wanted_groups
         return wanted, self._parts.swarm.chosen(wanted)
 
     async def _external_groups(self, chosen: Sequence[ReadyOffer], version: int) -> list[Group]:
-        """What was chosen, under the weights being trained."""
+        """Encodes the chosen offers under the weights being trained."""
         if self._parts.swarm is None:
             return []
         logprobs = partial(self._parts.trainer.logprobs, temperature=self._config.rollout.temperature)
         return await self._parts.swarm.encoded(chosen, version, logprobs)
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
-        """Each group's rows, by id, and how many tokens of each task the late policy took out of the gradient."""
+        """Builds each group's rows, by id, and counts each task's tokens that the late policy masked."""
         config = self._config
         groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
         rows = dict(
@@ -248,20 +249,20 @@ class TrainLoop:
                 late_tokens[group.task.service] += late
         return rows, late_tokens
 
-    async def _publish(self, version: int, *, push: bool = True) -> None:
-        """Writes the weights as `version` and records them."""
+    async def _write_version(self, version: int, *, push: bool = True) -> None:
+        """Writes the weights as `version` and records it."""
         unfinished = self._parts.store.begin(version)
         self._busy_s += await self._parts.trainer.write_version(unfinished / FILE, push=push)
         if self._config.engine.urls:
             await self._write_canary(unfinished)
-        published = await asyncio.to_thread(self._parts.store.seal, version)
-        exact = await self._parts.buffer.published(version, published.checksum)
+        written = await asyncio.to_thread(self._parts.store.seal, version)
+        exact = await self._parts.buffer.published(version, written.checksum)
         if not exact:
             self._parts.trackers.log_event("replay_not_exact", version=version)
-        self._to_serve, self.version = published, version
+        self._to_serve, self.version = written, version
 
     async def _write_canary(self, directory: Path) -> None:
-        """What the weights just written compute, for engines of other projects to be checked by."""
+        """Writes the logprobs of the new weights on one prompt; engines of other projects are checked by them."""
         row = self._parts.single_turn.renderer.prompt_ids(self._parts.eval_tasks[0].messages)[:CANARY_TOKENS]
         (logprobs,) = await self._parts.trainer.logprobs([row])
         bound = PARITY_BOUND_NATS[self._config.model.dtype]
@@ -269,24 +270,24 @@ class TrainLoop:
 
     def _serve_newest(self) -> None:
         self._served.clear()
-        self._published.set()
+        self._new_version.set()
 
     async def serve_recovered(self, version: int) -> None:
-        """Has the engine serve `version`, which a run that ended had published: what it wrote then.
+        """Has engines load `version` from the ended run's files.
 
-        When that is gone, the trainer's weights; they are the same unless steps without a push came after it.
+        Without these files the trainer's weights serve; they differ only if steps without a Version followed.
         """
         if self._to_serve is None:
             kept = await asyncio.to_thread(self._parts.store.kept, version)
             if kept is not None and await self._parts.buffer.published(version, kept.checksum):
                 self._to_serve = kept
             else:
-                await self._publish(version, push=False)
+                await self._write_version(version, push=False)
         assert self._to_serve is not None
         await self._parts.engine.update_weights(version, self._to_serve.path)
 
     async def _save(self, step: int) -> None:
-        """A checkpoint of everything up to `step`. The log is synced first: it must know the steps that it holds."""
+        """Saves a checkpoint up to `step`. The log is synced first: it must know every step of a checkpoint."""
         parts = self._parts
         directory = await asyncio.to_thread(checkpoint.begin, parts.run_dir, step)
         self._busy_s += await parts.trainer.save(directory)
@@ -295,7 +296,7 @@ class TrainLoop:
         await parts.buffer.checkpointed(step)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
-        """Has steps that are too old to be replayed leave the log, `log.keep_steps` or more at a time."""
+        """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""
         keep = self._config.log.keep_steps
         saved = await asyncio.to_thread(checkpoint.checkpoints, self._parts.run_dir)
         through = min(step - keep, saved[0].step)
@@ -306,7 +307,7 @@ class TrainLoop:
     def _step_values(
         self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: Counter[str]
     ) -> dict[str, float]:
-        """What is logged of one step. Rates and shares cover the time since the step before."""
+        """Metrics of one step. Rates and shares cover the time since the step before."""
         now = time.monotonic()
         elapsed_s = now - self._recorded_s
         finished = [rollout for group in groups for rollout in group.finished]
@@ -342,7 +343,7 @@ class TrainLoop:
         return values
 
     def _swarm_values(self, external: Sequence[Group], wanted: int) -> dict[str, float]:
-        """What a step that wanted so many groups logs of the swarm; nothing without one."""
+        """Metrics of the swarm for a step that wanted `wanted` external groups; empty without a swarm."""
         node = self._parts.swarm
         if node is None:
             return {}
@@ -357,7 +358,7 @@ class TrainLoop:
         }
 
     def _losses_since(self) -> dict[str, float]:
-        """How many groups were lost since the step before, by cause."""
+        """Groups lost since the step before, by cause."""
         before, self._lost = self._lost, self._losses()
         return {name: count - before.get(name, 0) for name, count in self._lost.items()}
 
@@ -375,7 +376,7 @@ class TrainLoop:
 
 
 def _task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
-    """What is logged of a step's groups by task."""
+    """Metrics of a step's groups by task."""
     values: dict[str, float] = {}
     for name in dict.fromkeys(group.task.service for group in groups):
         finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]

@@ -1,4 +1,4 @@
-"""A model directory as far as it can be read without torch: its settings, and the shapes of its tensors."""
+"""Model files tell settings and shapes of a model without torch."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from shoal.errors import ModelError
 
 
 def settings_of(model_dir: Path) -> Mapping[str, JsonValue]:
-    """The language model's part of config.json. Raises `ModelError`."""
+    """Reads the language model's part of config.json. Raises `ModelError`."""
     path = model_dir / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -27,7 +27,7 @@ def settings_of(model_dir: Path) -> Mapping[str, JsonValue]:
 
 
 def number_in(settings: Mapping[str, JsonValue], name: str) -> int | None:
-    """A count that config.json may name. Raises `ModelError` when it names something else."""
+    """Reads an optional count of config.json. Raises `ModelError` for a value of another type."""
     value = settings.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ModelError(f"config.json: {name}: expected a whole number of at least 1, got {value!r}")
@@ -35,7 +35,7 @@ def number_in(settings: Mapping[str, JsonValue], name: str) -> int | None:
 
 
 def kv_bytes_per_token(settings: Mapping[str, JsonValue], number_bytes: int) -> int:
-    """What one token of context takes in an engine. Raises `ModelError` when config.json does not say it."""
+    """Bytes of KV cache per token of context. Raises `ModelError` when config.json lacks a size."""
     found = {name: number_in(settings, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")}
     for name, value in found.items():
         if value is None:
@@ -46,7 +46,7 @@ def kv_bytes_per_token(settings: Mapping[str, JsonValue], number_bytes: int) -> 
 
 
 def shapes_of(model_dir: Path) -> dict[str, list[int]]:
-    """Every tensor's shape, from the headers of the safetensors files; no tensor is read. Raises `ModelError`."""
+    """Reads every tensor's shape from the headers of the safetensors files. Raises `ModelError`."""
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
@@ -63,5 +63,5 @@ def shapes_of(model_dir: Path) -> dict[str, list[int]]:
 
 
 def parameter_count(model_dir: Path) -> int:
-    """How many numbers the weights are."""
+    """Counts the numbers of the weights."""
     return sum(prod(shape) for shape in shapes_of(model_dir).values())

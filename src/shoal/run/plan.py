@@ -1,4 +1,4 @@
-"""What a configuration will do, checked before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
+"""A plan checks a configuration before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
 
 import asyncio
 import json
@@ -40,22 +40,22 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The parts of a run that need no process of their own."""
+    """Parts of a run that need no process of their own."""
 
     model_dir: Path
     renderer: ChatRenderer
     service: TaskService
     max_model_len: int
     longest_prompt: int
-    """Tokens, among the tasks that were drawn to check."""
+    """Tokens of the longest prompt among the probed tasks."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
-    """Of tasks that name one."""
+    """Agents of tasks that name one."""
     devices: Devices = field(default_factory=Devices)
 
 
 @contextmanager
 def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterator[Prepared]:
-    """Checks everything that can be checked without an engine. Raises a `ShoalError` and leaves nothing behind."""
+    """Checks all that needs no engine. Raises a `ShoalError` and leaves nothing behind."""
     devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
     model_dir = _model_directory(config.model.path)
     renderer = load_renderer(model_dir)
@@ -81,7 +81,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
 
 
 def _check_sandbox(service: Library) -> None:
-    """Raises `SandboxUnavailable` when programs are to be run and this machine has no place for them."""
+    """Raises `SandboxUnavailable` when tasks run programs and this machine has no sandbox."""
     tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
     own = {one.name for one in service.services if judges(one)}
     repairs = any(isinstance(one, Repair) for one in service.services)
@@ -90,7 +90,7 @@ def _check_sandbox(service: Library) -> None:
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:
-    """Tokens of the longest prompt among the tasks that are probed. Raises `ConfigError` when none would fit."""
+    """Tokens of the longest prompt among the probed tasks. Raises `ConfigError` when none would fit."""
     longest = 0
     for split in Split:
         for index in range(PROBED_TASKS // 2):
@@ -106,7 +106,7 @@ def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int
 
 
 def own_mathematics(config: Config) -> dict[str, str]:
-    """The names of the user's own loss and advantage, by setting."""
+    """Names of the user's own loss and advantage, by setting."""
     loss, advantage = config.train.loss, config.train.advantage
     own = {"train.loss": loss.function if isinstance(loss, OwnLoss) else "", "train.advantage": advantage}
     return {setting: name for setting, name in own.items() if ":" in name}
@@ -124,7 +124,7 @@ def _check_own_mathematics(config: Config) -> None:
 
 
 def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
-    """What a run would do, for `--dry-run`. Raises what the run would."""
+    """Describes a run for `--dry-run`. Raises the run's errors."""
     check_start(config, resume=resume)
     _check_own_mathematics(config)
     with prepare(config, dry=True) as prepared:
@@ -155,7 +155,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
 
 
 def _preset(config: Config) -> dict[str, object]:
-    """What the settings of its preset came to."""
+    """Settings that came from the preset."""
     tree = config.model_dump(mode="json")
     return {
         f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), tree)
@@ -164,7 +164,7 @@ def _preset(config: Config) -> dict[str, object]:
 
 
 def _trainer_bytes(config: Config, prepared: Prepared) -> int:
-    """Of each rank: weights, reference, gradient and moments, and what one micro-batch takes while it is computed."""
+    """Bytes of each rank: weights, reference, gradient, moments, and one micro-batch in computation."""
     shapes, rank = shapes_of(prepared.model_dir), config.train.lora.rank
     parameters = parameter_count(prepared.model_dir)
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
@@ -175,7 +175,7 @@ def _trainer_bytes(config: Config, prepared: Prepared) -> int:
 
 
 def _micro_batch_bytes(config: Config, prepared: Prepared) -> int:
-    """Activations that are kept for the backward pass, and one chunk of logits; an estimate."""
+    """Bytes of activations kept for the backward pass and of one chunk of logits; an estimate."""
     settings = settings_of(prepared.model_dir)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     layers, width, inner, vocabulary = (number_in(settings, name) or 0 for name in names)
@@ -189,7 +189,7 @@ def _micro_batch_bytes(config: Config, prepared: Prepared) -> int:
 
 
 def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
-    """Whether LoRA adds to this tensor; by default to every matrix but those of the vocabulary."""
+    """Tells whether LoRA adapts a tensor; by default every matrix but the vocabulary's."""
     if len(shape) != 2 or not name.endswith(".weight"):
         return False
     targets = config.train.lora.targets
@@ -198,7 +198,7 @@ def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
 
 
 def _expected_staleness(config: Config) -> str:
-    """What the admission gate lets one expect."""
+    """Describes the staleness that the admission gate permits."""
     max_staleness = config.asynchrony.max_staleness
     if max_staleness == 0:
         return "0: generation and training take turns"
@@ -224,7 +224,7 @@ def _max_model_len(model_dir: Path, config: Config) -> int:
 
 
 def changed_settings(config: Config, run_dir: Path) -> list[str]:
-    """Those that differ from what the run was last started with: all may, but what is trained is then not one thing."""
+    """Settings that differ from the run's last start: each may, but the run then trains under two configurations."""
     try:
         before, now = load(run_dir / "resolved.toml").model_dump(), config.model_dump()
     except ConfigError:
@@ -235,7 +235,7 @@ def changed_settings(config: Config, run_dir: Path) -> list[str]:
 
 
 def write_resolved(config: Config, run_dir: Path) -> None:
-    """Writes down what a run is started with, credentials in a file of their own. Raises `RunDirError`."""
+    """Writes the resolved configuration, with credentials in a file of their own. Raises `RunDirError`."""
     hidden: dict[str, str] = {}
     text = to_toml(config, hidden)
     try:
@@ -249,7 +249,7 @@ def write_resolved(config: Config, run_dir: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts a whole file, which only its owner reads, in place of an old one."""
+    """Replaces a file whole, readable by its owner only."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.unlink(missing_ok=True)
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A model with its engine and its trainer, for a training loop of one's own. See docs/library.md."""
+"""A policy joins a model, its engine and its trainer for a training loop of the user's own. See docs/library.md."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from shoal.rollout.evaluation import evaluation
 from shoal.run.assemble_rollouts import playing
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import Prepared, prepare
-from shoal.run.training import compute_threads, sampling_of, serving, started_trainer
+from shoal.run.training import compute_threads, sampling_of, serving, start_trainer
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import StepStats
@@ -24,9 +24,9 @@ from shoal.weights.store import FILE, WeightStore
 
 
 class Policy:
-    """A model that answers, is trained and serves what was trained, as the caller decides.
+    """Model that answers, trains and serves its new weights as the caller decides.
 
-    Invariant: no group that `groups` gives has a token older than `version - max_staleness`.
+    Invariant: no group of `groups` has a token older than `version - max_staleness`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """How many times the trained weights were pushed to the engine."""
+        """Number of Versions that the engine loaded."""
         return self._gate.version
 
     async def groups(self) -> list[Group]:
-        """The next `train.groups_per_step` groups, while others are sampled ahead as far as the staleness bound allows.
+        """Returns the next `train.groups_per_step` groups, and samples further groups ahead within the staleness bound.
 
-        Groups of which less than half was answered, or that have become too old, are sampled anew.
+        Groups with less than half of their answers, or that became too old, are sampled again.
         """
         ready: list[Group] = []
         while len(ready) < self.config.train.groups_per_step:
@@ -69,22 +69,22 @@ class Policy:
         return ready
 
     async def step(self, groups: Sequence[Group]) -> StepStats:
-        """Takes one training step on the groups. The engine goes on with the weights that it has."""
+        """Trains one step on the groups. The engine keeps its weights."""
         rows = step_samples(groups, self.config.train, self.config.rollout.max_tokens)
         return await self.trainer.step(rows, self.version)
 
     async def push(self) -> int:
-        """Has the engine serve the trained weights; the new Version. Running answers go on under them."""
+        """Has the engine load the trained weights; returns the new Version. Running answers continue under it."""
         version = self.version + 1
         await self.trainer.write_version(self._store.begin(version) / FILE)
-        published = await asyncio.to_thread(self._store.seal, version)
-        await self.engine.update_weights(version, published.path)
+        written = await asyncio.to_thread(self._store.seal, version)
+        await self.engine.update_weights(version, written.path)
         await asyncio.to_thread(self._store.remove_before, version)
         self._gate.publish(version)
         return version
 
     async def accuracy(self, questions: int = 64) -> tuple[float, float]:
-        """Share of held-out questions with full marks: sampled as in training, and greedy."""
+        """Share of held-out questions answered right: sampled as in training, and greedy."""
         tasks = [self._prepared.service.draw(Split.EVAL, index) for index in range(questions)]
         measured = await evaluation(tasks, self._runner)
         return measured.sampled.full_marks, measured.greedy.full_marks
@@ -98,16 +98,16 @@ class Policy:
         return target
 
     def close(self) -> None:
-        """Gives up what is being sampled."""
+        """Cancels the groups being sampled."""
         for task in self._running:
             task.cancel()
 
     def _start_what_may(self) -> None:
         while self._gate.capacity:
-            self._running.append(asyncio.create_task(self._sampled(self._gate.admit(), self._started)))
+            self._running.append(asyncio.create_task(self._sample_group(self._gate.admit(), self._started)))
             self._started += 1
 
-    async def _sampled(self, version: int, index: int) -> Group:
+    async def _sample_group(self, version: int, index: int) -> Group:
         task = await asyncio.to_thread(self._prepared.service.draw, Split.TRAIN, index)
         rollouts = await self._runner.rollouts(task, self.config.rollout.group_size, Purpose.TRAIN)
         return Group(f"{task.service}-{index}", task, rollouts, version)
@@ -136,10 +136,10 @@ async def open_policy(
         log = folder / "logs" / "trainer.log"
         async with (
             TrainerProcess.child(log, threads.trainer, prepared.devices.ranks) as child,
-            serving(config, prepared, folder, threads=threads) as (engine, answering),
-            playing(config, prepared, engine, answering, sampling_of(config, prepared)) as runner,
+            serving(config, prepared, folder, threads=threads) as (engine, single_turn),
+            playing(config, prepared, engine, single_turn, sampling_of(config, prepared)) as runner,
         ):
-            trainer = await started_trainer(child, config, prepared, threads)
+            trainer = await start_trainer(child, config, prepared, threads)
             policy = Policy(config, prepared, engine, trainer, runner, folder)
             try:
                 yield policy

@@ -1,4 +1,4 @@
-"""Calls the user's reward functions once before a run, so that a broken one is told at once and not as a failed run."""
+"""A probe calls the user's reward functions once before a run, so that a broken one is an error at the start."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ from shoal.types import RewardStatus, Split
 
 
 def judges(service: TaskService) -> bool:
-    """Whether a service says itself what its rollouts are worth."""
+    """Tells whether a service scores its own rollouts."""
     if isinstance(service, SeededGame):
         return True
     return isinstance(service, RemoteService | Definition) and (
@@ -24,7 +24,7 @@ def judges(service: TaskService) -> bool:
 
 
 async def check_functions(services: Sequence[TaskService]) -> None:
-    """Has each reward function judge one row's truth, in a process of its own. Raises `ConfigError` with the cause."""
+    """Has each reward function score one row's truth, in a process of its own. Raises `ConfigError` with the cause."""
     scorer = FunctionScorer()
     try:
         for service in (one for one in services if not judges(one)):
@@ -38,7 +38,7 @@ async def check_functions(services: Sequence[TaskService]) -> None:
 
 
 async def check_scores(services: Sequence[TaskService]) -> None:
-    """Has each task with a `score` of its own judge one row's truth, in this process. Raises `ConfigError`."""
+    """Has each task's own `score` judge one row's truth, in this process. Raises `ConfigError`."""
     for service in services:
         if isinstance(service, Definition) and service.has(Capability.SCORE):
             task = service.draw(Split.TRAIN, 0)
@@ -48,7 +48,7 @@ async def check_scores(services: Sequence[TaskService]) -> None:
 
 
 def _functions(spec: Spec) -> Iterator[checker.Function]:
-    """The user's functions in a checker."""
+    """User functions within a checker."""
     if isinstance(spec, checker.Function):
         yield spec
     elif isinstance(spec, checker.Weighted):

@@ -1,4 +1,4 @@
-"""Goes on with a run that ended: the log is the truth, a checkpoint saves computing what it has already."""
+"""Recovery continues an ended run: the log is the truth, and a checkpoint saves repeated computation."""
 
 import asyncio
 from contextlib import closing
@@ -10,8 +10,8 @@ from shoal.observe.metrics import JsonlTracker
 from shoal.run.loop import LoopDeps, TrainLoop
 
 
-def opened_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
-    """The buffer of a run directory. Raises `RunDirError`; that a log is behind its checkpoint is an event as well."""
+def open_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
+    """Opens the buffer of a run directory. Raises `RunDirError`; a log behind its checkpoint is an event too."""
     try:
         return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)
     except LogBehind as error:
@@ -21,7 +21,7 @@ def opened_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: boo
 
 
 async def recover(parts: LoopDeps, loop: TrainLoop) -> None:
-    """Brings the trainer to where the log ends: the newest intact checkpoint, then every recorded step after it."""
+    """Brings the trainer to the log's end: the newest intact checkpoint, then every recorded step after it."""
     recovered = parts.buffer.recovered
 
     damages: list[str] = []

@@ -1,4 +1,4 @@
-"""`shoal serve`: an engine process and the gateway before it, without training."""
+"""`shoal serve` runs an engine process and the gateway before it, without training."""
 
 import asyncio
 import os
@@ -27,10 +27,10 @@ ADMIN_KEY = "SHOAL_ADMIN_KEY"
 async def serve(
     model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str, str], None]
 ) -> None:
-    """Answers OpenAI and Anthropic clients until told to stop (SIGTERM, SIGINT). Raises a `ShoalError`.
+    """Serves OpenAI and Anthropic clients until SIGTERM or SIGINT. Raises a `ShoalError`.
 
-    `announce` is called with the URL, the model's name and the API key once requests are answered. The key is empty on
-    loopback; elsewhere it is that of the environment, or a new one.
+    `announce` gets URL, model name and API key once requests are answered. The key is empty on loopback; elsewhere it
+    comes from the environment, or is new.
     """
     admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     directory = local_directory(model.path)

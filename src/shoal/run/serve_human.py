@@ -1,4 +1,4 @@
-"""`shoal swarm desk`: a node of a swarm whose generator is people."""
+"""`shoal swarm desk` runs the human UI: a node of a swarm whose generators are people."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from shoal.types import Split
 async def serve_human(
     config: Config, folder: Path, pace: QuestionPace, *, host: str, port: int, announce: Callable[[str, str], None]
 ) -> None:
-    """Asks people until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`.
+    """Asks people until SIGTERM or SIGINT. `announce` gets URL and peer id. Raises a `ShoalError`.
 
-    No model is loaded: of the configuration only tasks, rewards and swarm are read.
+    It loads no model: only tasks, rewards and swarm of the configuration are read.
     """
     if not config.swarm.servers:
         raise ConfigError("swarm.servers: expected at least one URL to offer answers at, got none")

@@ -1,4 +1,4 @@
-"""`shoal judge serve` and `audit`: a judge with all that it needs."""
+"""`shoal judge serve` and `audit` run a judge with its dependencies."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ NINE = (
     "calendar_arithmetic",
     "binary_matrix",
 )
-"""SAPO's specialties, with the settings of reasoning-gym."""
+"""Specialties of SAPO, with the settings of reasoning-gym."""
 SCORE_TIMEOUT_S = 3.0
 
 
@@ -47,7 +47,7 @@ async def serve_judge(
     workers: int,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Judges until told to stop (SIGTERM, SIGINT). `announce` gets URL and peer id. Raises a `ShoalError`."""
+    """Judges until SIGTERM or SIGINT. `announce` gets URL and peer id. Raises a `ShoalError`."""
     tasks = _tasks(load(config)) if config else [TaskConfig(name=name) for name in NINE]
     identity = Identity.load(folder / "identity.pem")
     async with AsyncExitStack() as stack:
@@ -67,14 +67,14 @@ async def serve_judge(
 
 
 async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
-    """How many challenges were checked, and what is wrong with them. Raises a `ShoalError`."""
+    """Audits a judge; returns the number of challenges checked, and all complaints. Raises a `ShoalError`."""
     async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
         with ProceduralClient() as drawer:
             return await audit(url, drawer, scorer, judge=judge)
 
 
 def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Specialty:
-    """A task as judges state it; its first question is drawn to see that it can be. Raises `TaskError`."""
+    """Converts a task to a judge's specialty, and draws its first question as a test. Raises `TaskError`."""
     service = ReasoningGymService(task, 0, drawer)
     receipt = service.draw(Split.EVAL, 0).receipt
     assert receipt is not None
@@ -83,7 +83,7 @@ def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Specialty:
 
 
 def _tasks(config: Config) -> list[TaskConfig]:
-    """Raises `ConfigError` for tasks that nobody else could draw again and score."""
+    """Raises `ConfigError` for tasks that an auditor could not draw and score again."""
     for task in config.tasks:
         if task.service != "reasoning_gym" or task.scorer is not None:
             raise ConfigError(f"tasks.{task.name}: a judge asks reasoning-gym datasets with their own scorers only")

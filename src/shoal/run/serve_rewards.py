@@ -1,4 +1,4 @@
-"""`shoal rewards serve`: a scorer of its own, for runs on other machines."""
+"""`shoal rewards serve` runs a scorer for runs on other machines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from shoal.reward.service import RewardService
 async def serve_rewards(
     config: RewardConfig, *, host: str, port: int, token: str, announce: Callable[[str], None], log: Path
 ) -> None:
-    """Scores until told to stop (SIGTERM, SIGINT). `announce` is called with the URL. Raises a `ShoalError`."""
+    """Scores until SIGTERM or SIGINT. `announce` gets the URL. Raises a `ShoalError`."""
     service = RewardService(config, log)
     await service.start()  # before it listens: what cannot start ends the command with a sentence
     with listening_socket(host, port) as bound:

@@ -1,4 +1,4 @@
-"""Standing still as an event: who waits for whom, what was done about it, and an end when nothing helps."""
+"""A standstill is an event: it names the waits and the action taken, and ends the run when nothing helps."""
 
 import asyncio
 import contextlib
@@ -13,41 +13,38 @@ from shoal.net.process import Child
 from shoal.run.loop import LoopDeps, TrainLoop
 
 CHECKS = 8
-"""How often progress is looked for within the time that a run may stand still."""
+"""Checks of progress within the time that a run may stand still."""
 FRUITLESS = 3
-"""Standstills in a row in which nothing could be done, after which a run ends."""
+"""Standstills in a row without a possible action, after which a run ends."""
 STANDSTILLS = 10
-"""In a row, after which it ends whatever was done."""
+"""Standstills in a row after which a run ends, whatever was done."""
 ANSWER_TIMEOUT_S = 10.0
-"""Of an engine that is asked how it is."""
+"""Seconds that an engine may take to report its state."""
 LONGEST_WAITS = 2000
 
 
 @dataclass(slots=True)
 class OwnEngines:
-    """The engine processes that a run started and may help up."""
+    """Engine processes of this run, which it may resume or restart."""
 
     running: dict[str, tuple[Child, HttpEngine]] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
-    """These have a deadline of their own."""
+    """Engines that are starting, which have a deadline of their own."""
 
     async def helped(self) -> list[str]:
-        """Resumes engines that are paused, and kills those that do not answer: they are started again.
-
-        A sentence for each.
-        """
-        said = [f"{name} is starting" for name in sorted(self.starting)]
+        """Resumes paused engines and kills silent ones, which then start again; returns a sentence for each."""
+        actions = [f"{name} is starting" for name in sorted(self.starting)]
         for name, (child, engine) in list(self.running.items()):
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await engine.alive()
                     if await engine.paused():
                         await engine.resume()
-                        said.append(f"{name} was paused and is resumed")
+                        actions.append(f"{name} was paused and is resumed")
             except (EngineError, TimeoutError):
                 child.kill()
-                said.append(f"{name} does not answer and is started again")
-        return said
+                actions.append(f"{name} does not answer and is started again")
+        return actions
 
 
 async def watch_progress(
@@ -56,9 +53,9 @@ async def watch_progress(
     report: Callable[[str], None],
     stall_s: float,
 ) -> None:
-    """Looks at `progress`, for ever; after `stall_s` without any, has helpers act and tells what they did.
+    """Watches `progress` for ever; after `stall_s` without any, acts and reports the action.
 
-    Raises `StoodStill` after so many in a row.
+    Raises `StoodStill` after too many standstills in a row.
     """
     loop = asyncio.get_running_loop()
     seen, since_s, acted_s, fruitless, standstills = progress(), loop.time(), loop.time(), 0, 0
@@ -83,7 +80,7 @@ async def watch_progress(
 
 
 async def watch_run(parts: LoopDeps, loop: TrainLoop, trainer: Child, own: OwnEngines) -> None:
-    """Watches a run: progress is any token, group, step, evaluation or Version, and any work of the trainer."""
+    """Watches a run: any token, group, step, evaluation, Version or work of the trainer is progress."""
 
     def progress() -> Hashable:
         finished = sum(counts.finished for counts in parts.buffer.counts.values())
@@ -96,7 +93,7 @@ async def watch_run(parts: LoopDeps, loop: TrainLoop, trainer: Child, own: OwnEn
 
 
 def cpu_ticks(pid: int) -> int:
-    """Processor time that a process has taken; 0 where the system does not tell."""
+    """Processor time of a process in ticks; 0 where the system does not tell."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])

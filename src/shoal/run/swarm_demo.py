@@ -1,10 +1,9 @@
-"""`shoal swarm demo`: several nodes on this machine learn from each other's text, beside the same nodes alone.
+"""`shoal swarm demo` trains several nodes on each other's text, and the same nodes alone, on this machine.
 
-Each node is a process of its own with its own model, and they meet at a real NATS server. All but two train: models of
-two sizes with two tokenizers, on their own questions. One member answers with a model that stays as it is, behind an
-OpenAI URL, and one by a rule. First the training nodes train alone, with 8 groups of their own per step; then alone
-with 4, which is half of the answers to draw; then in the swarm, with 4 of their own and up to 4 of the others. Models
-and seeds are the same each time.
+Each node is a process with its own model, and all meet at a real NATS server. Training nodes have models of two sizes
+with two tokenizers, and their own questions. Two generators do not train: a frozen model behind an OpenAI URL, and a
+rule. The training nodes first train alone with 8 own groups per step, then alone with 4, which is half of the answers
+to draw. Last they train in the swarm, with 4 own groups and up to 4 external. Models and seeds are equal each time.
 """
 
 import asyncio
@@ -32,25 +31,25 @@ from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 
 GROUPS = 8
-"""Per step: of one's own when alone, half of them from others in the swarm."""
+"""Groups per step: all own when alone, half of them external in the swarm."""
 LARGE = Recipe()
 SMALL = Recipe(width=64, heads=2, feed_forward=128, steps=400, slip_share=0.8, tokenizer="pairs")
 FROZEN = Recipe(width=96, steps=400, slip_share=0.3, seed=7)
 GENERATORS = ("frozen", "rule")
 EXCHANGE: dict[str, JsonValue] = {"share": "informative", "take": "uniform", "reuse": 2}
 PAUSE_S = 0.25
-"""Between two groups of a generator."""
+"""Seconds between two groups of a generator."""
 START_TIMEOUT_S = 120.0
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
 class DemoCondition(StrEnum):
-    """How a node trains."""
+    """Condition under which a node trains."""
 
     SOLO = "solo"
-    """Alone, with as many groups per step as in the swarm."""
+    """Training alone, with as many groups per step as in the swarm."""
     SOLO_HALF = "solo_half"
-    """Alone, with as many groups of its own as in the swarm, which is what it would have without the others."""
+    """Training alone, with as many own groups as in the swarm: the swarm without its external groups."""
     SWARM = "swarm"
 
 
@@ -63,7 +62,7 @@ STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """A node that trains."""
+    """A training node."""
 
     name: str
     recipe: Recipe
@@ -72,21 +71,21 @@ class Trainee:
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """A demonstration."""
+    """Settings of a demonstration."""
 
     folder: Path
     nodes: int = 4
     steps: int = 120
     seed: int = 0
     questions: int = 256
-    """Held out, asked of each node."""
+    """Held-out questions asked of each node."""
     recipes: tuple[tuple[str, Recipe], ...] = (("large", LARGE), ("small", SMALL))
-    """Of the nodes that train, in turn."""
+    """Recipes of the training nodes' models, in turn."""
     frozen: Recipe = FROZEN
 
     @property
     def trainees(self) -> list[Trainee]:
-        """All nodes but the generators, large and small in turn."""
+        """All training nodes, large and small in turn."""
         found = []
         for i in range(self.nodes - len(GENERATORS)):
             turn, place = divmod(i, len(self.recipes))
@@ -96,7 +95,7 @@ class DemoPlan:
 
 
 def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
-    """All of it: the figures, and where the picture is. Raises a `ShoalError`."""
+    """Runs the demonstration; returns the figures and the picture's path. Raises a `ShoalError`."""
     from shoal.run.swarm_figure import swarm_png
 
     began_s = time.monotonic()
@@ -104,13 +103,16 @@ def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     frozen = demo_model(plan.frozen).directory
     made_s = time.monotonic() - began_s
     plan.folder.mkdir(parents=True, exist_ok=True)
-    outcomes = asyncio.run(_each_arm(plan, models, frozen))
+    outcomes = asyncio.run(_each_condition(plan, models, frozen))
     names = [trainee.name for trainee in plan.trainees]
     picture = plan.folder / "swarm.png"
     picture.write_bytes(swarm_png(plan.folder, STYLES, names, _external_shares(plan)))
     return {
         "before": {name: outcomes[DemoCondition.SOLO][name]["accuracy_before"] for name in names},
-        **{arm.value: {name: outcomes[arm][name]["accuracy_after"] for name in names} for arm in DemoCondition},
+        **{
+            condition.value: {name: outcomes[condition][name]["accuracy_after"] for name in names}
+            for condition in DemoCondition
+        },
         **_traffic(plan),
         "external_per_step": _external_shares(plan),
         "picture": str(picture),
@@ -119,31 +121,33 @@ def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     }
 
 
-async def _each_arm(
+async def _each_condition(
     plan: DemoPlan, models: dict[str, Path], frozen: Path
 ) -> dict[DemoCondition, dict[str, dict[str, float]]]:
-    """What `shoal train` said of each node, by how it trained."""
+    """Outcomes of `shoal train` by condition and node."""
     found = {}
-    for arm in (DemoCondition.SOLO, DemoCondition.SOLO_HALF):
-        found[arm] = await _trained(plan, [node_config(plan, one, models[one.name], arm) for one in plan.trainees])
+    for condition in (DemoCondition.SOLO, DemoCondition.SOLO_HALF):
+        found[condition] = await _train_all(
+            plan, [node_config(plan, one, models[one.name], condition) for one in plan.trainees]
+        )
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(ServerOptions(plan.folder / "server")))
         configs = [node_config(plan, one, models[one.name], DemoCondition.SWARM, server.url) for one in plan.trainees]
-        url = await stack.enter_async_context(_served(plan, frozen))
+        url = await stack.enter_async_context(_serve_model(plan, frozen))
         for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
             settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
             path = _written(plan, name, settings)
             command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
-            await _joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
-        found[DemoCondition.SWARM] = await _trained(plan, configs)
+            await _wait_until_joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
+        found[DemoCondition.SWARM] = await _train_all(plan, configs)
     return found
 
 
-def node_config(plan: DemoPlan, trainee: Trainee, model: Path, arm: DemoCondition, server: str = "") -> Config:
-    """Of one node; model, seed and all else but its groups and where they come from are the same in each arm."""
+def node_config(plan: DemoPlan, trainee: Trainee, model: Path, condition: DemoCondition, server: str = "") -> Config:
+    """Builds the configuration of one node; conditions differ in the groups and their sources only."""
     return parse(
         {
-            "run_dir": str(plan.folder / f"{arm}-{trainee.name}"),
+            "run_dir": str(plan.folder / f"{condition}-{trainee.name}"),
             "seed": trainee.seed,
             "model": {"path": str(model)},
             "tasks": [
@@ -159,21 +163,21 @@ def node_config(plan: DemoPlan, trainee: Trainee, model: Path, arm: DemoConditio
             "asynchrony": {"max_staleness": 2},
             "train": {
                 "steps": plan.steps,
-                "groups_per_step": GROUPS if arm is DemoCondition.SOLO else GROUPS // 2,
+                "groups_per_step": GROUPS if condition is DemoCondition.SOLO else GROUPS // 2,
                 "lr": 3e-4,
                 "warmup_steps": 5,
             },
             "eval": {"every_steps": max(1, plan.steps // 4), "questions": plan.questions},
             "checkpoint": {"every_steps": max(1, plan.steps)},
             "swarm": {"servers": [server], "external_groups": GROUPS // 2, **EXCHANGE}
-            if arm is DemoCondition.SWARM
+            if condition is DemoCondition.SWARM
             else {},
         }
     )
 
 
-async def _trained(plan: DemoPlan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
-    """Trains all nodes at once; the outcome of each by its name."""
+async def _train_all(plan: DemoPlan, configs: Sequence[Config]) -> dict[str, dict[str, float]]:
+    """Trains all nodes at once; returns each outcome by node name."""
 
     async def one(config: Config) -> tuple[str, dict[str, float]]:
         name = Path(config.run_dir).name
@@ -189,7 +193,7 @@ async def _trained(plan: DemoPlan, configs: Sequence[Config]) -> dict[str, dict[
     return dict(await asyncio.gather(*(one(config) for config in configs)))
 
 
-async def _joined(plan: DemoPlan, name: str, process: asyncio.subprocess.Process) -> None:
+async def _wait_until_joined(plan: DemoPlan, name: str, process: asyncio.subprocess.Process) -> None:
     """Waits until a generator is at work. Raises `ChildDied`."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not (plan.folder / name / FOLDER / STATUS_FILE).exists():
@@ -199,8 +203,8 @@ async def _joined(plan: DemoPlan, name: str, process: asyncio.subprocess.Process
 
 
 @asynccontextmanager
-async def _served(plan: DemoPlan, model: Path) -> AsyncIterator[str]:
-    """The URL, with /v1, of a model that stays as it is."""
+async def _serve_model(plan: DemoPlan, model: Path) -> AsyncIterator[str]:
+    """Serves a frozen model; yields its URL, with /v1."""
     command = ["serve", "--model", str(model), "--port", "0"]
     async with _child(plan, "frozen-model", command) as process:
         assert process.stdout is not None
@@ -213,7 +217,7 @@ async def _served(plan: DemoPlan, model: Path) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _child(plan: DemoPlan, name: str, arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A `shoal` command in a process of its own; it ends when this is left, or when this process ends."""
+    """Runs a `shoal` command in a process that ends with this block or with this process."""
     with _log(plan, name).open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -244,7 +248,7 @@ def _written(plan: DemoPlan, name: str, config: Config) -> Path:
 
 
 def _traffic(plan: DemoPlan) -> dict[str, object]:
-    """Offers of everybody, what the training nodes refused by reason, and bytes that one of them gave per step."""
+    """Counts all offers, the training nodes' refusals by reason, and the bytes that one node shared per step."""
     nodes = [f"{DemoCondition.SWARM}-{trainee.name}" for trainee in plan.trainees]
     statuses = {
         name: json.loads((plan.folder / name / FOLDER / STATUS_FILE).read_text()) for name in (*nodes, *GENERATORS)
@@ -262,7 +266,7 @@ def _traffic(plan: DemoPlan) -> dict[str, object]:
 
 
 def _external_shares(plan: DemoPlan) -> dict[str, float]:
-    """Groups of others that each training node trained per step, of the 4 it wanted."""
+    """External groups that each training node trained per step, of the 4 it wanted."""
     found = {}
     for trainee in plan.trainees:
         records = read_records(plan.folder / f"{DemoCondition.SWARM}-{trainee.name}" / "metrics.jsonl")

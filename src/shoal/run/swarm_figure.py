@@ -1,4 +1,4 @@
-"""The picture of `shoal swarm demo`: held-out accuracy alone and in the swarm, and what each node took."""
+"""The picture of `shoal swarm demo` shows held-out accuracy alone and in the swarm, and the external groups."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,14 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 def swarm_png(
     folder: Path, styles: Sequence[tuple[str, str, str]], names: Sequence[str], external: Mapping[str, float]
 ) -> bytes:
-    """Draws the runs in a folder; a style is (condition, line style, legend), `external` peers' groups per step."""
+    """Plots the runs of a folder; a style is (condition, line style, legend), `external` the external groups per
+    step."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
         curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
         for name, colour in zip(names, COLOURS * len(names), strict=False):
-            for arm, style, words in styles:
-                steps, accuracy = _evaluations(folder / f"{arm}-{name}" / "metrics.jsonl")
+            for condition, style, words in styles:
+                steps, accuracy = _evaluations(folder / f"{condition}-{name}" / "metrics.jsonl")
                 curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {words}", marker="o", ms=3)
         curves.set_title("held-out accuracy, sampled")
         curves.set_xlabel("step", color=MUTED)

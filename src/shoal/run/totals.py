@@ -1,4 +1,4 @@
-"""Sums of a run over its steps, those of earlier processes included."""
+"""Totals sum a run over its steps, those of earlier processes included."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
 
 @dataclass(slots=True)
 class RunTotals:
-    """What a run adds up to."""
+    """Sums of a run."""
 
     samples: int = 0
     staleness_max: int = 0
-    """Of the groups that were consumed."""
+    """Largest staleness of the consumed groups."""
     rewards: list[float] = field(default_factory=list)  # one per step
     evals: list[Mapping[str, float]] = field(default_factory=list)  # as `EVALS` names them, in order
 
     @classmethod
     def earlier(cls, records: Iterable[Record], steps: int) -> "RunTotals":
-        """What the processes before this one recorded of the first `steps` steps; rates are of each process alone."""
+        """Sums the records of earlier processes up to step `steps`; rates are of each process alone."""
         of_step: dict[float, Record] = {}
         totals = cls()
         for record in records:

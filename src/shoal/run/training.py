@@ -1,10 +1,10 @@
-"""Builds the parts of a run, joins them in one TaskGroup, and takes them down again: the only file that knows them all.
+"""Training builds the parts of a run, joins them in one TaskGroup, and takes them down: no other file knows them all.
 
     engine process <--HTTP-- main process --frames--> trainer process
                                   |------frames--> reward workers
 
 An engine that ends is started again (engines.py). When any other part ends unasked, the run ends with a sentence that
-says which; `--resume` goes on from the log.
+names it; `--resume` continues from the log.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble_rollouts import orchestrator, own_scorer, playing
 from shoal.run.checks import check_start
 from shoal.run.engines import EngineSettings, OnEvent, engines
-from shoal.run.join_swarm import joined
+from shoal.run.join_swarm import swarm_node
 from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
-from shoal.run.recovery import opened_buffer, recover
+from shoal.run.recovery import open_buffer, recover
 from shoal.run.standstill import OwnEngines, watch_run
 from shoal.run.totals import RunTotals
-from shoal.run.waits import telling_waits
+from shoal.run.waits import report_waits
 from shoal.sandbox import backends
 from shoal.trainer.client import TrainerProcess
 from shoal.types import Sampling, Split
@@ -55,7 +55,7 @@ Listener: TypeAlias = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run came to. Rewards are means over its first and its last tenth; times are of the last process."""
+    """Figures of a run. Rewards are means over its first and its last tenth; times are of the last process."""
 
     accuracy_before: float
     accuracy_after: float
@@ -73,11 +73,11 @@ class RunOutcome:
     parity: float
     run_dir: str
     warning: str
-    """Why the run may have learned nothing; empty when nothing says so."""
+    """Reason why the run may have learned nothing; empty without a sign of it."""
 
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> RunOutcome:
-    """A whole training run; each listener is called with every metrics record. Raises a `ShoalError`."""
+    """Runs a whole training run; each listener gets every metrics record. Raises a `ShoalError`."""
     refuse_masked(config)
     check_start(config, resume=resume)
     with prepare(config) as prepared:
@@ -85,16 +85,16 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
 
 
 def run_evaluation(config: Config) -> dict[str, object]:
-    """Held-out accuracy of the configured model, without training."""
+    """Measures the configured model's held-out accuracy, without training."""
     with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as logs:
         return uvloop.run(_evaluate(config, prepared, Path(logs)))
 
 
 @contextmanager
 def nothing_left_behind(run_dir: Path, buffer: Buffer) -> Iterator[None]:
-    """Removes a new run's directory when what is inside fails before the first group was started.
+    """Removes a new run's directory when the block fails before the first group was started.
 
-    Only who has the directory's log open may: to others it may be that of a run which goes on.
+    Only the process with the open log may do so: any other might remove a run in progress.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def nothing_left_behind(run_dir: Path, buffer: Buffer) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many cores each computing process has."""
+    """Cores of each computing process."""
 
     engine: int
     trainer: int
@@ -129,14 +129,14 @@ async def train(
     threads: Threads | None = None,
     exchange: Exchange | None = None,
 ) -> RunOutcome:
-    """Trains to the configured number of steps and measures before and after.
+    """Trains to the configured number of steps and evaluates before and after.
 
-    `scorer` replaces the worker processes, `desk` how tasks are answered, and `exchange` the servers of the swarm.
+    `scorer` replaces the worker processes, `single_turn` the runner of tasks, and `exchange` the servers of the swarm.
     """
     threads = threads or compute_threads()
     run_dir = Path(config.run_dir)
     async with AsyncExitStack() as stack:
-        buffer, trackers = _opened(config, run_dir, stack, listeners, resume=resume)
+        buffer, trackers = _open_run_dir(config, run_dir, stack, listeners, resume=resume)
         log, version = run_dir / "logs" / "trainer.log", buffer.recovered.version
         trainer_child = await stack.enter_async_context(
             TrainerProcess.child(log, threads.trainer, prepared.devices.ranks)
@@ -156,11 +156,11 @@ async def train(
             recovered=version,
             on_event=on_event,
             own=own,
-        )  # fmt: skip
+        )
         engine, answering = await stack.enter_async_context(served)
-        trainer = await started_trainer(trainer_child, config, prepared, threads)
+        trainer = await start_trainer(trainer_child, config, prepared, threads)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-        membership = joined(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None)
+        membership = swarm_node(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None)
         node = await stack.enter_async_context(membership)
         sampling = sampling_of(config, prepared)
         runner = await stack.enter_async_context(playing(config, prepared, engine, answering, sampling))
@@ -169,11 +169,11 @@ async def train(
         return await _run_parts(parts, prepared, trainer_child, own)
 
 
-def _opened(
+def _open_run_dir(
     config: Config, run_dir: Path, stack: AsyncExitStack, listeners: Sequence[Listener], *, resume: bool
 ) -> tuple[Buffer, Trackers]:
-    """The run directory, with what the run is written down; the stack closes it, or removes one that never began."""
-    buffer = opened_buffer(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
+    """Opens the run directory with its records; the stack closes it, or removes a run that never began."""
+    buffer = open_buffer(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
     stack.push_async_callback(buffer.close)
     if not resume:
         stack.enter_context(nothing_left_behind(run_dir, buffer))
@@ -191,7 +191,7 @@ def _opened(
 
 
 def _report_lock(trackers: Trackers, locked: bool) -> None:
-    """Says that the run stands still until another program ends its write, and that it goes on."""
+    """Reports that another program's write holds the run up, and later that the run continues."""
     if locked:
         trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
     else:
@@ -199,13 +199,13 @@ def _report_lock(trackers: Trackers, locked: bool) -> None:
 
 
 def _groups_at_once(config: Config) -> int:
-    """Those that fill the engine, and a little more."""
+    """Groups that fill the engine, and a few more."""
     sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
     return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
 
 
-async def started_trainer(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
-    """The trainer, with the model loaded."""
+async def start_trainer(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
+    """Starts the trainer with the model loaded."""
     trainer = TrainerProcess(child)
     await trainer.start(
         prepared.model_dir,
@@ -231,9 +231,9 @@ async def serving(
     on_event: OnEvent = lambda how: None,
     own: OwnEngines | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
-    """The engines as one and a scorer, ready, with what answers tasks through them; `told` hears of lost engines.
+    """Starts the engines as one, a scorer, and the runner over both; `on_event` gets the loss of an engine.
 
-    `recovered` is the newest Version that they may serve already.
+    `recovered` is the newest Version that engines may serve already.
     """
     sampling = sampling_of(config, prepared)
     settings = EngineSettings(
@@ -256,7 +256,7 @@ async def serving(
 
 
 async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: OwnEngines) -> RunOutcome:
-    """Recovers, checks parity, evaluates, trains, evaluates again."""
+    """Recovers, checks parity, evaluates, trains, and evaluates again."""
     began_s = time.monotonic()
     recovered = parts.buffer.recovered
     first_step = 0 if recovered.last_step is None else recovered.last_step + 1
@@ -268,7 +268,7 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(backends.in_use))
     await loop.evaluate(first_step)
-    with telling_waits():
+    with report_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
     _write_model(prepared.model_dir, parts)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
@@ -294,7 +294,7 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
 async def _train_and_evaluate(
     parts: LoopDeps, prepared: Prepared, loop: TrainLoop, trainer: Child, own: OwnEngines
 ) -> float:
-    """All steps that remain, with everything that goes on beside them; how many seconds they took."""
+    """Trains the remaining steps with all that runs beside them; returns the seconds taken."""
     began_s = time.monotonic()
     drawing_groups = orchestrator(parts.config, prepared, parts.runner, parts.buffer, parts.trackers)
     async with asyncio.TaskGroup() as tasks:
@@ -319,9 +319,9 @@ async def _train_and_evaluate(
 
 
 async def logprob_mismatch(parts: LoopDeps, prepared: Prepared) -> float:
-    """Mean |difference| in nats between the logprobs of the engine and of the trainer, on answers just drawn.
+    """Mean |difference| in nats between the logprobs of engine and trainer, on answers just sampled.
 
-    Raises `ConfigError` above the bound of the dtype: importance ratios would be about the software, not the policy.
+    Raises `ConfigError` above the bound of the dtype: importance ratios would measure the software, not the policy.
     """
     sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=parts.config.seed)
     rows, drawn = [], []
@@ -347,7 +347,7 @@ async def logprob_mismatch(parts: LoopDeps, prepared: Prepared) -> float:
 
 
 async def _watch(child: Child) -> None:
-    """Ends the run when a child does."""
+    """Ends the run when a child ends."""
     raise ChildDied(str(await child.died()))
 
 
@@ -363,7 +363,7 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
 
 
 def run_meta(config: Config) -> RunMeta:
-    """What the log keeps of a configuration."""
+    """Part of a configuration that the log keeps."""
     return RunMeta(
         max_staleness=config.asynchrony.max_staleness,
         late=config.asynchrony.late,
@@ -387,9 +387,9 @@ def sampling_of(config: Config, prepared: Prepared) -> Sampling:
 
 
 def _write_model(model_dir: Path, parts: LoopDeps) -> None:
-    """The trained model as a Hugging Face directory: the original's settings and tokenizer, the last weights.
+    """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, last weights.
 
-    With adapters these are the merged weights, and `adapter/` has the adapters by themselves.
+    Adapters are merged into these weights, and `adapter/` has them by themselves.
     """
     try:
         _copy_model(model_dir, parts.run_dir)

@@ -1,4 +1,4 @@
-"""Who waits for whom, on demand: `kill -USR1 PID` has a run write a line per task to its standard error."""
+"""A run lists its waits on demand: after `kill -USR1 PID` it writes a line per task to standard error."""
 
 import asyncio
 import signal
@@ -11,8 +11,8 @@ from shoal.clock import waits
 
 
 @contextmanager
-def telling_waits() -> Iterator[None]:
-    """Answers SIGUSR1 while it is open. Outside of the main thread signals do not arrive, so there it does nothing."""
+def report_waits() -> Iterator[None]:
+    """Answers SIGUSR1 within the block. Signals reach the main thread only, so elsewhere it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,1 +1,1 @@
-"""The embedded models, made from nothing on first use."""
+"""The embedded models are made from nothing on first use."""

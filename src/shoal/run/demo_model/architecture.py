@@ -1,6 +1,6 @@
-"""Small models made from nothing: for the demo, the benchmarks and the tests, where no pretrained weights can be had.
+"""Small models are made from nothing where no pretrained weights are at hand: demo, benchmarks and tests.
 
-What is written is an ordinary Hugging Face directory: Qwen2 architecture, a tokenizer with one token per printable
+The result is an ordinary Hugging Face directory: Qwen2 architecture, a tokenizer with one token per printable
 character, and a chat template in which each role is one token.
 """
 
@@ -46,7 +46,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a model is."""
+    """Sizes of a model."""
 
     width: int = 128
     layers: int = 2
@@ -57,7 +57,7 @@ class Shape:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline; anything else is the unknown token."""
+    """Builds a tokenizer with one token per printable ASCII character and newline, and an unknown token."""
     specials = [UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -75,7 +75,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Another one: frequent pairs of letters are one token, other names, other numbers, another template."""
+    """Builds a second tokenizer: frequent pairs of letters are one token; names, ids and template differ."""
     specials = ["<unk>", "</s>", *(f"<{role}>" for role in ROLES)]
     vocabulary = {token: i for i, token in enumerate([*specials, *reversed(CHARACTERS), *PAIRS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -93,7 +93,7 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen2ForCausalLM:
-    """A model with random weights, for the character tokenizer unless told otherwise."""
+    """Builds a model with random weights, for the character tokenizer by default."""
     tokenizer = tokenizer or character_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(

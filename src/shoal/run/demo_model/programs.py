@@ -1,8 +1,8 @@
-"""Tiny programs with a hole: what a function makes of a word is shown, and what stands behind `s` in it is asked for.
+"""Questions show a function's effect on a word, and ask for the missing part of its program after `s`.
 
     f('sun')='nus'    ->    [::-1]        (def f(s): return s[::-1])
 
-The embedded model can learn this within a minute, and only unit tests can tell whether an answer is right: `[::-1]` and
+The embedded model can learn this within a minute. Only unit tests can tell whether an answer is right: `[::-1]` and
 `[-1::-1]` are.
 """
 
@@ -24,16 +24,16 @@ EXPRESSIONS: Mapping[str, str] = {
     "[:-1]": "{head}",
     ".title()": "{title}",
 }
-"""What the answers are, and what they make of a word."""
+"""Answers with their effect on a word."""
 RARE = ("[-1]", "[1:]", "*2")
-"""Expressions that the embedded model is seldom shown, which leaves them for reinforcement learning."""
+"""Expressions that the embedded model rarely sees, which leaves them for reinforcement learning."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HIDDEN = 2
-"""Words that a program is tested with besides the one that is shown."""
+"""Words in a program's tests besides the shown word."""
 
 
 def value(word: str, answer: str) -> str:
-    """What the program of an answer makes of a word.
+    """Applies an answer's program to a word.
 
     >>> value("sun", "[::-1]"), value("sun", "*2")
     ('nus', 'sunsun')
@@ -62,5 +62,5 @@ def write(path: Path, count: int) -> None:
 
 
 def slip(generator: random.Random, answer: str) -> str:
-    """Another expression."""
+    """Samples another expression."""
     return generator.choice([expression for expression in EXPRESSIONS if expression != answer])

@@ -1,12 +1,11 @@
-"""The embedded small model: made on first use by a short supervised phase, then kept in the user's cache folder.
+"""The embedded small model is made on first use by a short supervised phase, then kept in the user's cache folder.
 
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
-five letters are rare. So it knows what is asked and often slips itself, which leaves reinforcement learning something
-real to teach. `demo-code` learns to fill in tiny programs in the same way, with some expressions being rare. Only
-questions of the training split are ever shown. `demo-turns` learns to move the towers of Hanoi from a teacher who
-mostly makes any move.
+five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
+`demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
+move the towers of Hanoi from a teacher of mostly random moves. All shown questions are of the training split.
 
-`python -m shoal.run.demo_model.warm_start DIR` is the child process that does it.
+`python -m shoal.run.demo_model.warm_start DIR` is the child process of this phase.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ REWRITE = [(r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reve
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the model is made; a change of any value makes another model."""
+    """Settings of the supervised phase; a change of any value makes another model."""
 
     width: int = 128
     layers: int = 2
@@ -66,28 +65,28 @@ RECIPES: Mapping[str, Recipe] = {
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
 }
-"""By the name that `model.path` gives them."""
+"""Recipes by the names that `model.path` gives them."""
 CODE_EVAL_SHARE = 0.2
-"""As in examples/code: which questions the model is never shown."""
+"""Share of held-out questions as in examples/code, which the model never sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """Where the embedded model lies, and how long it took to make it just now (0 when it was cached)."""
+    """Directory of the embedded model, and the seconds its making took just now (0 from the cache)."""
 
     directory: Path
     warm_start_s: float
 
 
 def words(name: str, shortest: int, longest: int) -> TaskConfig:
-    """The task: reasoning-gym's spell_backward with a shortened question."""
+    """Task configuration: reasoning-gym's spell_backward with a shortened question."""
     return TaskConfig(
         name=name, params={"min_word_len": shortest, "max_word_len": longest}, rewrite=REWRITE, reward="correct"
     )
 
 
 def demo_model(recipe: Recipe | None = None) -> DemoModel:
-    """The embedded model, made now unless it is in the cache. Raises `ModelError`."""
+    """Makes the embedded model unless it is in the cache. Raises `ModelError`."""
     recipe = recipe or Recipe()
     shown = asdict(recipe)
     for later, value in (("lesson", "spell_backward"), ("tokenizer", "characters")):
@@ -99,7 +98,7 @@ def demo_model(recipe: Recipe | None = None) -> DemoModel:
 
 
 def slip(generator: random.Random, answer: str) -> str:
-    """The answer with one letter swapped, dropped, doubled or replaced."""
+    """Swaps, drops, doubles or replaces one letter of an answer."""
     i = generator.randrange(len(answer))
     match generator.randrange(4):
         case 0:
