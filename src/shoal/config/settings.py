@@ -224,7 +224,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What survives a crash."""
+    """Checkpoints, which a resumed run loads."""
 
     every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays what came since.")
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
