@@ -28,9 +28,9 @@ HEAD = """# Configuration
 <!-- Written by `make docs` from src/shoal/config/; change the field there. -->
 
 One TOML file describes a run. Every setting below can also be given on the command line, where it wins over the file:
-`shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths of questions and
-model directories in a file are relative to its folder; paths on the command line are relative to the current one. Unknown
-keys are refused, with the nearest known one. `resolved.toml` of a run directory has every setting of that run.
+`shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths of questions
+and model directories in a file are relative to its folder; paths on the command line are relative to the current one.
+Unknown keys are refused, with the nearest known one. `resolved.toml` of a run directory has every setting of that run.
 
 A setting whose default is "unset" is derived, or off, as its sentence says. No number may be above 10⁹.
 `preset` sets a paper's published settings where file and command line have none; `--dry-run` shows the result.
