@@ -24,7 +24,7 @@ from benchmarks.hostile.judged import JUDGED
 from benchmarks.hostile.judged import TESTS as TESTED
 from shoal import checker
 from shoal.config import RewardConfig
-from shoal.reward.code_runner import Boxes
+from shoal.reward.code_runner import CodeRunner
 from shoal.reward.mathematics import mathematics
 from shoal.reward.scorer import WorkerScorer
 from shoal.reward.service import CodeScorer
@@ -98,15 +98,15 @@ def _escaped(backend: Backend, cases: Sequence[Case]) -> list[str]:
 
 async def _unit_tests_per_s(groups: int) -> float:
     """Programs are told apart by a comment, so that none is scored from memory."""
-    boxes = Boxes(1)
-    scorer = CodeScorer(boxes)
+    runner = CodeRunner(1)
+    scorer = CodeScorer(runner)
     task = Task("bench", "bench", (), None, json.dumps({"tests": TESTS}))
     numbers = iter(range(1 << 30))
 
     def programs() -> list[str]:
         return [f"def add(a, b):\n    return a + b  # {next(numbers)}\n" for _ in range(GROUP)]
 
-    async with contextlib.aclosing(boxes):
+    async with contextlib.aclosing(runner):
         rate = await _rate(lambda: scorer.score_by(checker.Code(), task, programs()), groups)
     return rate * len(TESTS)
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.checker import Code
 from shoal.reward import code
 from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
-from shoal.reward.code_runner import Boxes
+from shoal.reward.code_runner import CodeRunner
 from shoal.reward.service import CodeScorer
 from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Backend, Ended, Finished
@@ -101,11 +101,11 @@ def scored(
 
 def with_scorer(work: Callable[[CodeScorer], Coroutine[None, None, T]], backend: Backend | None = None) -> T:
     async def main() -> T:
-        boxes = Boxes(1, backend)
+        runner = CodeRunner(1, backend)
         try:
-            return await work(CodeScorer(boxes))
+            return await work(CodeScorer(runner))
         finally:
-            await boxes.aclose()
+            await runner.aclose()
 
     return asyncio.run(main())
 

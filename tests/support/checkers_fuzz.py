@@ -24,10 +24,10 @@ from shoal.model.tool_calls import CallFormat, split_calls
 from shoal.reward.bound import OutOfTime, within
 from shoal.reward.checker_registry import judge_of
 from shoal.reward.code import code_of
-from shoal.reward.judged import judged
 from shoal.reward.llm_judge import Unanswered, score_in
 from shoal.reward.mathematics import final_answer, mathematics, rational, shown
 from shoal.reward.reasoning import is_expression
+from shoal.reward.service import judged_part
 from shoal.types import Json
 
 SIZES = (30, 90, 4_000)
@@ -66,7 +66,7 @@ def _mathematics(text: str) -> object:
 
 def _answers(text: str) -> object:
     specs = (checker.Exact(), checker.Regex("a"), checker.LLMJudge("http://x", "m", "r"))
-    return [*(judged(spec, "7", text) for spec in specs), harmony(text), final_line(text), boxed(text)]
+    return [*(judged_part(spec, "7", text) for spec in specs), harmony(text), final_line(text), boxed(text)]
 
 
 def _calls(text: str) -> object:

@@ -1,1 +1,1 @@
-"""How answers are scored: in killable processes, never in the main one."""
+"""Scores answers in killable processes, never in the main process."""

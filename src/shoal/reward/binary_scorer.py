@@ -1,4 +1,4 @@
-"""Rewards seen as right or wrong."""
+"""Rewards of exactly 1 or 0."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ FULL = 1.0 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class BinaryScorer:
-    """A scorer under which answers to some services' tasks are worth 1 for a full score and 0 for anything less.
+    """Wraps a scorer: a full score of some services' tasks gives 1, any other score gives 0.
 
-    Many reasoning-gym scorers give a little for any answer, or for one that looks right; where the answers of a group
-    differ in that only, it would be the only thing learned. The score itself stays in `Reward.parts`.
+    Many reasoning-gym scorers give a little for any answer, or for an answer in the right form. When the answers of a
+    group differ in nothing else, training would learn only that. The score itself stays in `Reward.parts`.
     """
 
     scorer: Scorer
@@ -23,10 +23,10 @@ class BinaryScorer:
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
         rewards = await self.scorer.score(task, answers)
-        return [_marked(reward) for reward in rewards] if task.service in self.services else rewards
+        return [_binary(reward) for reward in rewards] if task.service in self.services else rewards
 
 
-def _marked(reward: Reward) -> Reward:
+def _binary(reward: Reward) -> Reward:
     if reward.status is not RewardStatus.SCORED:
         return reward
     return replace(reward, value=float(reward.value >= FULL), parts=(*reward.parts, ("score", reward.value)))

@@ -1,7 +1,7 @@
 """A bound on the processor time of one judgement, for worker processes.
 
-Wall time would call right answers wrong on a busy machine. A judgement that ignores the signal, in one long
-multiplication of C for instance, is killed with its process by the kernel a second or two later.
+A bound on wall time would fail right answers on a busy machine. A judgement may ignore the signal, in one long
+multiplication of C for instance. The kernel then kills it with its process a second or two later.
 """
 
 import math
@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 
 AGAIN_S = 0.1
-"""Until the next signal: some scorers catch everything."""
+"""Seconds until the next signal: some scorers catch every exception."""
 
 
 class OutOfTime(BaseException):
-    """Raised in the middle of a judgement; no `except Exception` of a library swallows it."""
+    """Raised in the middle of a judgement; no `except Exception` of a library catches it."""
 
 
 def within(cpu_s: float, judge: Callable[[str], tuple[float, str]], answer: str) -> tuple[float, str]:
-    """The judgement. Raises `OutOfTime` when it takes more processor time, and whatever `judge` raises."""
+    """Runs a judgement. Raises `OutOfTime` when it takes more processor time, and any error of `judge`."""
     armed = True
 
     def stop(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Rewards by content: what was scored once is not scored again."""
+"""Rewards by content: an answer that was scored once is not scored again."""
 
 from collections import OrderedDict
 from hashlib import blake2b
@@ -9,11 +9,11 @@ from shoal.checker import Code, Function, LLMJudge, Spec
 from shoal.types import Reward, RewardStatus, Task
 
 MOST = 1 << 16
-"""Rewards kept; some 20 MB."""
+"""Number of rewards kept; some 20 MB."""
 
 
 class RewardCache:
-    """The most recently used rewards of checkers that answer the same every time. Only repeatable scores are kept."""
+    """The most recently used rewards of deterministic checkers; only repeatable scores are kept."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -25,7 +25,7 @@ class RewardCache:
         return len(self._rewards)
 
     def get(self, key: bytes) -> Reward | None:
-        """The reward under a key, which then counts as used just now."""
+        """The reward under a key, which becomes the most recently used."""
         reward = self._rewards.get(key)
         if reward is None:
             self.misses += 1
@@ -35,7 +35,7 @@ class RewardCache:
         return reward
 
     def put(self, key: bytes, reward: Reward) -> None:
-        """Keeps a repeatable score; the one that was used least recently makes room."""
+        """Keeps a repeatable score, in place of the least recently used."""
         if reward.status is RewardStatus.SCORED and reward.is_repeatable:
             self._rewards[key] = reward
             if len(self._rewards) > self._most:
@@ -43,12 +43,12 @@ class RewardCache:
 
 
 def is_cacheable(spec: Spec) -> bool:
-    """Whether the same answer is always worth the same: not of a model's or a user's opinion."""
+    """True if a checker always gives equal answers equal rewards, unlike a model's or a user's opinion."""
     return not isinstance(spec, LLMJudge | Function)
 
 
 def key_of(spec: Spec, task: Task) -> bytes:
-    """What, with an answer, decides a reward: the checker with its parameters, the truth or the receipt, the tests."""
+    """The key of all that decides a reward besides the answer: checker, parameters, truth or receipt, tests."""
     tests = task.info if isinstance(spec, Code) else ""
     content = (spec, task.answer, task.receipt, tests)
     return blake2b(msgspec.msgpack.encode(content), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The checkers that a worker process runs, made ready for one task. Pure, but some texts make them run for ever."""
+"""The checkers that a worker process runs, prepared for one task. Pure, but some texts make them run for ever."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ Judging = Callable[[str], tuple[float, str]]
 
 
 def judge_of(spec: Spec, truth: str | None) -> Judging:
-    """What judges the answers to a task. Raises `TaskError` when its truth cannot be judged by."""
+    """The function that judges the answers to a task. Raises `TaskError` for a truth that the checker cannot use."""
     if truth is None and checker.needs_truth(spec):
         raise TaskError(f"expected a task with an answer, which {spec.__struct_config__.tag} compares with")
     judge = _judging(spec, truth or "")

@@ -1,4 +1,4 @@
-"""Checkers that need nothing but the answer and the truth. Pure; 1.0 is right and 0.0 is wrong."""
+"""Checkers that need only the answer and the truth. Pure; 1.0 is right and 0.0 is wrong."""
 
 import re
 import unicodedata
@@ -7,13 +7,13 @@ from fractions import Fraction
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+"
 MOST_DIGITS = 4300
-"""What Python reads as one integer."""
+"""Number of digits that Python reads as one integer."""
 _HUGE = re.compile(r"[eE][-+]?[0-9]{4}")
 _NUMBER = re.compile(rf"(?:(?<![0-9.)])[-+])?(?:{_UNSIGNED})(?:/[0-9]+)?")
 
 
 def exact(answer: str, truth: str) -> float:
-    """Whether the answer is the truth, but for space around it.
+    """1.0 if the answer is the truth, but for space around it.
 
     >>> exact(" blue\\n", "blue"), exact("Blue", "blue")
     (1.0, 0.0)
@@ -22,7 +22,7 @@ def exact(answer: str, truth: str) -> float:
 
 
 def contains(answer: str, truth: str) -> float:
-    """Whether the truth occurs in the answer.
+    """1.0 if the truth occurs in the answer.
 
     >>> contains("It is blue.", "blue")
     1.0
@@ -31,7 +31,7 @@ def contains(answer: str, truth: str) -> float:
 
 
 def number(answer: str, truth: str) -> float:
-    """Whether the answer's last number equals the truth's, exactly: 0.1 is one tenth and 1/3 is a third.
+    """1.0 if the answer's last number equals the truth's, exactly: 0.1 is one tenth and 1/3 is a third.
 
     Raises `ValueError` when the truth holds no number.
 
@@ -45,9 +45,10 @@ def number(answer: str, truth: str) -> float:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in a text: integer, decimal, fraction, or with an exponent.
+    """The last number in a text: an integer, a decimal, a fraction, or a number with an exponent.
 
-    None when there is none, or one too large to be meant: more than 4300 digits, an exponent of more than three.
+    Returns None without a number, and for a number of more than 4300 digits or with an exponent of more than three
+    digits.
 
     >>> last_number("from 3 to -4.5e1.")
     Fraction(-45, 1)
@@ -63,7 +64,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
-    """Whether the answer is these tags, each once, in this order, not empty, with nothing but space around them.
+    """1.0 if the answer is these tags in order, each once and not empty, with only space around them.
 
     >>> formatted("<think>2+2</think>\\n<answer>4</answer>", ["think", "answer"])
     (1.0, '')
@@ -85,7 +86,7 @@ def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
 
 
 def length_share(count: int, at_most: int, over: int, at_least: int) -> float:
-    """1 up to `at_most`, then falling to 0 over the next `over`; 0 below `at_least`.
+    """1 up to `at_most`, falling to 0 over the next `over`; 0 below `at_least`.
 
     >>> [length_share(count, at_most=10, over=4, at_least=2) for count in (1, 2, 10, 11, 14, 99)]
     [0.0, 1.0, 1.0, 0.75, 0.0, 0.0]
@@ -105,11 +106,11 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "han": ("CJK",),
     "kana": ("HIRAGANA", "KATAKANA"),
 }
-"""How the Unicode names of a script's letters begin."""
+"""Prefixes of the Unicode names of a script's letters."""
 
 
 def script_share(answer: str, script: str) -> float:
-    """The share of the letters that belong to a script; 1 where there is no letter.
+    """The share of the letters that belong to a script; 1 without letters.
 
     >>> script_share("It is \u6c34.", "latin"), script_share("42", "han")
     (0.8, 1.0)

@@ -1,6 +1,6 @@
-"""Programs scored by unit tests: what is run of a program, and what its output says about each test. Pure.
+"""Programs scored by unit tests: the jobs that run a program, and the verdict of their output on each test. Pure.
 
-Expected values stay out of the program's sandbox: it can print what it likes and has to print what is right.
+Expected values stay out of the program's sandbox: the program can print anything, and must print the right values.
 """
 
 import json
@@ -22,11 +22,11 @@ from shoal.sandbox.program import Ended, Finished
 from shoal.types import Reward, RewardStatus
 
 OUTPUT_BYTES = 1 << 16
-"""That a program may print beyond twice what is expected."""
+"""Bytes that a program may print beyond twice the expected output."""
 PYTEST_START_S = 10.0
 PYTEST_MEMORY_BYTES = 512 << 20
 WALL = 3.0
-"""Seconds that may pass for one of processor time, with `WALL_START_S` on top: others use the processors too."""
+"""Wall seconds allowed per second of processor time, plus `WALL_START_S`: other processes use the processors too."""
 WALL_START_S = 2.0
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
@@ -34,15 +34,16 @@ _LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, and what it is run with in a sandbox of its own."""
+    """A program, and its inputs in one sandbox."""
 
     kind: str
-    """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has tests."""
+    """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has the tests.
+    """
     program: str
     given: tuple[bytes, ...]
-    """The inputs of a script; else one: what the callers of functions read, packed."""
+    """Inputs of a script; for the other kinds one packed request."""
     cpu_s: float
-    """Processor time of one test."""
+    """Seconds of processor time of one test."""
     memory_bytes: int
     tests: int = 1
     needs_pytest: bool = False
@@ -51,41 +52,41 @@ class Job:
 
     @property
     def total_s(self) -> float:
-        """Processor time of all tests together."""
+        """Seconds of processor time of all tests together."""
         return self.cpu_s * self.tests + (PYTEST_START_S if self.needs_pytest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What came of a job."""
+    """The result of a job."""
 
     program: tuple[Finished, ...]
-    """How its sandbox ended; sandboxes, when it is `apart`."""
+    """The end of each sandbox of the program: one, or one per input if `apart`."""
     judge: Finished | None = None
-    """How the sandbox of the tests of a `judge` job did."""
+    """The end of the sandbox with the tests of a `judge` job."""
     apart: bool = False
-    """Whether each input of a script had a sandbox of its own, whose output is the script's."""
+    """True if each input of a script had its own sandbox, whose output is the script's output."""
 
 
 def wall_s(cpu_s: float) -> float:
-    """How long may pass while a program uses so much processor time."""
+    """Wall seconds allowed to a program that may use `cpu_s` of processor time."""
     return WALL_START_S + WALL * cpu_s
 
 
 def is_late(finished: Finished) -> bool:
-    """Whether a program ran out of time."""
+    """True if a program ran out of time."""
     out_of_time = (Ended.KILLED_WALL, Ended.KILLED_CPU)
     return finished.ended in out_of_time or (finished.ended is Ended.SIGNALLED and finished.signal in _LATE_SIGNALS)
 
 
 def is_repeatable(finished: Finished) -> bool:
-    """Whether it would end the same on a busier machine, or a quieter one: not where only the clock ran out."""
+    """True if the end does not depend on the machine's load: false when only the wall clock ran out."""
     by_clock = finished.ended is Ended.SIGNALLED and finished.signal == signal.SIGALRM
     return finished.ended is not Ended.KILLED_WALL and not by_clock
 
 
 def why_not(finished: Finished) -> str:
-    """Why a program did not end well; empty when it did."""
+    """The reason for a program's bad end; empty for a good end."""
     if is_late(finished):
         return "timed out"
     if finished.ended is Ended.EXITED:
@@ -98,7 +99,7 @@ def why_not(finished: Finished) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseVerdict:
-    """On one test; `why` is empty when it passed."""
+    """The verdict on one test; `why` is empty when the test passed."""
 
     why: str = ""
     name: str = ""
@@ -107,14 +108,14 @@ class CaseVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The jobs that one program's tests need. `tests[i]` are those that `jobs[i]` decides."""
+    """The jobs that one program's tests need. `jobs[i]` decides `tests[i]`."""
 
     jobs: tuple[Job, ...]
     tests: tuple[tuple[UnitTest, ...], ...]
 
 
 def code_of(answer: str) -> str:
-    """The program of an answer: its last fenced block, else all of it.
+    """The program of an answer: its last fenced block, else the whole answer.
 
     >>> code_of("Sure:\\n```python\\nx = 1\\n```\\nDone."), code_of("x = 1")
     ('x = 1\\n', 'x = 1')
@@ -130,7 +131,7 @@ def tests_in(info: str) -> tuple[UnitTest, ...]:
 
 
 def examination(spec: checker.Code, tests: Sequence[UnitTest], answer: str) -> Examination:
-    """What to run to find out whether the answer's program passes the tests. Raises `TaskError`."""
+    """The jobs that decide whether the answer's program passes the tests. Raises `TaskError`."""
     program = spec.template.replace("{answer}", code_of(answer))
     kinds: dict[str, list[UnitTest]] = {}
     for test in tests:
@@ -175,7 +176,7 @@ def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest])
 
 
 def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) -> list[CaseVerdict]:
-    """One for each test that the job decides; of a pytest file, one for each test that pytest ran.
+    """One verdict for each test that the job decides; for a pytest file, one for each test that pytest ran.
 
     Raises `TaskError` when the tests cannot be judged.
     """
@@ -195,11 +196,11 @@ def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) 
             (run,) = runs.program
             said = [_returned(test, line, tolerance) for test, line in zip(tests, _lines(run), strict=False)]
             return said + [_missing(run)] * (len(tests) - len(said))
-    return _judged(job, runs)
+    return _verdicts_of_judge(job, runs)
 
 
-def _judged(job: Job, runs: Runs) -> list[CaseVerdict]:
-    """What the tests' sandbox said, which the program cannot reach."""
+def _verdicts_of_judge(job: Job, runs: Runs) -> list[CaseVerdict]:
+    """Verdicts of the tests' sandbox, which the program cannot reach."""
     assert runs.judge is not None
     lines = _lines(runs.judge)
     found = [CaseVerdict(str(line["why"]), str(line["name"])) for line in lines if "name" in line]
@@ -217,12 +218,12 @@ def _judged(job: Job, runs: Runs) -> list[CaseVerdict]:
 
 
 def _missing(run: Finished) -> CaseVerdict:
-    """On a test that a run gave nothing for."""
+    """The verdict on a test without a result."""
     return CaseVerdict(why_not(run) or "the program ended before this test", is_repeatable=is_repeatable(run))
 
 
 def reward(found: Sequence[CaseVerdict], *, partial: bool) -> Reward:
-    """What the verdicts on all tests come to.
+    """The reward of the verdicts on all tests.
 
     >>> reward([CaseVerdict(), CaseVerdict("expected 2, got 3")], partial=True).value
     0.5
@@ -241,7 +242,7 @@ def reward(found: Sequence[CaseVerdict], *, partial: bool) -> Reward:
 
 
 def _scripts(job: Job, runs: Runs) -> list[str | CaseVerdict]:
-    """What a script printed for each input that it was run with, or why it ended badly."""
+    """The script's output for each input, or the reason for its bad end."""
     if runs.apart:
         return [_ended(run) or run.stdout.decode(errors="replace") for run in runs.program]
     (run,) = runs.program
@@ -257,7 +258,7 @@ def _scripts(job: Job, runs: Runs) -> list[str | CaseVerdict]:
 
 
 def _ended(run: Finished) -> CaseVerdict | None:
-    """Why a script failed whatever it printed; None when it ended well."""
+    """The verdict on a script that ended badly; None after a good end."""
     why = why_not(run)
     return CaseVerdict(why, is_repeatable=is_repeatable(run)) if why else None
 
@@ -270,7 +271,7 @@ def _compared(test: UnitTest, printed: str) -> CaseVerdict:
 
 
 def _trimmed(text: str) -> list[str]:
-    """Lines without trailing space, and without empty ones at the end, as judges compare."""
+    """Lines without trailing space, and without empty lines at the end, as judges compare them."""
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().splitlines()
 
 
@@ -286,9 +287,9 @@ def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Case
 
 
 def equal(value: object, expected: object, tolerance: float) -> bool:
-    """Whether a value as `in_sandbox.solution` wrote it is the one that a test's JSON says. A tuple counts as a list.
+    """True if a value as written by `in_sandbox.solution` equals a test's JSON. A tuple counts as a list.
 
-    Of what nothing wrote that way, it raises what Python does: see `_returned`.
+    A value in any other form raises Python's own error: see `_returned`.
 
     >>> equal({"t": [1, {"d": [["a", 0.30000000000000004]]}]}, [1, {"a": 0.3}], 1e-9)
     True
@@ -320,7 +321,7 @@ def equal(value: object, expected: object, tolerance: float) -> bool:
 
 
 def _lines(run: Finished) -> list[dict[str, object]]:
-    """The whole lines of a run that are JSON objects with one meaning; what follows a wrong one counts for nothing."""
+    """Whole lines of a run that are JSON objects with one meaning, up to the first wrong line."""
     found: list[dict[str, object]] = []
     for line in run.stdout.split(b"\n")[:-1]:
         try:

@@ -1,4 +1,4 @@
-"""Runs programs in sandboxes: each by itself, and tests that are programs in yet another one."""
+"""Runs programs in sandboxes, each by itself, and tests that are programs in a further sandbox."""
 
 import asyncio
 import marshal
@@ -16,34 +16,34 @@ from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.runner import run_async
 
 RETRIES = 2
-"""How often a sandbox that could not be set up is tried again."""
+"""Number of further attempts to set up a sandbox."""
 RETRY_DELAY_S = 0.1
-"""Before the first of them; doubled each time."""
+"""Seconds before the first further attempt; each next wait is twice as long."""
 START_S = 0.5
-"""Processor time for Python to start in."""
+"""Seconds of processor time in which Python starts."""
 END_S = 2.0
-"""For a program to end by itself when its tests have."""
+"""Seconds in which a program may end by itself after its tests have ended."""
 PROCESSES = 64
 FILE_BYTES = 32 << 20
 
 
-class Boxes:
-    """At most `most` programs at once, the first come first.
+class CodeRunner:
+    """Runs at most `most` programs at once, in order of arrival.
 
-    Invariant: nothing that a program can reach is reached by another program, or decides about any.
+    Invariant: nothing that a program can reach is within reach of another program, or decides about another program.
     """
 
     def __init__(self, most: int, backend: Backend | None = None) -> None:
-        """On the strongest rung of this machine unless one is named."""
+        """Uses the named sandbox backend, or else the strongest of this machine."""
         self._places = asyncio.Semaphore(most)
-        self._rung = backend
+        self._backend = backend
         self._running: set[asyncio.Task[Runs]] = set()
-        self.boxes = 0
-        """Sandboxes used so far."""
+        self.sandboxes = 0
+        """Number of sandboxes used so far."""
 
     async def run(self, jobs: Sequence[Job]) -> list[Runs | SandboxUnavailable]:
-        """What came of each job, in order; where there was no sandbox for it, why."""
-        tasks = [asyncio.create_task(self._one(job), name="sandbox") for job in jobs]
+        """The result of each job, in order, or the error of a sandbox that could not be set up."""
+        tasks = [asyncio.create_task(self._run_with_retries(job), name="sandbox") for job in jobs]
         for task in tasks:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -58,16 +58,16 @@ class Boxes:
         return outcomes
 
     async def aclose(self) -> None:
-        """Ends what is running."""
+        """Ends all running programs."""
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _one(self, job: Job) -> Runs:
+    async def _run_with_retries(self, job: Job) -> Runs:
         async with self._places:
             for attempt in range(RETRIES + 1):
                 try:
-                    return await (self._judged(job) if job.kind == "judge" else self._runs(job))
+                    return await (self._run_judged(job) if job.kind == "judge" else self._run_program(job))
                 except SandboxUnavailable as error:
                     why = error
                 except OSError as error:  # no descriptor for the socket
@@ -76,32 +76,32 @@ class Boxes:
                     await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
             raise why
 
-    async def _runs(self, job: Job) -> Runs:
-        """One sandbox; for a script one for each input where a sandbox may have one process only."""
-        if self._rung is None:
+    async def _run_program(self, job: Job) -> Runs:
+        """Runs a job in one sandbox, or in one per input of a script where a sandbox may have only one process."""
+        if self._backend is None:
             with ThreadPoolExecutor(1, "sandbox") as thread:
-                self._rung = await asyncio.get_running_loop().run_in_executor(thread, backends.backend)
-        if job.kind == "call" or (self._rung is not Backend.LANDLOCK and len(job.given) > 1):
-            return Runs((await self._finished(program_of(job), limits_of(job)),))
+                self._backend = await asyncio.get_running_loop().run_in_executor(thread, backends.backend)
+        if job.kind == "call" or (self._backend is not Backend.LANDLOCK and len(job.given) > 1):
+            return Runs((await self._run(program_of(job), limits_of(job)),))
         runs: list[Finished] = []
         for given in job.given:
             one = replace(job, given=(given,), tests=1)
-            runs.append(await self._finished(program_of(one), limits_of(one)))
+            runs.append(await self._run(program_of(one), limits_of(one)))
             if why_not(runs[-1]):
                 break
         return Runs(tuple(runs), apart=True)
 
-    async def _judged(self, job: Job) -> Runs:
-        """The program and its tests in a sandbox each, with a socket between them."""
+    async def _run_judged(self, job: Job) -> Runs:
+        """Runs the program and its tests in a sandbox each, with a socket between them."""
         (tests,) = job.given
         memory_bytes = max(job.memory_bytes, PYTEST_MEMORY_BYTES) if job.needs_pytest else job.memory_bytes
         packages = installed_packages() if job.needs_pytest else ()
         judge = in_sandbox.program("judge", {"tests": tests}, packages=packages)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            program = asyncio.create_task(self._finished(program_of(job), limits_of(job), theirs))
+            program = asyncio.create_task(self._run(program_of(job), limits_of(job), theirs))
             try:
-                verdict = await self._finished(judge, replace(limits_of(job), memory_bytes=memory_bytes), ours)
+                verdict = await self._run(judge, replace(limits_of(job), memory_bytes=memory_bytes), ours)
                 await asyncio.wait([program], timeout=END_S)  # the socket is closed, and an honest one ends
             finally:
                 program.cancel()
@@ -110,15 +110,13 @@ class Boxes:
             return Runs((), verdict)
         return Runs((program.result(),), verdict)
 
-    async def _finished(
-        self, program: Program, limits: ProgramLimits, channel: socket.socket | None = None
-    ) -> Finished:
-        self.boxes += 1
-        return await run_async(program, limits, self._rung, channel)
+    async def _run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None = None) -> Finished:
+        self.sandboxes += 1
+        return await run_async(program, limits, self._backend, channel)
 
 
 def program_of(job: Job) -> Program:
-    """What runs a program as a script, or calls its functions."""
+    """Converts a job to the program that runs a script, or calls its functions."""
     given = b"" if job.kind == "judge" else job.given[0]
     if job.kind == "stdin":
         given = marshal.dumps((job.cpu_s, wall_s(job.cpu_s), job.limit)) + marshal.dumps(job.given)
@@ -126,7 +124,7 @@ def program_of(job: Job) -> Program:
 
 
 def limits_of(job: Job) -> ProgramLimits:
-    """Processor time decides; the clock ends what sleeps."""
+    """Limits of a job: processor time decides, and wall time ends sleepers."""
     written = len(job.given) * 6 * job.limit if len(job.given) > 1 else job.limit  # as JSON a byte may need six
     return ProgramLimits(
         wall_s=wall_s(job.total_s),

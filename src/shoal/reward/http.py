@@ -1,4 +1,4 @@
-"""What the scorer's server and its clients say to each other, as JSON."""
+"""JSON messages of the scorer's server and its clients."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ MOST_ANSWERS = 4096
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /score: answers to one task, and the checker they go by."""
+    """POST /score: answers to one task, and the checker that scores them."""
 
     scorer: Spec
     answers: list[str]
@@ -20,7 +20,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScoredAnswer(msgspec.Struct, frozen=True):
-    """One answer's reward."""
+    """The reward of one answer, as JSON."""
 
     value: float
     status: RewardStatus
@@ -30,7 +30,7 @@ class ScoredAnswer(msgspec.Struct, frozen=True):
 
     @property
     def reward(self) -> Reward:
-        """As the rest of Shoal knows it."""
+        """The reward as a `types.Reward`."""
         return Reward(self.value, self.status, tuple(self.parts), self.evidence, self.is_repeatable)
 
 
@@ -41,7 +41,7 @@ class ScoreReply(msgspec.Struct, frozen=True):
 
 
 def reply_of(rewards: list[Reward]) -> ScoreReply:
-    """The reply that gives these rewards."""
+    """The reply with these rewards."""
     return ScoreReply(
         [ScoredAnswer(one.value, one.status, list(one.parts), one.evidence, one.is_repeatable) for one in rewards]
     )

@@ -1,9 +1,9 @@
-"""Whether two answers are the same mathematics: exactly where both are rational numbers, else by math-verify.
+"""Compares two answers as mathematics: exactly where both are rational numbers, else by math-verify.
 
-The first way takes microseconds and is taken for nearly every answer of a data set such as GSM8K. math-verify parses
-LaTeX with SymPy and simplifies; it may take for ever, so it belongs in worker processes, which bound it.
+The first way takes microseconds, and decides nearly every answer of a data set such as GSM8K. math-verify parses LaTeX
+with SymPy and simplifies. It may take for ever, so it belongs in worker processes, which bound it.
 
-Every pattern here is linear in its text: what repeats is possessive, and no two ways divide the same characters.
+Every pattern here is linear in its text: repeats are possessive, and no two ways divide the same characters.
 """
 
 import re
@@ -13,10 +13,10 @@ from shoal.model.answer import boxed, stated
 from shoal.reward.checkers import last_number
 
 MOST_CHARACTERS = 10_000
-"""Of a final answer."""
+"""Characters of a final answer."""
 
 MOST_RATIONAL = 200
-"""Characters of a number."""
+"""Characters of a rational number."""
 
 _DELIMITERS = re.compile(r"\\[()\[\]]|\$\$?(?!\d)|\\(?:left|right|[!,;:> ]|displaystyle|limits)(?![A-Za-z])")
 _DELIMITERS_LEFT = re.compile(r"\\(?:left|right|[!,;:> ])(?![A-Za-z])|\$")
@@ -31,7 +31,7 @@ _UNIT = re.compile(
     rf"|{_WORD}(?:\s*+/\s*+[A-Za-z]++|\^\{{?+\d\}}?+)*+\.?+|\s[mgshlLNJWV]\b|\s)++$",
     re.IGNORECASE,
 )
-"""What stands behind a number and is no variable: words of three letters and more, known short units, degrees."""
+"""Units behind a number that are no variables: words of three letters and more, known short units, degrees."""
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _FRACTION = r"(?:\\frac\s*\{?\s*(-?\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?)"
 _RATIONAL = re.compile(
@@ -42,7 +42,7 @@ _DENOMINATOR = re.compile(r"\\frac(\d)(\d)")
 
 
 def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float, str]:
-    """Whether the answer's final expression equals the truth, and how that was found out.
+    """1.0 if the answer's final expression equals the truth, and the method that decided.
 
     >>> mathematics("so \\\\boxed{1\\\\frac{1}{2}}", "1.5")
     (1.0, 'exact')
@@ -59,13 +59,13 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
         ), "exact"
     if shown(given) == shown(expected):
         return 1.0, "same text"
-    return _verified(given, expected, tolerance)
+    return _verify(given, expected, tolerance)
 
 
 def final_answer(text: str, *, whole: bool = False) -> str:
-    """What a text ends up saying: in its last \\\\boxed{}, else after ####, else after "answer:", else all of it.
+    """The final answer of a text: its last \\boxed{}, else after ####, else after "answer:", else the whole text.
 
-    `whole` skips the search for words, as in a truth that is nothing but the answer.
+    `whole` skips the search for words, for a truth that is only the answer.
 
     >>> final_answer("First 3. The answer is: 42."), final_answer("\\\\boxed{\\\\frac{1}{2}} or so")
     ('42', '\\\\frac{1}{2}')
@@ -80,7 +80,7 @@ def final_answer(text: str, *, whole: bool = False) -> str:
 
 
 def rational(text: str) -> Fraction | None:
-    """The rational number that a text is: signs, thousands separators, units, percent and mixed fractions are read.
+    """The rational number of a text, read with signs, thousands separators, units, percent and mixed fractions.
 
     A percentage gives its number: 50 for "50 %".
 
@@ -104,7 +104,7 @@ def rational(text: str) -> Fraction | None:
 
 
 def _readings(text: str, value: Fraction) -> list[Fraction]:
-    """What a number may mean: a percentage its number or its hundredth."""
+    """The possible values of a number: a percentage is its number or its hundredth."""
     return [value, value / 100] if "%" in text else [value]
 
 
@@ -113,7 +113,7 @@ def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without what means nothing: delimiters, spacing, thousands separators, currency, units, a percent sign."""
+    """The text without delimiters, spacing, thousands separators, currency, units and percent sign."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = _TEXT.sub(r" \1", text)
     text = _THOUSANDS.sub("", text)
@@ -125,12 +125,12 @@ def _bare(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """What is left to see: text commands are their text, and spacing is gone."""
+    """The visible text: text commands become their text, and spacing goes."""
     return re.sub(r"\s+", "", _DELIMITERS_LEFT.sub("", _TEXT.sub(r"\1", text)))
 
 
-def _verified(given: str, expected: str, tolerance: float) -> tuple[float, str]:
-    """By math-verify: sets, intervals, equations, matrices, symbolic expressions."""
+def _verify(given: str, expected: str, tolerance: float) -> tuple[float, str]:
+    """Compares by math-verify: sets, intervals, equations, matrices, symbolic expressions."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     configs = (LatexExtractionConfig(), ExprExtractionConfig())

@@ -6,12 +6,12 @@ from shoal.checker import Spec
 from shoal.types import Receipt
 
 MEMORY_BYTES = 2 << 30
-"""Address space of a worker."""
+"""Bytes of a worker's address space."""
 OPEN_FILES = 64
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Answers to one task, and what is needed to score them."""
+    """Answers to one task, with all that scores them."""
 
     spec: Spec
     receipt: Receipt | None
@@ -19,23 +19,23 @@ class Batch(msgspec.Struct, frozen=True):
     info: str
     answers: list[str]
     cpu_s: float
-    """Processor time of one answer."""
+    """Seconds of processor time of one answer."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """The task is prepared and the clock of the first answer runs; or `error` says why no answer can be scored.
+    """The task is prepared and the clock of the first answer runs; else `error` says why no answer can be scored.
 
-    A worker says it once, without being asked, when it has started.
+    A worker also sends it once after its start, without a request.
     """
 
     error: str = ""
 
 
 class AnswerVerdict(msgspec.Struct, frozen=True):
-    """Of one answer; `error` when the scorer itself is at fault."""
+    """The verdict on one answer; `error` is set when the scorer itself is at fault."""
 
     value: float
     evidence: str = ""
     error: str = ""
     exhausted: bool = False
-    """The answer used up its processor time."""
+    """True if the answer used up its processor time."""

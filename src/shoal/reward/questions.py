@@ -1,7 +1,7 @@
-"""Tests read before they are run: which names they take from the program, and whether they can be judged. Pure.
+"""Tests read before they are run: the names they take from the program, and whether they can be judged. Pure.
 
-A test's names come from its own text. What it binds itself, and Python's builtins, never come from the program, so that
-no program can put a function of its own where the test means another one.
+A test's names come from its own text. Names that it binds itself, and Python's builtins, never come from the program.
+No program can therefore replace a function that the test means.
 """
 
 import ast
@@ -19,7 +19,7 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @lru_cache(maxsize=512)
 def snippet(text: str) -> tuple[str, tuple[str, ...]]:
-    """Statements, with imports that they lack of the standard library, and the names that they take from the program.
+    """Statements with the standard library's imports that they lack, and the names that they take from the program.
 
     Raises `TaskError` when they cannot be judged.
 
@@ -39,7 +39,7 @@ def snippet(text: str) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=512)
 def file_names(text: str) -> tuple[str, ...]:
-    """The names that a test file takes from the program. Raises `TaskError` when it cannot be judged.
+    """Names that a test file takes from the program. Raises `TaskError` when the file cannot be judged.
 
     >>> file_names("from solution import *\\nfrom pytest import approx\\ndef test_a(): assert half(3) == approx(1.5)")
     ('half',)
@@ -59,7 +59,7 @@ def file_names(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=512)
 def test_count(text: str) -> int:
-    """How many tests a file has in its text, at least one."""
+    """The number of tests in a file's text, at least one."""
     return max(sum(1 for _ in _tests(_parsed(text, "pytest"))), 1)
 
 
@@ -71,7 +71,7 @@ def _parsed(text: str, kind: str) -> ast.Module:
 
 
 def _functions(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises `TaskError` for what looks like a class: its objects stay in the program's sandbox."""
+    """Checks the names of functions. Raises `TaskError` for a class's name: objects stay in the sandbox."""
     for name in names:
         if name[:1].isupper() and not name.isupper():
             raise TaskError(
@@ -82,7 +82,7 @@ def _functions(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """What a file takes from the program, `*` for all."""
+    """Names that a file imports from the program, `*` for all."""
     aliases = {MODULE}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == MODULE:
@@ -96,7 +96,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _tests(tree: ast.Module) -> Iterator[tuple[list[ast.expr], ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every test function, with the base classes of the class that it is in."""
+    """Every test function, with the base classes of its class."""
     for node in tree.body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         bases = node.bases if isinstance(node, ast.ClassDef) else []
@@ -104,7 +104,7 @@ def _tests(tree: ast.Module) -> Iterator[tuple[list[ast.expr], ast.FunctionDef |
 
 
 def _is_generator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether it yields itself; functions inside of it may."""
+    """True if the function itself yields; functions inside of it may."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()
@@ -116,7 +116,7 @@ def _is_generator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _free(tree: ast.Module) -> tuple[str, ...]:
-    """The names that are used, and neither bound anywhere in the text nor builtins; in order."""
+    """Names that are used, and neither bound anywhere in the text nor builtins; in order."""
     used: dict[str, None] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):

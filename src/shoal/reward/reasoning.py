@@ -1,8 +1,8 @@
 """reasoning-gym's own scorers, kept from running the answer as code. For worker processes only.
 
-Four of them call eval() on the answer to see whether it is a Python list; here `eval` reads literals in their modules.
-Five parse it with SymPy, which evaluates it with Python's builtins in reach; those see only texts made of numbers,
-operators and the names of functions, and score any other one as they score an empty answer.
+Four scorers call eval() on the answer to see whether it is a Python list. In their modules `eval` reads only literals
+here. Five scorers parse the answer with SymPy, which evaluates it with Python's builtins in reach. These see only texts
+made of numbers, operators and names of functions; any other text scores as an empty answer.
 """
 
 import ast
@@ -28,9 +28,9 @@ _EXPRESSION = re.compile(rf"(?:\s|[0-9]++(?:\.[0-9]++)?+|(?:{_FUNCTIONS}|[A-Za-z
 
 
 def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[float, str]]:
-    """What gives an answer's value and the evidence for it.
+    """The function that gives an answer's value and the evidence for it.
 
-    Raises `TaskError` when the receipt cannot be drawn again here, or gives another truth than the task has.
+    Raises `TaskError` when the receipt cannot be drawn again here, or gives another truth than the task's.
     """
     entry = _entry(receipt)
     if truth is not None and entry.truth != truth:
@@ -45,7 +45,7 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
         return entry.score(answer), ""
 
     def best(answer: str) -> tuple[float, str]:
-        """Of the whole answer, or of its final line where that is worth more."""
+        """The value of the whole answer, or of its final line if that is worth more."""
         found = score(answer)
         line = final_line(answer)
         return found if found[0] >= 1 or line == answer.strip() else max(found, score(line), key=lambda one: one[0])
@@ -54,7 +54,7 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
 
 
 def is_expression(text: str) -> bool:
-    """Whether a text is made of numbers, operators and names of functions only, so that SymPy may read it.
+    """True if a text has only numbers, operators and names of functions, so that SymPy may read it.
 
     >>> is_expression("3*x^2 + sin(x)"), is_expression("exit()")
     (True, False)

@@ -1,4 +1,4 @@
-"""Scores on other machines: a client of `shoal rewards serve`."""
+"""A client of `shoal rewards serve`: scores on other machines."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from shoal.types import Reward, RewardStatus, Task
 RETRIES = 4
 RETRY_DELAY_S = 0.25
 TIMEOUT_S = 600.0
-"""Of one request, queueing there included; it only bounds what a machine that has gone silent costs."""
+"""Seconds of one request, with its wait at the server; bounds the cost of a silent machine."""
 REST_S = 5.0
-"""How long a server that did not answer is asked last."""
+"""Seconds for which a server that did not answer is asked last."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Server:
 
 
 class RemoteScorer:
-    """Asks the server with the least to do; what one cannot do now, another is asked for."""
+    """Asks the server with the least load, and another server when that one cannot score now."""
 
     def __init__(self, urls: Sequence[str], token: str = "") -> None:
         self._servers = [_Server(url.rstrip("/")) for url in urls]
@@ -43,7 +43,7 @@ class RemoteScorer:
             self._session = None
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order. Failed when no server answers after all retries."""
+        """One reward per answer, in order. The rewards fail when no server answers after all retries."""
         body = msgspec.json.encode(ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt))
         why = ""
         for attempt in range(RETRIES + 1):
@@ -83,7 +83,7 @@ class RemoteScorer:
 
 
 def _rewards(reply: bytes, n: int) -> list[Reward]:
-    """Raises `ValueError` and msgspec's errors for what is no reply to `n` answers."""
+    """The rewards of a reply. Raises `ValueError` and msgspec's errors for a body that is no reply to `n` answers."""
     rewards = [one.reward for one in msgspec.json.decode(reply, type=ScoreReply).rewards]
     if len(rewards) != n:
         raise ValueError(f"expected {n} rewards, got {len(rewards)}")

@@ -1,6 +1,6 @@
 """JSON Schema (2020-12) by the jsonschema library, made linear in the text of an answer.
 
-Patterns are RE2's, items are compared by hash instead of in pairs, and nothing is fetched.
+RE2 matches the patterns, items are compared by hash instead of in pairs, and no reference is fetched.
 """
 
 import json
@@ -36,7 +36,9 @@ def json_in(answer: str) -> object:
 
 
 def complaint_of(schema: object) -> Callable[[object], str]:
-    """Gives where and why a schema refuses a value, or nothing. Raises `ValueError` for a schema that cannot be used.
+    """A function that says where and why a schema refuses a value; empty for a valid value.
+
+    Raises `ValueError` for a schema that cannot be used.
 
     >>> complaint = complaint_of({"properties": {"a": {"type": "integer"}}, "required": ["a"]})
     >>> complaint({"a": "x"}), complaint({"a": 1})
@@ -67,7 +69,7 @@ def complaint_of(schema: object) -> Callable[[object], str]:
 
 
 def _keywords(schema: object) -> Iterator[tuple[str, object]]:
-    """Every key of a schema and of what is in it, names of properties among them."""
+    """Every key of a schema and of its parts, with the names of properties."""
     pending = [schema]
     while pending:
         one = pending.pop()
@@ -89,7 +91,7 @@ def _unique(_: object, wanted: bool, value: object, __: object) -> Iterator[Vali
 
 
 def _key(value: object) -> object:
-    """Equal for equal JSON values only: 1 and 1.0 are, 1 and true are not."""
+    """A key that is equal only for equal JSON values: 1 equals 1.0, and 1 differs from true."""
     if isinstance(value, dict):
         return frozenset((name, _key(one)) for name, one in value.items())
     if isinstance(value, list):

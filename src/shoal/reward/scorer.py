@@ -1,8 +1,8 @@
 """Scores answers in worker processes that are killed when an answer takes too long.
 
 "Wrong", "timed out" and "failed" are three outcomes. An answer that uses up its processor time is wrong: the policy
-wrote it. One that kills its worker costs the others of its group a fresh worker and nothing else: workers report answer
-by answer, so the blame falls on the right one.
+wrote it. An answer that kills its worker costs its group a fresh worker and nothing else. Workers report answer by
+answer, so the blame falls on the right answer.
 """
 
 import asyncio
@@ -31,29 +31,29 @@ WORKER = "shoal.reward.worker"
 START_TIMEOUT_S = 120.0
 PREPARE_TIMEOUT_S = 30.0
 WALL_PER_CPU = 8.0
-"""How much longer than its processor time an answer may take; then it is the machine that stands still."""
+"""Wall seconds allowed per second of an answer's processor time; beyond them the machine stands still."""
 RETRIES = 1
-"""How often an answer whose worker died is given to another one."""
+"""Number of further workers that get an answer whose worker died."""
 START_RETRIES = 3
 START_DELAY_S = 0.25
-"""Before the first of them; doubled each time."""
+"""Seconds before the first of several starts; each next wait is twice as long."""
 RECYCLE_AFTER = 20_000
-"""Answers that a worker scores before it is replaced."""
+"""Number of answers that a worker scores before it is replaced."""
 WINDOW = 4096
-"""Answers and groups that the percentiles are taken over."""
+"""Number of latest answers and groups in the percentiles."""
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 KILLED_BY_BOUND = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
-"""How a worker ends whose judgement was deaf to signals: by itself, and within a sandbox."""
+"""Exit codes of a worker killed for a judgement that ignored signals: by itself, and within a sandbox."""
 
 
 class _Exhausted(ChildDied):
-    """The kernel ended the worker, for the processor time of one answer was used up."""
+    """The kernel ended the worker, because one answer used up its processor time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
-    """What a scorer did so far; times are percentiles over the latest groups (queue) and answers (run)."""
+    """Counts since the start; times are percentiles over the latest groups (queue) and answers (run)."""
 
     scored: int
     timed_out: int
@@ -67,17 +67,17 @@ class ScorerStats:
 
 @dataclass(slots=True)
 class _Slot:
-    """The place of one worker; empty until it is needed again after a kill."""
+    """The place of one worker; empty after a kill until a worker is needed."""
 
     worker: "_Worker | None" = None
     started: int = 0
     scored: int = 0
-    """Answers that its worker has scored."""
+    """Number of answers that its worker has scored."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """One group being scored."""
+    """A group being scored."""
 
     spec: Spec
     task: Task
@@ -92,7 +92,7 @@ class _Work:
         return [index for index in range(len(self.answers)) if index not in self.rewards]
 
     def fail(self, reason: str) -> None:
-        """Gives up the answer being scored; all of them when their task could not even be prepared."""
+        """Gives up the answer being scored, or all answers when their task could not be prepared."""
         for index in self.pending[:1] if self.prepared else self.pending:
             self.rewards[index] = Reward(0.0, RewardStatus.FAILED, evidence=reason)
 
@@ -101,7 +101,7 @@ class _Work:
         self.rewards[self.pending[0]] = exhausted(cpu_s)
 
     def died(self, reason: str) -> None:
-        """Counts a death against the answer being scored, and gives it up when that was one too many."""
+        """Counts a worker's death against the answer being scored, and gives the answer up after too many."""
         index = self.pending[0] if self.prepared else -1
         self.deaths[index] = self.deaths.get(index, 0) + 1
         if self.deaths[index] > RETRIES:
@@ -122,9 +122,9 @@ class WorkerScorer:
         recycle_after: int = RECYCLE_AFTER,
         boxed: bool = True,
     ) -> None:
-        """`log` takes what workers write before they are ready, such as why one cannot start.
+        """`log` takes all that workers write before they are ready, such as why a worker cannot start.
 
-        Unless they are to be `boxed`, workers confine themselves, as they do where there are no namespaces.
+        Without `boxed`, workers confine themselves, as they also do where there are no namespaces.
         """
         self._recycle_after = recycle_after
         self._timeout_s = config.timeout_s
@@ -154,7 +154,7 @@ class WorkerScorer:
             self._idle.put_nowait(slot)
 
     async def aclose(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Ends the workers, also in the middle of an answer."""
         for slot in self._slots:
             self._discard(slot)
         await self._reap()
@@ -170,12 +170,12 @@ class WorkerScorer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that are ready or at work."""
+        """Process ids of the workers that are ready or at work."""
         return [slot.worker.pid for slot in self._slots if slot.worker]
 
     @property
     def stats(self) -> ScorerStats:
-        """For metrics."""
+        """Statistics for metrics."""
         return ScorerStats(
             self._counts[RewardStatus.SCORED],
             self._counts[RewardStatus.TIMED_OUT],
@@ -217,7 +217,7 @@ class WorkerScorer:
         return rewards
 
     async def _progress(self, slot: _Slot, work: _Work) -> None:
-        """Scores with one worker until all is done or the worker is lost."""
+        """Scores with one worker until all answers are done or the worker is lost."""
         worker = await self._worker(slot)
         work.prepared = False
         try:
@@ -240,7 +240,7 @@ class WorkerScorer:
             raise
 
     async def _exchange(self, worker: "_Worker", work: _Work) -> None:
-        """Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
+        """Exchanges one batch. Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
         pending, task = work.pending, work.task
         answers = [work.answers[index] for index in pending]
         batch = Batch(work.spec, task.receipt, task.answer, task.info, answers, self._timeout_s)
@@ -262,12 +262,12 @@ class WorkerScorer:
             work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
 
     async def _worker(self, slot: _Slot) -> "_Worker":
-        """The slot's worker, started when there is none; one that is killed before it is ready is started again."""
+        """The slot's worker, started if there is none."""
         await self._reap()
         for attempt in range(START_RETRIES + 1):
             if slot.worker is not None:
                 break
-            worker = await self._started()
+            worker = await self._start_worker()
             try:
                 await worker.receive(START_TIMEOUT_S)
                 slot.worker = worker
@@ -284,8 +284,11 @@ class WorkerScorer:
         assert slot.worker is not None
         return slot.worker
 
-    async def _started(self) -> "_Worker":
-        """A new worker's process. A machine out of processes or descriptors is asked again, but not for ever."""
+    async def _start_worker(self) -> "_Worker":
+        """Starts a worker's process.
+
+        A machine out of processes or descriptors gets a bounded number of further attempts.
+        """
         for attempt in range(START_RETRIES + 1):
             worker = _Worker(self._log, self._rung)
             try:
@@ -298,7 +301,7 @@ class WorkerScorer:
         return worker
 
     def _recycle(self, slot: _Slot, answers: int) -> None:
-        """Ends a worker that has scored many answers: what their libraries keep of each adds up."""
+        """Ends a worker that has scored many answers, because its libraries keep something of each."""
         slot.scored += answers
         if slot.scored >= self._recycle_after:
             self._discard(slot)
@@ -311,7 +314,7 @@ class WorkerScorer:
             slot.worker = None
 
     async def _reap(self) -> None:
-        """Waits for the killed workers to be gone."""
+        """Waits until the killed workers are gone."""
         while self._ended:
             worker = self._ended[-1]
             await worker.end()
@@ -320,7 +323,7 @@ class WorkerScorer:
 
 
 class _Worker(Child):
-    """A running `python -m shoal.reward.worker`, with an environment of nothing but where its caches are."""
+    """A running `python -m shoal.reward.worker`, whose environment has only the paths of its caches."""
 
     def __init__(self, log: Path, backend: Backend | None) -> None:
         caches = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")  # of matplotlib's fonts: 1 s of every start otherwise
@@ -330,7 +333,7 @@ class _Worker(Child):
         self._rung = backend
 
     def command(self, fd: int) -> list[str]:
-        """In namespaces where there are any; elsewhere the worker confines itself."""
+        """The worker's command, within namespaces where the machine has them; elsewhere the worker confines itself."""
         if self._rung not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
             return super().command(fd)
         return confined(
@@ -345,17 +348,17 @@ class _Worker(Child):
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended it, with its box or within it: no fault of its own."""
+        """The error of a worker's end, which tells the kernel's bound on processor time from all other ends."""
         return self._process.returncode in KILLED
 
     async def _death(self) -> ChildDied:
-        """Tells the end that the kernel made of a judgement deaf to signals from all others."""
+        """The reward of an answer on which its checker used up its processor time."""
         death = await super()._death()
         return _Exhausted(str(death)) if self._process.returncode in KILLED_BY_BOUND else death
 
 
 def exhausted(cpu_s: float) -> Reward:
-    """Of an answer on which its checker used up its processor time."""
+    """The value that `share` of all values are at or below; 0 without values."""
     return Reward(0.0, parts=((EXHAUSTED, 1.0),), evidence=f"more than {cpu_s:g} s of processor time")
 
 

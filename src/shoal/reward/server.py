@@ -1,11 +1,11 @@
-"""`shoal rewards serve`: the scorer over HTTP, with the same limits, for one machine or many.
+"""`shoal rewards serve`: the scorer over HTTP, with a run's own limits, for one machine or many.
 
     POST /score      {"scorer": ..., "answers": [...], "truth": ..., "info": ..., "receipt": ...} -> {"rewards": [...]}
     GET  /health     {"status": "ok", "backend": ...}
     GET  /metrics    for Prometheus
 
-A client's checker decides what runs here, so that only those are taken that run in a sandbox or a worker process: the
-user's functions and judges stay with whoever asks.
+A client's checker decides what runs here, so the server takes only checkers of a sandbox or a worker process. The
+user's functions and judges stay with the client.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ MOST_TEST_S = 60.0
 MOST_MEMORY_MB = 2048
 MOST_TESTS = 1024
 MOST_RUN_S = 100_000.0
-"""Of one request, if each test of each answer takes all its time."""
+"""Seconds of one request, if each test of each answer takes all its time."""
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
-"""Bodies of all requests together, from their first byte to their rewards."""
+"""Bytes of the bodies of all requests together, from their first byte to their rewards."""
 
 
 class RewardServer:
-    """`app` is the ASGI application; it ends the service, which must have been started."""
+    """The server's ASGI `app`, which ends the service; the service must have been started."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class RewardServer:
         most_waiting: int = 1024,
         most_held_bytes: int = MOST_HELD_BYTES,
     ) -> None:
-        """With a token, whoever asks for scores must have it.
+        """With a token, every client must have it.
 
-        What is beyond `most_waiting` requests or `most_held_bytes` of their bodies gets 503.
+        A request beyond `most_waiting` requests, or beyond `most_held_bytes` of bodies, gets 503.
         """
         self._service = service
         self._most_held_bytes = most_held_bytes
         self.held_bytes = 0
-        """Of the bodies of requests that are not answered yet."""
+        """Bytes of the bodies of unanswered requests."""
         self._most_waiting = most_waiting
         self._waiting = 0
         self._counts = {"requests": 0, "answers": 0, "refused": 0}
@@ -94,11 +94,11 @@ class RewardServer:
                 raise Refused(503, f"{self.held_bytes} bytes of requests are held already")
 
         try:
-            return await self._answered(await body(http, MOST_BODY_BYTES, on_bytes=hold))
+            return await self._reply(await body(http, MOST_BODY_BYTES, on_bytes=hold))
         finally:
             self.held_bytes -= held
 
-    async def _answered(self, data: bytes) -> Response:
+    async def _reply(self, data: bytes) -> Response:
         request = decoded(data, ScoreRequest)
         try:
             spec = checker.spec_of(checker.to_json(request.scorer), "scorer")
@@ -132,9 +132,9 @@ class RewardServer:
 
 
 def asks_too_much(spec: Spec, info: str, answers: int) -> str:
-    """Why programs would get more of this machine than a stranger may have; empty when they would not.
+    """The limit of a stranger's programs that a request exceeds; empty when it exceeds none.
 
-    Raises `TaskError` for tests that are none, and what reading the task's `info` raises.
+    Raises `TaskError` for invalid tests, and any error of reading the task's `info`.
 
     >>> info = '{"tests": [{"stdout": "1"}]}'
     >>> asks_too_much(checker.Code(), info, 8), asks_too_much(checker.Code(timeout_s=3600), info, 8)

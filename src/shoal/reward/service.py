@@ -1,11 +1,11 @@
-"""The scorer of a run: each task's checker is found, run where it belongs, and what it says is kept.
+"""The scorer of a run: finds each task's checker, runs it where it belongs, and keeps its rewards.
 
-    worker processes   everything that is text and truth: exact, number, math, regex, ..., reasoning_gym
+    worker processes   every checker of text and truth: exact, number, math, regex, ..., reasoning_gym
     sandboxes          code
     a process of its own, unconfined   the user's functions
     this process       judge (a request to a model), and adding up weighted parts
 
-With `reward.urls` the first two are other machines' work (`shoal rewards serve`).
+With `reward.urls` other machines do the first two (`shoal rewards serve`).
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from shoal import checker
 from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
 from shoal.errors import SandboxUnavailable, TaskError
+from shoal.model.answer import THINK, boxed, parted, tagged
 from shoal.reward import code
 from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
-from shoal.reward.code_runner import Boxes
-from shoal.reward.judged import judged
+from shoal.reward.code_runner import CodeRunner
 from shoal.reward.llm_judge import JudgeScorer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.scorer import WINDOW, WorkerScorer, percentile
@@ -33,7 +33,11 @@ from shoal.types import Reward, RewardStatus, Task
 
 TOKEN_VARIABLE = "SHOAL_REWARDS_TOKEN"
 MOST_ANSWER_BYTES = 1 << 20
-"""An answer that is larger is worth 0."""
+"""Characters of an answer; a longer answer is worth 0."""
+WHOLE = (checker.Format, checker.Length, checker.Language, checker.Function)
+"""Checkers of the whole completion, thought included."""
+UNBOXED = (checker.Exact, checker.Number, checker.ReasoningGym)
+"""Checkers of a bare answer, without its box; `math` looks for boxes itself."""
 
 
 class SpecScorer(Protocol):
@@ -47,8 +51,8 @@ class SpecScorer(Protocol):
 class CodeScorer:
     """Runs unit tests in sandboxes."""
 
-    def __init__(self, boxes: Boxes) -> None:
-        self._boxes = boxes
+    def __init__(self, code_runner: CodeRunner) -> None:
+        self._runner = code_runner
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. A program that hangs, crashes or breaks a limit has failed its tests."""
@@ -58,13 +62,13 @@ class CodeScorer:
             examinations = [code.examination(spec, tests, answer) for answer in answers]
         except TaskError as error:
             return [_failed(error)] * len(answers)
-        runs = iter(await self._boxes.run([job for one in examinations for job in one.jobs]))
+        runs = iter(await self._runner.run([job for one in examinations for job in one.jobs]))
         return [self._reward(spec, one, [next(runs) for _ in one.jobs]) for one in examinations]
 
     def _reward(
         self, spec: checker.Code, examination: code.Examination, runs: Sequence[code.Runs | SandboxUnavailable]
     ) -> Reward:
-        """A failure where a sandbox failed, or where the tests cannot be judged."""
+        """The reward of one program; a failure if a sandbox failed or the tests cannot be judged."""
         verdicts: list[code.CaseVerdict] = []
         for job, decided, outcome in zip(examination.jobs, examination.tests, runs, strict=True):
             if isinstance(outcome, SandboxUnavailable):
@@ -82,15 +86,17 @@ class RewardService:
     Equal answers of a group, and answers seen before, are scored once.
     """
 
-    def __init__(self, config: RewardConfig, log: Path = Path(os.devnull), *, boxes: Boxes | None = None) -> None:
-        """`log` takes what worker processes write before they are ready."""
+    def __init__(
+        self, config: RewardConfig, log: Path = Path(os.devnull), *, code_runner: CodeRunner | None = None
+    ) -> None:
+        """`log` takes all that worker processes write before they are ready."""
         self.cache = RewardCache()
-        self.boxes = boxes or Boxes(config.workers)
+        self.code_runner = code_runner or CodeRunner(config.workers)
         self._workers = None if config.urls else WorkerScorer(config, log)
         self._remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if config.urls else None
         self._judge = JudgeScorer()
         self._functions = FunctionScorer(log)
-        self._code = CodeScorer(self.boxes)
+        self._code = CodeScorer(self.code_runner)
         self._counts = dict.fromkeys(RewardStatus, 0)
         self._total_s: deque[float] = deque(maxlen=WINDOW)
 
@@ -100,9 +106,9 @@ class RewardService:
             await self._workers.start()
 
     async def aclose(self) -> None:
-        """Ends everything that it started."""
+        """Ends all that the service started."""
         async with contextlib.AsyncExitStack() as stack:
-            for part in (self._workers, self._remote, self._judge, self._functions, self.boxes):
+            for part in (self._workers, self._remote, self._judge, self._functions, self.code_runner):
                 if part is not None:
                     stack.push_async_callback(part.aclose)
 
@@ -120,27 +126,27 @@ class RewardService:
         try:
             spec = task_spec(task)
         except TaskError as error:
-            return self._counted([_failed(error)] * len(answers))
+            return self._count([_failed(error)] * len(answers))
         return await self.score_by(spec, task, answers)
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """The same by a checker that is not the task's own."""
+        """One reward per answer, in order, by the given checker in place of the task's."""
         began_s = asyncio.get_running_loop().time()
         try:
-            rewards = await self._by(spec, task, answers)
+            rewards = await self._score_parts(spec, task, answers)
         except TaskError as error:
             rewards = [_failed(error)] * len(answers)
         self._total_s.append(asyncio.get_running_loop().time() - began_s)
-        return self._counted(rewards)
+        return self._count(rewards)
 
-    def _counted(self, rewards: list[Reward]) -> list[Reward]:
+    def _count(self, rewards: list[Reward]) -> list[Reward]:
         for reward in rewards:
             self._counts[reward.status] += 1
         return rewards
 
     @property
     def values(self) -> Mapping[str, float]:
-        """For metrics: counts since the start, and percentiles in seconds over the latest groups."""
+        """Metrics: counts since the start, and percentiles in seconds over the latest groups."""
         values: dict[str, float] = {
             "scorer_timed_out": self._counts[RewardStatus.TIMED_OUT],
             "scorer_failed": self._counts[RewardStatus.FAILED],
@@ -154,39 +160,39 @@ class RewardService:
             values["scorer_queue_p50_s"], values["scorer_queue_p99_s"] = stats.queue_p50_s, stats.queue_p99_s
             values["scorer_run_p50_s"], values["scorer_run_p99_s"] = stats.run_p50_s, stats.run_p99_s
             values["scorer_restarts"] = stats.restarts
-        values["scorer_sandboxes"] = self.boxes.boxes
+        values["scorer_sandboxes"] = self.code_runner.sandboxes
         return values
 
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes."""
+        """Process ids of the worker processes."""
         return self._workers.pids if self._workers is not None else []
 
-    async def _by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+    async def _score_parts(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         if isinstance(spec, checker.Weighted):
-            parts = await asyncio.gather(*(self._by(part.scorer, task, answers) for part in spec.parts))
+            parts = await asyncio.gather(*(self._score_parts(part.scorer, task, answers) for part in spec.parts))
             return [weighted(spec, [rewards[i] for rewards in parts]) for i in range(len(answers))]
-        said = [judged(spec, task.answer, text) if len(text) <= MOST_ANSWER_BYTES else None for text in answers]
-        scored = iter(await self._scored(spec, task, [one for one in said if one is not None]))
+        said = [judged_part(spec, task.answer, text) if len(text) <= MOST_ANSWER_BYTES else None for text in answers]
+        scored = iter(await self._score_cached(spec, task, [one for one in said if one is not None]))
         return [_unjudged(text) if one is None else next(scored) for text, one in zip(answers, said, strict=True)]
 
-    async def _scored(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer as the checker wants it, in order; equal ones are scored once."""
+    async def _score_cached(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order; equal answers are scored once."""
         if not answers or not is_cacheable(spec):
-            return await self._place(spec).score_by(spec, task, answers) if answers else []
+            return await self._scorer_of(spec).score_by(spec, task, answers) if answers else []
         task_key = key_of(spec, task)
         keys = [answer_key(task_key, answer) for answer in answers]
         known = {key: reward for key in dict.fromkeys(keys) if (reward := self.cache.get(key)) is not None}
         new = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in known}
         if new:
-            scored = await self._place(spec).score_by(spec, task, list(new.values()))
+            scored = await self._scorer_of(spec).score_by(spec, task, list(new.values()))
             for key, reward in zip(new, scored, strict=True):
                 known[key] = reward
                 self.cache.put(key, reward)
         return [known[key] for key in keys]
 
-    def _place(self, spec: Spec) -> SpecScorer:
-        """Where a checker is run."""
+    def _scorer_of(self, spec: Spec) -> SpecScorer:
+        """The scorer that runs a checker."""
         if isinstance(spec, checker.LLMJudge):
             return self._judge
         if isinstance(spec, checker.Function):
@@ -199,8 +205,32 @@ class RewardService:
         return self._workers
 
 
+def judged_part(spec: Spec, truth: str | None, text: str) -> str | None:
+    r"""The part of a completion that a checker judges; None when a thought was cut off before any answer.
+
+    Marks that the truth or the pattern has itself stay in place.
+
+    >>> judged_part(checker.Exact(), "5", "<think>2 + 3</think><answer>\\boxed{5}</answer>")
+    '5'
+    """
+    if isinstance(spec, WHOLE):
+        return text
+    named = (spec.pattern if isinstance(spec, checker.Regex) else "") or truth or ""
+    if any(mark in named for mark in THINK):
+        return text
+    said = parted(text)
+    if not said.complete:
+        return None
+    answer = said.answer
+    if "<answer>" not in named and not isinstance(spec, checker.LLMJudge) and (inside := tagged(answer)) is not None:
+        answer = inside
+    if "\\boxed" not in named and isinstance(spec, UNBOXED) and (inside := boxed(answer)) is not None:
+        answer = inside
+    return answer
+
+
 def _unjudged(text: str) -> Reward:
-    """Of a completion that no checker is asked about."""
+    """The reward of a completion that no checker sees."""
     large = len(text) > MOST_ANSWER_BYTES
     return Reward(0.0, evidence=f"longer than {MOST_ANSWER_BYTES} characters" if large else "a thought without an end")
 
@@ -210,7 +240,7 @@ def _failed(error: Exception) -> Reward:
 
 
 def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
-    """The weighted sum of the parts' values; what is not scored in one part is not scored at all.
+    """The weighted sum of the parts' values; a part without a score leaves the sum without a score.
 
     >>> spec = checker.Weighted((checker.Part(checker.Exact()), checker.Part(checker.Number(), weight=0.5)))
     >>> weighted(spec, [Reward(0.0), Reward(1.0)])

@@ -1,8 +1,8 @@
-"""The user's own reward functions, in a process that can be killed: the other side is `functions_worker`.
+"""The user's own reward functions, in a process that can be killed; `user_functions_worker` is the other side.
 
-They are the user's code, so that they get what a user's program gets: environment, files, network. What they are
-called with is TRL's: `reward(prompts, completions, **columns)`, one entry per answer in each, and they give one number
-each, or None for an answer that they have nothing to say about.
+The functions are the user's code, so they get a user's environment, files and network. They are called as TRL's:
+`reward(prompts, completions, **columns)`, with one entry per answer in each. They return one number or None per answer;
+None is no reward.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from shoal.types import Reward, RewardStatus, Task
 
 START_TIMEOUT_S = 120.0
 RETRIES = 1
-"""After a death of the process."""
+"""Number of further attempts after the process died."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What a function is called with, once for a group."""
+    """The arguments of a function's call, once for a group."""
 
     path: str
     messages: list[dict[str, str]]
@@ -34,7 +34,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class FunctionResult(msgspec.Struct, frozen=True):
-    """What it gave, or why it did not."""
+    """The rewards of a call, or the error."""
 
     values: list[float | None] = []
     error: str = ""
@@ -54,27 +54,27 @@ class FunctionScorer:
             await self._end(path)
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order. The deadline is for all of them together; queueing does not count."""
+        """One reward per answer, in order. The deadline is for all answers together, without the wait in the queue."""
         assert isinstance(spec, checker.Function)
-        status, called = await self.called(spec, task, answers)
+        status, result = await self.call(spec, task, answers)
         if status is not RewardStatus.SCORED:
-            return [Reward(0.0, status, evidence=called.error)] * len(answers)
+            return [Reward(0.0, status, evidence=result.error)] * len(answers)
         return [
             Reward(0.0, RewardStatus.FAILED, evidence=f"{spec.path} gave None") if value is None else Reward(value)
-            for value in called.values
+            for value in result.values
         ]
 
-    async def called(
+    async def call(
         self, spec: checker.Function, task: Task, answers: Sequence[str]
     ) -> tuple[RewardStatus, FunctionResult]:
-        """What the function gave, and whether it gave anything."""
+        """Calls the function and returns its result, with the status."""
         messages = [{"role": message.role.value, "content": message.content} for message in task.messages]
         call = wire.encode(FunctionCall(spec.path, messages, list(answers), task.answer, task.info))
         async with self._turns.setdefault(spec.path, asyncio.Lock()):
             for attempt in range(RETRIES + 1):
                 try:
-                    called = await self._called(spec, call)
-                    return (RewardStatus.FAILED if called.error else RewardStatus.SCORED), called
+                    result = await self._ask(spec, call)
+                    return (RewardStatus.FAILED if result.error else RewardStatus.SCORED), result
                 except TimeoutError:
                     why = f"{spec.path} gave no rewards within {spec.timeout_s:g} s"
                     return RewardStatus.TIMED_OUT, FunctionResult(error=why)
@@ -84,7 +84,7 @@ class FunctionScorer:
                         return RewardStatus.FAILED, FunctionResult(error=str(error))
         raise AssertionError
 
-    async def _called(self, spec: checker.Function, call: bytes) -> FunctionResult:
+    async def _ask(self, spec: checker.Function, call: bytes) -> FunctionResult:
         child = self._children.get(spec.path)
         if child is None:
             child = Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)

@@ -13,8 +13,8 @@ from shoal.plugins import described, own_code
 from shoal.reward.user_functions import FunctionCall, FunctionResult
 
 
-def called(call: FunctionCall) -> FunctionResult:
-    """What the function gives for a group, checked."""
+def result_of(call: FunctionCall) -> FunctionResult:
+    """Calls the function for a group and checks its rewards."""
     count = len(call.answers)
     try:
         values = cast(Callable[..., object], own_code("reward", call.path))(
@@ -42,7 +42,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _prompts(call: FunctionCall) -> list[object]:
-    """Conversations, as TRL gives them for conversational data sets."""
+    """Conversations, in TRL's form of conversational data sets."""
     return [list(call.messages) for _ in call.answers]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
     send_frame(connection, b"")
-    serve(connection, lambda frame: [wire.encode(called(wire.decode(frame, FunctionCall)))])
+    serve(connection, lambda frame: [wire.encode(result_of(wire.decode(frame, FunctionCall)))])
 
 
 if __name__ == "__main__":

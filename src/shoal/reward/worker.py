@@ -1,9 +1,9 @@
 """A process that scores: `python -m shoal.reward.worker --fd N`. It may be killed at any moment.
 
-It holds untrusted text, so it is started in a sandbox with namespaces where this machine has one (`--boxed`).
+The worker holds untrusted text, so it starts in a sandbox with namespaces where the machine has one (`--boxed`).
 Elsewhere it takes system calls, capabilities and, with Landlock, files from itself before the first answer. In both
-cases it gives up environment, inherited files, writing to files, new processes and memory beyond a limit, and an audit
-hook refuses what is left of the ways out that Python code has.
+cases it gives up environment, inherited files, writing to files, new processes and memory beyond a limit. An audit hook
+refuses the remaining ways out of Python code.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
-    """What gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
+    """The function that gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
     if not isinstance(batch.spec, checker.ReasoningGym):
         return judge_of(batch.spec, batch.truth)
     if batch.receipt is None:
@@ -45,7 +45,7 @@ def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
 
 
 def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: float) -> AnswerVerdict:
-    """One answer's verdict. Where the scorer stumbles over an answer, the answer is wrong: the task was prepared."""
+    """One answer's verdict. A scorer's error makes the answer wrong, because the task was prepared without error."""
     try:
         value, evidence = within(cpu_s, judge, answer)
     except OutOfTime:
@@ -57,8 +57,8 @@ def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: fl
     return AnswerVerdict(value, evidence)
 
 
-def answers(frame: bytes) -> Iterator[bytes]:
-    """Whether the task of a batch can be scored, then the verdicts one by one."""
+def replies(frame: bytes) -> Iterator[bytes]:
+    """The reply on the task of a batch, then the verdict on each answer."""
     batch = wire.decode(frame, Batch)
     try:
         judge = prepared(batch)
@@ -71,7 +71,7 @@ def answers(frame: bytes) -> Iterator[bytes]:
 
 
 def confine(*, boxed: bool) -> None:
-    """Gives up what scoring does not need; `boxed` says that this is the inside of a sandbox already."""
+    """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already."""
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
     sys.dont_write_bytecode = True
@@ -100,7 +100,7 @@ def confine(*, boxed: bool) -> None:
 
 
 def _enter_sandbox() -> None:
-    """What the kernel can refuse a process that runs already: system calls always, files where it has Landlock."""
+    """Takes from the running process what the kernel can: system calls always, files where it has Landlock."""
     caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
     readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
     kernel.drop_capabilities()
@@ -126,7 +126,7 @@ def main() -> None:
     connection = socket.socket(fileno=arguments.fd)
     confine(boxed=arguments.boxed)
     send_frame(connection, wire.encode(WorkerReady()))
-    serve(connection, answers)
+    serve(connection, replies)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ async def check_functions(services: Sequence[TaskService]) -> None:
         for service in (one for one in services if not judges(one)):
             task = service.draw(Split.TRAIN, 0)
             for spec in _functions(task_spec(task)):
-                status, called = await scorer.called(spec, task, [task.answer or ""])
+                status, result = await scorer.call(spec, task, [task.answer or ""])
                 if status is not RewardStatus.SCORED:
-                    raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {called.error}")
+                    raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {result.error}")
     finally:
         await scorer.aclose()
 

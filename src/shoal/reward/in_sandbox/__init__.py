@@ -1,4 +1,4 @@
-"""Two programs of ours that run in sandboxes: `solution` beside a program, and `judge` beside the tests of one."""
+"""Two programs that run in sandboxes: `solution` beside a program, and `judge` beside the tests of a program."""
 
 import marshal
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ _BOOT = "import marshal\nwith open('code', 'rb') as file: code = marshal.load(fi
 
 @cache
 def _code(part: str) -> bytes:
-    """Compiled here, once: it would take each sandbox milliseconds, on the same Python."""
+    """The module's code, compiled once: each sandbox would spend milliseconds on it."""
     path = Path(__file__).parent / f"{part}.py"
     return marshal.dumps(compile(path.read_bytes(), "main.py", "exec"))
 
 
 def program(part: str, files: Mapping[str, bytes], *, stdin: bytes = b"", packages: tuple[Path, ...] = ()) -> Program:
-    """`solution` or `judge` with these files: the standard library is enough, and pytest for pytest files."""
+    """The program `solution` or `judge` with these files. Pytest files need the pytest package, others no package."""
     return Program(_BOOT, files={**files, "code": _code(part)}, stdin=stdin, packages=packages)

@@ -1,7 +1,7 @@
-"""Runs tests of a program that lives in another sandbox. Runs in a sandbox of its own, with pytest for pytest files.
+"""Runs tests of a program that lives in another sandbox. Runs in its own sandbox, with pytest for pytest files.
 
-A test calls functions of the program by name. Arguments go out, and values come back, as text: what the tests compare
-is made here, of Python's own types, and no object, name or code of the program ever comes in.
+A test calls functions of the program by name. Arguments and values travel as text. The values that the tests compare
+are made here, of Python's own types. No object, name or code of the program ever comes in.
 """
 
 # mypy: ignore-errors
@@ -21,18 +21,18 @@ KINDS = {
 }
 SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "n": iter}
 ITERATORS = []
-"""Whether an iterator of the program's came in."""
+"""True after an iterator of the program came in."""
 
 
 class TestsRefused(BaseException):
-    """These tests cannot be judged, whatever the program is."""
+    """No program can be judged by these tests."""
 
 
 class JudgedProgram:
-    """The other sandbox. `fault` says what the program did that no test can be run after; empty when nothing.
+    """The other sandbox. `fault` is the program's fault after which no test can run; empty without a fault.
 
-    `missing` is a name that a test wanted and the program does not have; `has_spoken` says that a value of the
-    program's came in, so that what goes wrong from then on may be its doing.
+    `missing` is a name that a test wanted and the program does not have. `has_spoken` is true after the first value of
+    the program, because the program may have caused any later error.
     """
 
     def __init__(self, channel):
@@ -40,7 +40,7 @@ class JudgedProgram:
         self.fault, self.missing, self.has_spoken = "", "", False
 
     def ask(self, *request):
-        """The program's reply. Raises `TestsRefused` for arguments that are no plain values, `RuntimeError`."""
+        """The program's reply. Raises `TestsRefused` for arguments that are no plain values, and `RuntimeError`."""
         try:
             packed = marshal.dumps(request)
         except ValueError:
@@ -68,11 +68,11 @@ class JudgedProgram:
         return reply
 
     def has(self, name):
-        """Whether the program has a name that a test can use."""
+        """True if the program has a name that a test can use."""
         return "x" not in self.ask(name, None, None)
 
     def attribute(self, name):
-        """What stands for a function of the program; the value where it is one."""
+        """A stand-in for a function of the program, or the value of another name."""
         reply = self.ask(name, None, None)
         if "x" in reply:
             self.missing = f"the program has no {name}"
@@ -93,7 +93,7 @@ class JudgedProgram:
 
 
 def value_of(tree, name):
-    """Raises what an odd reply makes it raise, so that the test fails."""
+    """The value of a reply; an odd reply raises an error, so that the test fails."""
     if isinstance(tree, list):
         return [value_of(item, name) for item in tree]
     if not isinstance(tree, dict):
@@ -120,7 +120,7 @@ def restore(arg, back):
 
 
 def error_of(kinds, text):
-    """The error of Python's own that the program's derives from."""
+    """The error class of Python from which the program's error class derives."""
     for kind in kinds:
         found = getattr(builtins, str(kind), None)
         if isinstance(found, type) and issubclass(found, Exception) and found is not UnicodeDecodeError:
@@ -129,7 +129,7 @@ def error_of(kinds, text):
 
 
 def run_snippets(tests, program, report):
-    """Statements whose assertions must hold, each with names of its own; those that are the program's come from it."""
+    """Runs statements whose assertions must hold, each with its own names and the program's."""
     for number, (text, names) in enumerate(tests["snippets"]):
         why = ""
         try:
@@ -143,7 +143,7 @@ def run_snippets(tests, program, report):
 
 
 def run_file(tests, program, report):
-    """A test file, by pytest itself."""
+    """Runs a test file with pytest."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     try:
         import pytest

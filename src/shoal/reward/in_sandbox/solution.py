@@ -1,8 +1,8 @@
-"""Calls functions of a program, or runs it as a script, and writes what came as text. In the program's own sandbox.
+"""Calls functions of a program, or runs it as a script, and writes the results as text. Runs in the program's sandbox.
 
-All of this process is within the program's reach, so nothing in it decides: it gets names and arguments, or what the
-script is to read, and what it writes is compared elsewhere. Requests come from standard input and replies go to
-standard output; when standard input is a socket (`judge` is at the other end), both go through that.
+The program can reach all of this process, so nothing in it decides. It gets names and arguments, or a script's input,
+and its output is compared elsewhere. Requests come from standard input and replies go to standard output. When standard
+input is a socket to `judge`, both go through the socket.
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ from _json import encode_basestring_ascii as quoted
 from _signal import ITIMER_PROF, ITIMER_REAL, setitimer
 
 MOST_ITEMS = 10_000
-"""Of an iterator."""
+"""Number of items read from an iterator."""
 MOST_PRINTED = 100_000
 _SOCKET = 0o140000
 
@@ -62,7 +62,7 @@ def send(descriptor, line):
 
 
 def run_scripts(program, inputs, replies, limits):
-    """Runs it as `python main.py` once per input, each time in a fork; alone, in this process, where there is one."""
+    """Runs the program as `python main.py` once per input, each time in a fork; one input runs in this process."""
     cpu_s, wall_s, limit = limits
     for given in inputs:
         descriptor = os.open("input", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -97,7 +97,7 @@ def run_scripts(program, inputs, replies, limits):
 
 
 def run_script(program, cpu_s, wall_s):
-    """Its exit code."""
+    """Runs the script once and returns its exit code."""
     sys.argv = ["main.py"]
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = __builtins__
@@ -131,7 +131,7 @@ def leave(code):
 
 
 def answered(scope, request, is_judged):
-    """One line: a value, that it is a function, or what was raised; for a judge also what was printed and changed."""
+    """One line: a value, a mark of a function, or an error; for a judge also its prints and changed containers."""
     name, args, kwargs = request
     if is_judged:
         import io
@@ -153,13 +153,13 @@ def answered(scope, request, is_judged):
 
 
 def found(scope, name):
-    """A name of the program, or a method on a fresh object of a class."""
+    """The program's object of a name, or a method on a fresh object of a class."""
     name, _, method = name.partition(".")
     return getattr(scope[name](), method) if method else scope[name]
 
 
 def text(value):
-    """JSON of a value made of Python's own types; of anything else, its repr as {"r": ...}."""
+    """JSON of a value made of Python's own types; any other value is its repr as {"r": ...}."""
     if value is None or value is True or value is False:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):
