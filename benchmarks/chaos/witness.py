@@ -17,9 +17,8 @@ from typing import TypeAlias
 import msgspec
 
 Row: TypeAlias = tuple[object, ...]
-EXTERNAL = "external/"
 TABLES = {
-    "started": ("group_id",),
+    "started": ("group_id", "peer_id", "message_id"),
     "groups": ("group_id", "finished_seq"),
     "ended": ("group_id",),
     "consumed": ("finished_seq", "step", "position", "trained_from"),
@@ -38,6 +37,9 @@ class Witness:
     doubled: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     _started: set[str] = field(default_factory=set)
+    _peers: dict[str, Row] = field(
+        default_factory=dict
+    )  # whose a group is that is not the run's own, and which of theirs
     _groups: dict[int, str] = field(default_factory=dict)  # ids, by finished_seq
     _digests: dict[int, bytes] = field(default_factory=dict)  # of rollouts, by finished_seq
     _steps: dict[int, Row] = field(default_factory=dict)
@@ -66,7 +68,8 @@ class Witness:
         self._count_metrics(told)
 
     def _compare(self, tables: dict[str, list[Row]]) -> None:
-        started = [str(group_id) for (group_id,) in tables["started"]]
+        started = [str(group_id) for group_id, *_ in tables["started"]]
+        self._peers = {str(one): (peer, message) for one, peer, message in tables["started"] if peer is not None}
         groups = {_int(seq): str(group_id) for group_id, seq in tables["groups"]}
         steps = {_int(row[0]): row for row in tables["steps"]}
         uses: dict[int, list[int]] = {step: [] for step in steps}
@@ -85,6 +88,10 @@ class Witness:
         self.doubled += [f"group {seq} was trained {times} times" for seq, times in used.items() if times > 1]
         ids = Counter(groups[seq] for seq in used if seq in groups)
         self.doubled += [f"group {one} was trained {times} times" for one, times in ids.items() if times > 1]
+        offers = Counter(self._peers[one] for one in ids if one in self._peers)
+        self.doubled += [
+            f"offer {message} of {peer} was trained {n} times" for (peer, message), n in offers.items() if n > 1
+        ]
         self.doubled += [f"group {one} was trained though it ended" for one in ids if one in ended]
         self.doubled += [f"group {one} started {n} times" for one, n in Counter(started).items() if n > 1]
         self._started, self._groups, self._steps, self._uses = begun, groups, steps, uses
@@ -103,7 +110,7 @@ class Witness:
             if self._digests.setdefault(seq, digest) != digest:
                 self.lost.append(f"bytes of group {group_id}")
                 continue
-            if seq not in consumed or group_id.startswith(EXTERNAL):
+            if seq not in consumed or group_id in self._peers:
                 continue
             step, trained_from = consumed[seq]
             drawn = [version for body in ordered for version in _versions(body)]

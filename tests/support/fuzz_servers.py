@@ -39,7 +39,7 @@ from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.exchange import MemoryHub
+from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
@@ -302,7 +302,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
         judge = Judge(book, HERE, [SUMS], drawer, rewards, Rules(each=2))
         own = OwnTasks([service])
         stack.callback(own.close)
-        means = HumanNodeDeps(MemoryHub().join(), own, rewards, lambda index: service.draw(Split.TRAIN, index))
+        means = HumanNodeDeps(MemorySwarm().join(), own, rewards, lambda index: service.draw(Split.TRAIN, index))
         human = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=1))
         running = asyncio.create_task(human.run())
         stack.callback(running.cancel)
@@ -314,7 +314,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
             "gateway": Gateway(babbling, made, max_model_len=CONTEXT, is_open=True).app,
             "tasks": TaskServer(["made"], token="t", beat_s=0.05).app,
             "rewards": RewardServer(rewards).app,
-            "human": HumanServer(human, Rates(time.monotonic, visitor_per_s=FAST, burst=FAST)).app,
+            "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,
             "judge": JudgeServer(judge, ["chain_sum"]).app,
             "view": ViewServer(watched([folder / "run"])).app,
         }
@@ -402,6 +402,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         asyncio.run(serve(Path(sys.argv[2])))
     else:
-        report = fuzz(int(sys.argv[1]), *map(int, sys.argv[2:3]), only=sys.argv[3:])
+        report = fuzz(int(sys.argv[1]), int((sys.argv[2:3] or ["0"])[0]), sys.argv[3:])
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         sys.exit(bool(report["found"]))
