@@ -1,4 +1,4 @@
-"""The command line. Every command ends with exit code 0 when it did what was asked, 2 when the user can mend it."""
+"""The command line ends with exit code 0 when a command did its work, and with 2 for errors that the user can mend."""
 
 import json
 import os
@@ -59,7 +59,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run director
 def demo(
     context: typer.Context,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the questions and the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the questions and the sampling.")] = 0,
     real: Annotated[bool, typer.Option("--real", help="A pretrained model, SmolLM2, learns sums.")] = False,
     json_: JsonFlag = False,
 ) -> None:
@@ -111,7 +111,7 @@ def train(
 @app.command(name="eval", cls=WithSettings, epilog=HELP)
 def evaluate(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of the model and the tasks.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of the model and the tasks.")],
     questions: Annotated[int | None, typer.Option(min=1, help="Held-out questions; eval.questions when unset.")] = None,
     json_: JsonFlag = False,
 ) -> None:
@@ -156,7 +156,7 @@ def serve(
 
 @app.command()
 def report(run: RunArgument) -> None:
-    """Draw report.png and write report.html from what a run has logged."""
+    """Plot report.png and write report.html from a run's records."""
     from shoal.observe.report import write_report
 
     png, html = write_report(run)
@@ -184,7 +184,7 @@ def export(
 
 @app.command()
 def audit(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Check from the log alone that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
+    """Check from the log that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
     from shoal.experience.audit import audit as audit_run
 
     result = audit_run(run)
@@ -202,7 +202,7 @@ app.command()(view_command.view)
 
 @app.command()
 def doctor(json_: JsonFlag = False) -> None:
-    """Say what this machine has, and what is missing for which part of Shoal."""
+    """List this machine's parts, and what each part of Shoal misses."""
     from shoal.run.doctor import diagnosis
 
     show(diagnosis(), json_)
@@ -220,8 +220,8 @@ def bench(
 ) -> None:
     """Measure ratios side by side on this machine.
 
-    async, engine and trl take 15 to 17 minutes each on two quiet cores; --quick shortens them. How far a bench is
-    stands on standard error. chaos kills, stops and starves real runs and counts what they lose.
+    async, engine and trl take 15 to 17 minutes each on two quiet cores; --quick shortens them. Progress of a bench goes
+    to standard error. chaos kills, stops and starves real runs and counts what they lose.
     """
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "__init__.py").is_file():
@@ -238,7 +238,7 @@ def bench(
 
 @contextmanager
 def stoppable(run_dir: str) -> Iterator[None]:
-    """Ctrl-C inside ends with a sentence on how to go on. (Outside of it typer says "Aborted".)"""
+    """Catches Ctrl-C and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
     try:
         yield
     except KeyboardInterrupt:
@@ -247,7 +247,7 @@ def stoppable(run_dir: str) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; `arguments` are those of the process when not given."""
+    """Runs the console script; `arguments` default to the process's."""
     try:
         app(arguments)
     except (ShoalError, OSError, BaseExceptionGroup) as error:
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """What a group is of, those that say most first."""
+    """Leaves of an exception group, most telling first."""
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
@@ -270,7 +270,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """What the user can mend: our own errors, and paths that the system refuses; None for our bugs."""
+    """Message for errors that the user can mend: our own, and paths that the system refuses; None for our bugs."""
     if isinstance(error, ShoalError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:

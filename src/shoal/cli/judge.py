@@ -1,4 +1,4 @@
-"""`shoal judge ...`: models asked and marked by somebody without a stake in the answers."""
+"""`shoal judge ...` challenges models and grades their answers; the judge has no stake in them."""
 
 import asyncio
 import json
@@ -14,27 +14,30 @@ from shoal.cli.output import JsonFlag, printable, show
 from shoal.errors import ConfigError, RunDirError
 from shoal.swarm.judge.condition import Condition
 
-app = typer.Typer(name="judge", help="Challenge models and mark their answers.", no_args_is_help=True)
+app = typer.Typer(name="judge", help="Challenge models and grade their answers.", no_args_is_help=True)
 
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the judge.")]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="URL of the judge.")]
 JudgeOption = Annotated[str | None, typer.Option(help="The judge's peer id, if any other is to be refused.")]
 
 
 @app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Whose [[tasks]] are asked; SAPO's nine if none.")
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.toml]", help="Configuration whose [[tasks]] are asked; SAPO's nine without one."
+        ),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Its key and its book.")] = Path("runs/judge"),
-    host: Annotated[str, typer.Option(help="Loopback unless told otherwise.")] = "127.0.0.1",
+    folder: Annotated[Path, typer.Option(help="Folder of its key and its store.")] = Path("runs/judge"),
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8300,
-    questions: Annotated[int, typer.Option(min=1, max=50, help="Of every specialty in a challenge.")] = 3,
+    questions: Annotated[int, typer.Option(min=1, max=50, help="Questions of every specialty in a challenge.")] = 3,
     sitting_s: Annotated[float, typer.Option(min=1, help="Seconds that one seed is used.")] = 3600.0,
     answer_s: Annotated[float, typer.Option(min=1, help="Seconds to answer a challenge.")] = 600.0,
     every_s: Annotated[float, typer.Option(min=0.01, help="Seconds between a peer's challenges, on average.")] = 30.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 1,
 ) -> None:
-    """Issue challenges and mark answers, until Ctrl-C. Prints the address of the leaderboard."""
+    """Issue challenges and grade answers, until Ctrl-C. Prints the address of the leaderboard."""
     import uvloop
 
     from shoal.run.serve_judge import serve_judge
@@ -58,7 +61,7 @@ def take(
     ),
     arm: Annotated[Condition, typer.Option(help="How it is trained.")] = Condition.SOLO,
     round_: Annotated[int, typer.Option("--round", min=0, help="Training rounds that it has behind it.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 1024,
     temperature: Annotated[float | None, typer.Option(min=0, help="The server's own when unset.")] = None,
     key_env: Annotated[str, typer.Option(help="Environment variable with the model's API key.")] = "OPENAI_API_KEY",
     judge: JudgeOption = None,
@@ -91,7 +94,8 @@ def take(
 
 @app.command()
 def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = False) -> None:
-    """Check a judge: its seeds, its questions and its marks are made again. Exit code 1 when something is wrong."""
+    """Check a judge: draw its questions and grade the answers again, and compare its seeds. Exit code 1 for any
+    fault."""
     from shoal.run.serve_judge import audit_judge
 
     checked, wrong = asyncio.run(audit_judge(judge_url.rstrip("/"), judge))
@@ -104,15 +108,15 @@ def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = F
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the judge.")],
-    bin_: Annotated[int, typer.Option("--bin", min=1, help="Rounds in one point of the curve.")] = 25,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the judge.")],
+    bin_: Annotated[int, typer.Option("--bin", min=1, help="Training rounds in one point of the curve.")] = 25,
     reached: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of each arm's nodes that must have reached the horizon.")
+        float, typer.Option(min=0.01, max=1, help="Share of each condition's nodes that must have reached the horizon.")
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(help="The picture; report.png in the folder when unset.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Draw swarm against solo by normalised round, with a test at every point; raw, and of a fixed cohort."""
+    """Plot swarm against solo by normalised round, with a test at every point, for all nodes and for a fixed cohort."""
     import time
 
     try:

@@ -1,4 +1,4 @@
-"""How every command answers: lines for a person, one JSON object for a program, a sentence for a mistake."""
+"""Every command answers alike: lines for people, one JSON object for programs, one sentence for errors."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as
 
 
 def printable(text: str) -> str:
-    """A text that somebody else may have written, as a terminal may show it.
+    """Escapes foreign text for a terminal.
 
     >>> printable("plain \\x1b[2J")
     'plain \\\\x1b[2J'
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def show(values: dict[str, object], as_json: bool) -> None:
-    """One JSON line, or a line per value."""
+    """Prints one JSON line, or a line per value."""
     if as_json:
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         print(json.dumps(finite))
@@ -33,7 +33,7 @@ def show(values: dict[str, object], as_json: bool) -> None:
 
 
 def warn(sentence: str) -> None:
-    """A sentence on standard error between two rules: the last thing that a command says."""
+    """Prints a sentence on standard error between two rules: a command's last words."""
     rule = "!" * 80
     typer.secho(f"{rule}\nWARNING: {printable(sentence)}\n{rule}", fg="yellow", bold=True, err=True)
 

@@ -1,4 +1,5 @@
-"""Settings on the command line, `--section.key=value` or `--section.key value`, among a command's own options."""
+"""Settings stand on the command line as `--section.key=value` or `--section.key value`, among a command's own
+options."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,10 @@ HELP = "Any setting can be given too, as --train.lr=1e-4 or --train.lr 1e-4; doc
 
 
 class WithSettings(TyperCommand):
-    """A command that takes settings besides its own options; they are its context's `obj`."""
+    """Command that takes settings besides its own options; they are its context's `obj`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parses what is left when the settings are taken out. Raises `ConfigError` for one without a value."""
+        """Parses the arguments without the settings. Raises `ConfigError` for a setting without a value."""
         options = {"--help": False}
         for parameter in self.params:
             if isinstance(parameter, TyperOption):
@@ -26,7 +27,7 @@ class WithSettings(TyperCommand):
 
 
 def _settings(args: Sequence[str], options: dict[str, bool], own: list[str]) -> Iterator[str]:
-    """The settings among the arguments; `own` takes the others. `options` says which of a command's take a value."""
+    """Picks the settings among the arguments; `own` gets the others. `options` tells which options take a value."""
     waiting = iter(args)
     for argument in waiting:
         name, equals, _ = argument.partition("=")
@@ -43,7 +44,7 @@ def _settings(args: Sequence[str], options: dict[str, bool], own: list[str]) -> 
 
 
 def _value_after(name: str, value: str | None, options: dict[str, bool]) -> str:
-    """What follows a setting. Raises `ConfigError` when it is none, or when the name is no setting's."""
+    """Value after a setting. Raises `ConfigError` for a missing value, or for a name that is no setting."""
     from shoal.config import Config  # not for those who ask for help
 
     key = name.removeprefix("--")

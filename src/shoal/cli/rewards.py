@@ -1,4 +1,4 @@
-"""`shoal rewards`: scoring as a service of its own."""
+"""`shoal rewards` serves scores to runs on other machines."""
 
 import os
 import sys
@@ -18,12 +18,14 @@ def rewards() -> None:
 @app.command()
 def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8100,
-    host: Annotated[str, typer.Option(help="Loopback unless told otherwise.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes, and sandboxes at once; one per core.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.01, help="Deadline of one score, queueing not counted.")] = 5.0,
-    log: Annotated[Path, typer.Option(help="What worker processes write when they cannot start.")] = Path(os.devnull),
+    log: Annotated[Path, typer.Option(help="File for the output of worker processes that cannot start.")] = Path(
+        os.devnull
+    ),
 ) -> None:
-    """Score over HTTP; runs use it with reward.urls. SHOAL_REWARDS_TOKEN, where set, is wanted of every client."""
+    """Score over HTTP; runs use it with reward.urls. SHOAL_REWARDS_TOKEN, where set, is required of every client."""
     import uvloop
 
     from shoal.config import RewardConfig

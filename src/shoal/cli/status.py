@@ -1,4 +1,4 @@
-"""`shoal status`: where a run stands."""
+"""`shoal status` shows a run's state."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     json_: JsonFlag = False,
 ) -> None:
-    """Say where a run stands, task by task: what runs, waits, was trained, failed or was dropped, and why."""
+    """Show a run's state, task by task: groups running, waiting, trained, failed or dropped, with reasons."""
     from shoal.observe.status import status as status_of
     from shoal.observe.status import status_lines
 

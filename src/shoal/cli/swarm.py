@@ -1,4 +1,4 @@
-"""`shoal swarm ...`: a place to meet, and what goes on there."""
+"""`shoal swarm ...` serves, joins and inspects a swarm."""
 
 import asyncio
 import json
@@ -22,18 +22,18 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run direct
 def serve(
     folder: Annotated[Path, typer.Option(help="Where its streams are kept.")] = Path("runs/swarm-server"),
     host: Annotated[
-        str, typer.Option(help="Loopback unless told otherwise; beyond it, set a token and TLS.")
+        str, typer.Option(help="Address to listen at; beyond loopback, set a token and TLS.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 4222,
-    name: Annotated[str, typer.Option(help="Of this server, unique in a cluster.")] = "",
+    name: Annotated[str, typer.Option(help="Name of this server, unique in a cluster.")] = "",
     cluster_port: Annotated[int | None, typer.Option(help="Where the other servers of a cluster reach it.")] = None,
     route: Annotated[list[str] | None, typer.Option(help="nats://HOST:CLUSTER_PORT of another server.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key.")] = None,
-    token: Annotated[str | None, typer.Option(help="What nodes must know.", envvar="SHOAL_SWARM_TOKEN")] = None,
+    token: Annotated[str | None, typer.Option(help="Token that nodes must know.", envvar="SHOAL_SWARM_TOKEN")] = None,
     include: Annotated[Path | None, typer.Option(help="More nats-server configuration: accounts, leaf nodes.")] = None,
 ) -> None:
-    """Run a server where nodes meet, until Ctrl-C. What it keeps survives its restart."""
+    """Run a server where nodes meet, until Ctrl-C. Its streams survive a restart."""
     from shoal.swarm.server import NatsServer, ServerOptions
 
     options = ServerOptions(
@@ -62,17 +62,22 @@ def serve(
         print("stopped")
 
 
-@app.command(cls=WithSettings, epilog=HELP)
-def desk(
+@app.command("desk", cls=WithSettings, epilog=HELP)
+def human_ui(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Of a node: its tasks are asked.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of a node, whose tasks are asked.")
+    ],
     folder: Annotated[Path, typer.Option(help="Its key, status and ban list.")] = Path("runs/desk"),
-    host: Annotated[str, typer.Option(help="Loopback unless told otherwise; put TLS before others.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback, put TLS before it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8400,
-    answers: Annotated[int, typer.Option(min=2, max=16, help="That make a question complete.")] = 4,
-    wait_s: Annotated[float, typer.Option(min=0, help="Since the last answer, after which fewer will do.")] = 30.0,
+    answers: Annotated[int, typer.Option(min=2, max=16, help="Answers that complete a question.")] = 4,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Seconds since the last answer, after which fewer suffice.")
+    ] = 30.0,
 ) -> None:
-    """Ask people questions on a web page; their answers are offered to the swarm. Settings as for `shoal train`."""
+    """Ask people questions in the human UI, a web page, and offer their answers to the swarm. Settings as for `shoal
+    train`."""
     import uvloop
 
     from shoal.config import load
@@ -93,14 +98,14 @@ def join(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
     server: Annotated[list[str] | None, typer.Option(help="Instead of swarm.servers.")] = None,
     model_url: Annotated[str | None, typer.Option(help="Answer with a frozen model: an OpenAI URL, with /v1.")] = None,
-    model: Annotated[str, typer.Option(help="Its name there.")] = "default",
-    key: Annotated[str, typer.Option(help="Its API key.", envvar="SHOAL_MODEL_KEY")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model there.")] = "default",
+    key: Annotated[str, typer.Option(help="API key of the model.", envvar="SHOAL_MODEL_KEY")] = "",
     rule: Annotated[str | None, typer.Option(help="Answer with a program: truth, or module:function.")] = None,
     every: Annotated[float, typer.Option(min=0.125, help="Seconds between two questions that are answered.")] = 1.0,
     groups: Annotated[int | None, typer.Option(min=1, help="Stop after as many.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Join without training: answer the tasks of a configuration with a model elsewhere or a rule, and share that.
+    """Join without training: a remote model or a rule answers the tasks of a configuration, and the answers are shared.
 
     A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
     """
@@ -122,7 +127,7 @@ def join(
 
 @app.command()
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Say how a node of a swarm is doing: connection, what it shared, took and refused, and its peers."""
+    """Show a node's state in its swarm: connection, peers, and the offers shared, taken and refused."""
     from shoal.run.join_swarm import FOLDER
     from shoal.swarm.node_files import STATUS_FILE
 
@@ -137,11 +142,11 @@ def status(run: RunArgument, json_: JsonFlag = False) -> None:
 @app.command()
 def offers(
     server: Annotated[list[str], typer.Argument(metavar="URL...", help="Servers of the swarm.")],
-    name: Annotated[str, typer.Option(help="Of the swarm.")] = "reef",
+    name: Annotated[str, typer.Option(help="Name of the swarm.")] = "reef",
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to listen.")] = 3.0,
     json_: JsonFlag = False,
 ) -> None:
-    """List what a swarm has on offer; a line each, signatures checked, nothing trained or scored."""
+    """List a swarm's offers, a line each; signatures are checked, nothing is trained or scored."""
     from shoal.swarm.listing import listed
 
     found, refused = asyncio.run(listed(server, name, seconds))
@@ -160,7 +165,7 @@ def offers(
 
 @app.command()
 def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal swarm status` shows it.")]) -> None:
-    """Hear a peer no more; a running node follows within seconds."""
+    """Ban a peer; a running node follows within seconds."""
     from shoal.run.join_swarm import FOLDER
     from shoal.swarm.node_files import ban_in
 
@@ -174,12 +179,12 @@ def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal
 @app.command()
 def demo(
     nodes: Annotated[int, typer.Option(min=4, max=16, help="Two of them do not train.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Of each node, alone and in the swarm.")] = 120,
-    seed: Annotated[int, typer.Option(help="Of questions and sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each node, alone and in the swarm.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of questions and sampling.")] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where it is written; a new one under runs/.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """See nodes on this machine learn from each other's text, beside the same nodes alone."""
+    """Train nodes on each other's text on this machine, beside the same nodes alone."""
     from shoal.run.swarm_demo import DemoPlan, run_swarm_demo
 
     folder = folder or Path("runs") / time.strftime("swarm-demo-%Y%m%d-%H%M%S")

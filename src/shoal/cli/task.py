@@ -1,4 +1,4 @@
-"""`shoal task`: tasks in processes of their own."""
+"""`shoal task` runs tasks in processes of their own."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="As the run calls it; the task's own name when unset.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Rollouts at once; the task's own when unset.")] = None,
 ) -> None:
-    """Draw, roll out and score a task for a run, until told to stop. SHOAL_TASKS_TOKEN is the run's token, if any."""
+    """Draw, roll out and score a task for a run, until stopped. SHOAL_TASKS_TOKEN is the run's token, if any."""
     import asyncio
 
     from shoal.tasks.remote_protocol import TOKEN_VARIABLE

@@ -1,4 +1,4 @@
-"""`shoal view`: the page on which runs are watched."""
+"""`shoal view` shows runs on a page."""
 
 import sys
 from pathlib import Path

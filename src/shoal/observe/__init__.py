@@ -1,1 +1,1 @@
-"""Numbers of a run: metrics, progress, reports."""
+"""The observe room shows a run's numbers: metrics, progress, status, reports."""

@@ -1,4 +1,4 @@
-"""What `shoal export` adds to the log: the advantages that training made of rewards, and the text of each token."""
+"""Extras of `shoal export` add two things to the log: the advantages of training, and the text of each token."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ TEXTS_KEPT = 1 << 16
 
 
 def extras_of(run_dir: Path) -> Extras:
-    """The extras of a run, by its resolved.toml; without one none are known.
+    """Computes the extras of a run from its resolved.toml; a run without this file has none.
 
-    Advantages are those of the settings that the run was last started with. They are not known of peers' groups, which
-    `swarm.credit` weighs, and with `train.advantage = "gae"`, where the critic makes them.
+    Advantages follow the settings of the run's last start. They are unknown for external groups, which `swarm.credit`
+    weighs, and with `train.advantage = "gae"`, where the critic makes them.
     """
     try:
         config = load(run_dir / "resolved.toml")
@@ -38,7 +38,7 @@ def extras_of(run_dir: Path) -> Extras:
 
 
 def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Gives the text that a token adds to an answer: some tokenizers drop the space before a first one."""
+    """Builds the function from a token to its text in an answer: some tokenizers drop a leading space."""
     anchor = tokenizer.encode(ANCHOR, add_special_tokens=False).ids
     before = tokenizer.decode(anchor, skip_special_tokens=False)
 
@@ -50,7 +50,7 @@ def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:
 
 
 class _Advantages:
-    """Computes again what `trainer.advantage.step_samples` gave the rows of a group."""
+    """Computation that repeats `trainer.advantage.step_samples` for the rows of a group."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class _Advantages:
         self._known = {} if config.train.advantage in WITHIN_GROUPS else self._of_steps(run_dir)
 
     def __call__(self, group: RawGroup) -> list[list[float] | None] | None:
-        """Of each rollout's sampled tokens; None for those that failed."""
+        """Advantages of each rollout's sampled tokens; None for failed rollouts."""
         if group.step is None or group.version is None or group.peer_id is not None:
             return None
         rollouts = _rollouts(group)
@@ -78,7 +78,7 @@ class _Advantages:
         ]
 
     def _of_steps(self, run_dir: Path) -> Mapping[str, list[list[float]]]:
-        """Of each turn of the finished rollouts of every consumed group, by the group's id."""
+        """Advantages by turn of all finished rollouts of every consumed group, by group id."""
         steps: dict[int, dict[str, list[list[float]]]] = defaultdict(dict)
         with snapshot(run_dir) as connection:
             for group in read_groups(connection):
@@ -94,7 +94,7 @@ class _Advantages:
 
 
 def _rollouts(group: RawGroup) -> list[Rollout]:
-    """The rollouts that can be read as such; what cannot has no advantage."""
+    """Readable rollouts of a group; an unreadable rollout has no advantage."""
     try:
         return [wire.decode(body, Rollout, BODY_BYTES) for body in group.bodies]
     except WireError:

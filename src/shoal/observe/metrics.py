@@ -1,8 +1,8 @@
-"""Numbers of a run: written to metrics.jsonl always, to Prometheus, TensorBoard and W&B on request.
+"""Metrics go to metrics.jsonl always, and to Prometheus, TensorBoard and W&B on request.
 
 metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions) or
-"event" (something happened); `time_s` is the time since the run's start, with the time between a crash and a resume
-left out. `STEP_NAMES` and `EVAL_NAMES` say what every number means; every tracker uses the same names.
+"event". `time_s` counts from the run's start, without the time between a crash and a resume. `STEP_NAMES` and
+`EVAL_NAMES` define every number; all trackers use these names.
 """
 
 import math
@@ -99,15 +99,15 @@ COUNTS = frozenset(
     {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed", "refused_updates"}
     | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
 )
-"""Names that count since the step before, so that their sum over the steps is of the whole run."""
+"""Names that count since the step before, so that their sum over the steps covers the run."""
 
 
 LABELS = {"ratio_share": "bounds", "staleness": "versions"}
-"""What distinguishes numbers of the same name where it is not the task."""
+"""Label of numbers that share a name, where it is not the task."""
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl, in order; a line torn by a crash is left out. Raises `RunDirError`."""
+    """Reads the records of a metrics.jsonl, in order, without a line torn by a crash. Raises `RunDirError`."""
     try:
         return records_in(path.read_bytes())
     except OSError as error:
@@ -115,7 +115,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def records_in(data: bytes) -> list[Record]:
-    """The records among the lines of a metrics.jsonl."""
+    """Decodes the records among the lines of a metrics.jsonl."""
     return [record for line in data.splitlines() if (record := _record(line)) is not None]
 
 
@@ -128,10 +128,11 @@ def _record(line: bytes) -> Record | None:
 
 
 class JsonlTracker:
-    """Appends to metrics.jsonl. A record is one write of one whole line: a crash tears at most the last one."""
+    """Tracker that appends to metrics.jsonl. Each record is one write of one line, so a crash tears at most the
+    last."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Goes on after the records that `path` already has. Raises `RunDirError` when it cannot be written."""
+        """Continues after the records in `path`. Raises `RunDirError` when it cannot be written."""
         earlier = read_records(path) if path.exists() else []
         passed_s = max((_number(record.get("time_s")) for record in earlier), default=0.0)
         self._clock = clock
@@ -161,7 +162,7 @@ class JsonlTracker:
         return record
 
     def _append(self, line: bytes) -> None:
-        """Writes all of a line or, when the disk is full, nothing of it: the next one must not be glued to a half."""
+        """Writes a whole line or, on a full disk, nothing: the next line must not follow half a line."""
         size = os.fstat(self._file).st_size
         rest = memoryview(line)
         try:
@@ -172,7 +173,7 @@ class JsonlTracker:
             raise
 
     def close(self) -> None:
-        """Closes the file; nothing is pending."""
+        """Closes the file; no write is pending."""
         os.close(self._file)
 
 
@@ -185,14 +186,15 @@ def _number(value: float | str | None) -> float:
 
 
 class PrometheusTracker:
-    """Serves the newest values at http://127.0.0.1:<port>/metrics, loopback only, from a registry of its own.
+    """Tracker that serves the newest values at http://127.0.0.1:<port>/metrics, on loopback, from its own registry.
 
-    A name becomes `shoal_<name>`, `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`, and the names in
-    `COUNTS` become counters that end in `_total`. What comes after the slash in `LABELS` is no task, but of that name.
+    A name becomes `shoal_<name>`, and `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`. Names in `COUNTS`
+    become counters that end in `_total`. For names in `LABELS` the part after the slash is that label instead of a
+    task.
     """
 
     def __init__(self, port: int) -> None:
-        """Port 0 picks a free one; `port` says which. Raises `ConfigError` when the port is taken."""
+        """Port 0 picks a free port, which `port` names. Raises `ConfigError` when the port is taken."""
         from prometheus_client import CollectorRegistry, start_http_server  # imported by those who asked
 
         self._latest: Mapping[str, float] = {}
@@ -207,7 +209,7 @@ class PrometheusTracker:
         self.port = int(self._server.server_port)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Serves `values` from now on; those of other names stay."""
+        """Serves `values` from now on; values of other names stay."""
         summed = {
             name: self._latest.get(name, 0.0) + value
             for name, value in values.items()
@@ -217,7 +219,7 @@ class PrometheusTracker:
         self._latest = {**self._latest, "step": step, **values, **summed}
 
     def collect(self) -> Iterator["Metric"]:
-        """What the server serves; called by the registry."""
+        """Metrics for the registry, which calls this for each request."""
         from prometheus_client.metrics_core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -242,14 +244,14 @@ class PrometheusTracker:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """`eval/sampled/chain_sum` -> ("eval_", "sampled", "chain_sum"); what is missing is empty."""
+    """Splits a name: `eval/sampled/chain_sum` -> ("eval_", "sampled", "chain_sum"); missing parts are empty."""
     where, rest = ("eval_", name.removeprefix("eval/")) if name.startswith("eval/") else ("", name)
     base, _, task = rest.partition("/")
     return where, base, task
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard event files, without torch."""
+    """Tracker that writes TensorBoard event files, without torch."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ConfigError` when the `tensorboard` extra is not installed."""
@@ -267,12 +269,12 @@ class TensorBoardTracker:
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Writes all pending values."""
         self._writer.close()
 
 
 class WandbTracker:
-    """Logs to a Weights & Biases project; its own environment variables (WANDB_MODE, ...) apply."""
+    """Tracker that logs to a Weights & Biases project; its environment variables (WANDB_MODE, ...) apply."""
 
     def __init__(self, project: str, run_dir: Path) -> None:
         """Raises `ConfigError` when the `wandb` extra is not installed."""
@@ -289,7 +291,7 @@ class WandbTracker:
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Sends what is pending."""
+        """Sends all pending values."""
         self._run.finish()
 
 
@@ -303,19 +305,19 @@ Adapter: TypeAlias = PrometheusTracker | TensorBoardTracker | WandbTracker
 
 
 class Trackers:
-    """Every tracker of a run as one. metrics.jsonl comes first: what it cannot write, nobody else shows."""
+    """All trackers of a run as one. metrics.jsonl comes first: a record that it cannot hold is shown nowhere."""
 
     def __init__(
         self, jsonl: JsonlTracker, others: Sequence[Adapter] = (), listeners: Sequence[Callable[[Record], None]] = ()
     ) -> None:
-        """`listeners` are called with each record as it was written, as live progress is."""
+        """`listeners` get each record as written, for live progress."""
         self._jsonl = jsonl
         self._others = tuple(others)
         self._listeners = tuple(listeners)
 
     @property
     def prometheus_port(self) -> int | None:
-        """Where Prometheus finds the run; None when it is not served."""
+        """Port on which Prometheus finds the run; None when it is not served."""
         return next((other.port for other in self._others if isinstance(other, PrometheusTracker)), None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -332,7 +334,7 @@ class Trackers:
             other.log(step, known)
 
     def log_event(self, name: str, **details: float | str | None) -> None:
-        """Records that something happened, in metrics.jsonl only."""
+        """Records an event, in metrics.jsonl only."""
         self._tell(self._jsonl.write("event", {"name": name, **details}))
 
     def close(self) -> None:
@@ -346,28 +348,28 @@ class Trackers:
 
 
 class TrackerSettings(Protocol):
-    """What `trackers_of` reads of a run's `config.MetricsConfig`."""
+    """Part of a run's `config.MetricsConfig` that `trackers_of` reads."""
 
     @property
     def prometheus_port(self) -> int | None:
-        """Where to serve; 0 picks a port, None is off."""
+        """Port to serve at; 0 picks a port, None is off."""
         ...
 
     @property
     def tensorboard(self) -> bool:
-        """Whether to write event files."""
+        """True if event files are to be written."""
         ...
 
     @property
     def wandb_project(self) -> str | None:
-        """Where to log at Weights & Biases; None is off."""
+        """Project at Weights & Biases; None is off."""
         ...
 
 
 def trackers_of(
     settings: TrackerSettings, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()
 ) -> Trackers:
-    """The trackers that the settings ask for. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
+    """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:
         if settings.prometheus_port is not None:

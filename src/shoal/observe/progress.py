@@ -1,7 +1,7 @@
-"""What a run is doing, while it does it: a panel that stays in place on a terminal, plain lines elsewhere.
+"""Live progress shows a run's state: a panel that stays in place on a terminal, plain lines elsewhere.
 
-Fed with the records of metrics.jsonl (`LiveProgress.update` is a listener of `metrics.Trackers`), so that what is shown
-is what was recorded. Everything goes to standard error: standard output is for results.
+`LiveProgress.update` is a listener of `metrics.Trackers`, so the panel shows what metrics.jsonl records. All output
+goes to standard error: standard output is for results.
 """
 
 import math
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
-"""Events that stay in the panel: the newest one says why nothing is learned."""
+"""Events that stay in the panel: the newest tells why nothing is learned."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 
 
 def sparkline(values: Iterable[float], width: int = SPARKLINE_WIDTH) -> str:
-    """The values as bars of eight heights from the smallest to the largest; each is the mean of its share of them.
+    """Draws values as bars of eight heights from smallest to largest; each bar is the mean of its share of them.
 
     >>> sparkline([0.0, 0.25, 0.5, 1.0])
     '▁▃▅█'
@@ -44,10 +44,10 @@ def sparkline(values: Iterable[float], width: int = SPARKLINE_WIDTH) -> str:
 
 
 class LiveProgress:
-    """Shows a run as a context manager; what `update` is given is shown at once on a terminal.
+    """Display of a run, used as a context manager; a terminal shows each update at once.
 
-    Elsewhere a step is a line only when `every_s` seconds have passed since the last one; evaluations, events and the
-    last step always are. `eta` is shown beside the staleness that it bounds.
+    Elsewhere a step prints a line only when `every_s` seconds have passed since the last line. Evaluations, events and
+    the last step always print. The panel shows `max_staleness` beside the staleness that it bounds.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LiveProgress:
             self._live.stop()
 
     def update(self, record: Record) -> None:
-        """Takes one record of metrics.jsonl in."""
+        """Takes one record of metrics.jsonl."""
         kind = record.get("kind")
         if kind == "step":
             self._step = record
@@ -124,7 +124,7 @@ class LiveProgress:
         self._stream.flush()
 
     def _step_texts(self) -> Mapping[str, str]:
-        """What the newest step says, by what it is about."""
+        """Texts of the newest step, by subject."""
         step = self._step
         mean, highest = _form(step, "staleness_mean", ".1f"), _form(step, "staleness_max", ".0f")
         tokens, samples = _form(step, "tokens_per_s", ",.0f"), _form(step, "samples_per_s", ",.0f")
@@ -136,7 +136,7 @@ class LiveProgress:
         }
 
     def _panel(self) -> "RenderableType":
-        """The panel of the newest records."""
+        """Panel of the newest records."""
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -168,13 +168,14 @@ def _number(record: Record, name: str, missing: float = math.nan) -> float:
 
 
 def _form(record: Record, name: str, form: str) -> str:
-    """A number of the record as text; a dash when it has none."""
+    """Formats a number of the record; a missing number is a dash."""
     value = _number(record, name)
     return format(value, form) if math.isfinite(value) else "-"
 
 
 def _eval_text(record: Record, since: Record | None = None) -> str:
-    """Mean rewards, then full marks, each after what it was at first when that is another evaluation."""
+    """Formats mean rewards, then shares of right answers, each after its first value where that is another
+    evaluation."""
     parts = []
     for what, suffix in (("reward", "_reward"), ("full marks", "")):
         scores = []

@@ -1,4 +1,4 @@
-"""Where a run stands, task by task, from its run directory alone; a run that goes on is not disturbed."""
+"""Status tells a run's state, task by task, from its run directory alone; a running run is not disturbed."""
 
 from math import isnan
 from pathlib import Path
@@ -11,11 +11,11 @@ from shoal.observe.report.records import RunRecords, read_run
 
 MOST_WARNINGS = 8
 LATELY = 20
-"""Steps that rewards and rates are means of."""
+"""Steps in the means of rewards and rates."""
 
 
 def status(run_dir: Path) -> dict[str, object]:
-    """The run as a whole, and under `tasks` what became of each task's groups. Raises `RunDirError`."""
+    """State of the run and, under `tasks`, of each task's groups. Raises `RunDirError`."""
     if not (run_dir / FILE).is_file():
         raise RunDirError(f"{run_dir}: expected a run directory with {FILE}, found none")
     run = read_run(run_dir)
@@ -54,7 +54,7 @@ def status(run_dir: Path) -> dict[str, object]:
 
 
 def status_lines(values: dict[str, object]) -> list[str]:
-    """The same for a person: a line for the run, a line per task, a line per reason."""
+    """Formats a status for people: a line for the run, per task, and per reason."""
     tasks = values["tasks"]
     assert isinstance(tasks, dict)
     lines = [
@@ -80,13 +80,13 @@ def status_lines(values: dict[str, object]) -> list[str]:
 
 
 def warnings_of(run: RunRecords) -> list[str]:
-    """What the run told of failures and of steps that teach nothing, each text once, the newest last."""
+    """Texts of the run's warnings about failures and uninformative steps, each once, the newest last."""
     told = [str(event.get("reason")) for event in run.events if event.get("name") in WARNINGS]
     return list(dict.fromkeys(reversed(told)))[:MOST_WARNINGS][::-1]
 
 
 def lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:
-    """The mean over the last steps that have the value; None when there is none."""
+    """Mean over the last steps that have the value; None without any."""
     known = [value for value in run.column(name)[-steps:] if not isnan(value)]
     return sum(known) / len(known) if known else None
 

@@ -1,4 +1,4 @@
-"""A run as a picture and as a page, from its run directory alone: report.png and report.html."""
+"""A report is a picture and a page of a run, from its run directory alone: report.png and report.html."""
 
 import os
 from pathlib import Path
@@ -14,8 +14,8 @@ __all__ = ["RunRecords", "read_run", "write_report"]
 def write_report(run_dir: Path) -> tuple[Path, Path]:
     """Writes report.png and report.html into `run_dir` and returns their paths.
 
-    A run without a step gives a report that says so. A run that goes on is not disturbed. Raises `RunDirError` when
-    `run_dir` is no run directory or cannot be written.
+    The report of a run without a step says so. A running run is not disturbed. Raises `RunDirError` for a directory
+    that is no run directory or cannot be written.
     """
     from shoal.observe.report.figure import figure_png
     from shoal.observe.report.page import page_html
@@ -30,7 +30,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
 
 def _write(path: Path, data: bytes) -> Path:
-    """Puts a whole file in place of an old one: whoever reads it meanwhile never sees half."""
+    """Replaces a file whole: no reader ever sees half."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_bytes(data)

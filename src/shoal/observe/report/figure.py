@@ -1,4 +1,4 @@
-"""The picture of a run: nine panels over the training steps, drawn with matplotlib's Agg."""
+"""The picture of a run has nine panels over the training steps, plotted with matplotlib's Agg."""
 
 import io
 import math
@@ -59,11 +59,11 @@ SHARES = (
     ("masked_share", "masked", RED),
 )
 RATIO_COLOURS = ("#8c2d04", "#d9730d", "#f3c08a", "#dfe4e9", "#a9c4ee", "#5c8be0", "#2563c9", "#14325f")
-"""From far below 1 to far above; neighbours of 1 pale."""
+"""Colours from far below 1 to far above; neighbours of 1 are pale."""
 
 
 def figure_png(run: RunRecords) -> bytes:
-    """The picture as PNG bytes, 2080 x 1760 pixels."""
+    """Plots the picture; returns PNG bytes, 2080 x 1760 pixels."""
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06, rect=(0, 0, 1, 0.94))
         figure = Figure(figsize=(13, 11), layout=layout, facecolor="white")
@@ -90,7 +90,7 @@ def figure_png(run: RunRecords) -> bytes:
 
 
 def subtitle(run: RunRecords) -> str:
-    """What was trained on what, in one line."""
+    """Names model and tasks of a run in one line."""
     steps = len(run.steps)
     done = f"{steps} steps" if steps != 1 else "1 step"
     if not steps:
@@ -107,12 +107,12 @@ def subtitle(run: RunRecords) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib shows as it is: between dollar signs it would read a formula."""
+    """Escapes text for matplotlib, which reads dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
 def plot_reward(axes: Axes, run: RunRecords) -> str:
-    """Mean reward of each task, every step pale and the moving average strong; returns the panel's title."""
+    """Plots each task's mean reward, every step pale and the moving average strong; returns the panel's title."""
     tasks = run.tasks("reward")
     named = tasks[:MOST_NAMED_TASKS] if len(tasks) <= MOST_NAMED_TASKS else []
     for task, colour in zip(named, TASK_COLOURS, strict=False):
@@ -127,7 +127,7 @@ def plot_reward(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_accuracy(axes: Axes, run: RunRecords) -> str:
-    """Mean reward and full marks on held-out questions, the first and last value written out."""
+    """Plots mean reward and share of right answers on held-out questions, with first and last value as numbers."""
     steps = column(run.evals, "step")
     for name, label, colour, line, offset in (
         ("sampled_reward", "reward", ORANGE, "-", 7),
@@ -147,7 +147,7 @@ def plot_accuracy(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_staleness(axes: Axes, run: RunRecords) -> str:
-    """Mean and maximum of the consumed groups against the bound."""
+    """Plots mean and maximum staleness of the consumed groups against the bound."""
     highest = run.column("staleness_max")
     top = max(filter(math.isfinite, highest), default=0.0)
     if any(map(math.isfinite, highest)):
@@ -164,7 +164,7 @@ def plot_staleness(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_throughput(axes: Axes, run: RunRecords) -> str:
-    """Tokens per second on the left scale, samples per second on the right one."""
+    """Plots tokens per second on the left scale, samples per second on the right."""
     right = axes.twinx()
     right.grid(visible=False)
     for side, name, label, colour, headroom in (
@@ -182,7 +182,7 @@ def plot_throughput(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_busy(axes: Axes, run: RunRecords) -> str:
-    """Share of the time that engine and trainer spent computing."""
+    """Plots the share of time that engine and trainer spent computing."""
     _curve(axes, run, "engine_busy", "engine", BLUE, over_time=True)
     _curve(axes, run, "trainer_busy", "trainer", ORANGE, over_time=True)
     axes.set_ylim(0, 1.05)
@@ -191,7 +191,7 @@ def plot_busy(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_loss_side(axes: Axes, run: RunRecords) -> str:
-    """What the loss saw, on one logarithmic scale; a value of 0 has no place on it."""
+    """Plots the loss and its inputs on one logarithmic scale, which has no place for 0."""
     for name, label, colour in LOSS_SIDE:
         values = run.column(name)
         if any(value > 0 for value in values):
@@ -204,7 +204,7 @@ def plot_loss_side(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_ratios(axes: Axes, run: RunRecords) -> str:
-    """How pi_theta / pi_behav was distributed over the trained tokens, shares stacked."""
+    """Plots the distribution of pi_theta / pi_behav over the trained tokens, shares stacked."""
     bins = sorted(run.tasks("ratio_share"), key=lambda name: float(name.partition("-")[0]))
     if bins:
         shares = [moving_average(run.column(f"ratio_share/{name}"), _window(run)) for name in bins]
@@ -216,7 +216,7 @@ def plot_ratios(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_staleness_histogram(axes: Axes, run: RunRecords) -> str:
-    """Groups of the whole run by staleness."""
+    """Plots the groups of the whole run by staleness."""
     versions = sorted(int(name) for name in run.tasks("staleness") if name.isdigit())
     counts = [sum(filter(math.isfinite, run.column(f"staleness/{k}"))) for k in versions]
     if versions:
@@ -226,7 +226,7 @@ def plot_staleness_histogram(axes: Axes, run: RunRecords) -> str:
 
 
 def plot_shares(axes: Axes, run: RunRecords) -> str:
-    """What part of the data the update could use."""
+    """Plots the share of the data that the update could use."""
     for name, label, colour in SHARES:
         _curve(axes, run, name, label, colour)
     axes.set_ylim(0, 1.05)
@@ -248,9 +248,10 @@ def _curve(
     over_time: bool = False,
     positive_only: bool = False,
 ) -> None:
-    """One name over the steps as a moving average, pale behind it each step; nothing when it has no values.
+    """Plots one name over the steps as a moving average, with each step pale behind it; a name without values is left
+    out.
 
-    `over_time` is for rates and shares of the time: each step counts as long as it took, and is not shown by itself.
+    `over_time` is for rates and shares of time: each step weighs as long as it took, and is not plotted by itself.
     """
     values = run.column(name)
     if positive_only:
@@ -266,7 +267,7 @@ def _curve(
 
 
 def _head(axes: Axes, title: str) -> None:
-    """The title, and under it, above the curves, what each colour is; or that there is nothing yet."""
+    """Writes the title with the legend below it and above the curves, or that there is nothing yet."""
     axes.set_title(title, pad=HEAD_POINTS)
     _, labels = axes.get_legend_handles_labels()
     if labels:

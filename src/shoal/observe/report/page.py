@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else, not even a network."""
+"""The page of a run is one HTML file that needs no other file and no network."""
 
 import base64
 import math
@@ -59,7 +59,7 @@ pre { padding: 1rem 1.2rem; overflow: auto; font: 13px/1.5 ui-monospace, monospa
 
 
 def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> str:
-    """The whole page; every text of the run is escaped."""
+    """Builds the whole page; every text of the run is escaped."""
     figures = run.summary() if run.steps or run.evals else {}
     summary = [(label, form.format(figures[name])) for name, (label, form) in MEANINGS.items() if name in figures]
     events = [_event_row(event) for event in run.events]
@@ -98,7 +98,7 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
 
 
 def _first_sentence(run: RunRecords, figures: Mapping[str, float]) -> str:
-    """What the run came to, as far as it got."""
+    """Sums the run up, as far as it got."""
     if not run.steps:
         return "This run has not finished a training step yet, so there is nothing to draw. " + _score(figures)
     return f"{subtitle(run)}. {_score(figures)}"
@@ -125,7 +125,7 @@ def _event_row(event: Mapping[str, float | str | None]) -> tuple[str, str]:
 
 
 def _count_table(counts: Mapping[str, TaskCounts]) -> str:
-    """What became of the groups of each task; empty without a log."""
+    """Table of each task's groups by their end; empty without a log."""
     rows = [
         (
             *(name, task.started, task.consumed, task.waiting, task.failed.total(), task.dropped.total()),
@@ -138,7 +138,7 @@ def _count_table(counts: Mapping[str, TaskCounts]) -> str:
 
 
 def _late_table(run: RunRecords) -> str:
-    """What being late cost each task; empty when nothing was late."""
+    """Table of each task's losses by lateness; empty when nothing was late."""
     costs = ("dropped_late", "wasted_tokens", "late_tokens")
     names = sorted({name for cost in costs for name in run.tasks(cost) if run.total(f"{cost}/{name}")})
     rows = [(name, *(f"{run.total(f'{cost}/{name}'):,.0f}" for cost in costs)) for name in names]
@@ -146,7 +146,7 @@ def _late_table(run: RunRecords) -> str:
 
 
 def _ratio_table(run: RunRecords) -> str:
-    """The distribution of pi_theta / pi_behav in the first and the last tenth of the steps, and over all."""
+    """Table of pi_theta / pi_behav in the first and the last tenth of the steps, and over all."""
     edge = math.ceil(len(run.steps) * EDGE_SHARE)
     rows = []
     for name in sorted(run.tasks("ratio_share"), key=lambda name: float(name.partition("-")[0])):
@@ -158,7 +158,7 @@ def _ratio_table(run: RunRecords) -> str:
 
 
 def _staleness_table(run: RunRecords) -> str:
-    """How many consumed groups were how stale."""
+    """Table of consumed groups by staleness."""
     versions = sorted(int(name) for name in run.tasks("staleness") if name.isdigit())
     return _table([(f"{k}", f"{run.total(f'staleness/{k}'):,.0f}") for k in versions], ("Versions", "Groups"))
 

@@ -1,4 +1,4 @@
-"""What a run directory says of its run: the records of metrics.jsonl, the config, and figures that sum them up."""
+"""Run records are read from a run directory: metrics.jsonl, the configuration, and figures that sum them up."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,27 +16,27 @@ EDGE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """The records of one run, each step and each evaluation once: after a resume the newer one counts."""
+    """Records of one run, with each step and each evaluation once: after a resume the newer one counts."""
 
     name: str
     steps: tuple[Record, ...]
     evals: tuple[Record, ...]
     events: tuple[Record, ...]
     config_text: str
-    """resolved.toml; empty when there is none."""
+    """Text of resolved.toml; empty without the file."""
     config: Config | None
-    """None when resolved.toml is missing or written by another version of Shoal."""
+    """Configuration of the run; None when resolved.toml is missing or of another version of Shoal."""
 
     def column(self, name: str) -> list[float]:
-        """The values of one name over the steps; nan where there is none."""
+        """Values of one name over the steps; nan where a step has none."""
         return column(self.steps, name)
 
     def total(self, name: str) -> float:
-        """The sum of one name over the steps that have it."""
+        """Sum of one name over the steps that have it."""
         return sum(_known(self.column(name)))
 
     def seconds(self) -> list[float]:
-        """How long each step took: what its rates and busy shares are to be weighted with. Of the first, 0."""
+        """Seconds of each step, which weigh its rates and busy shares; 0 for the first step."""
         times = self.column("time_s")
         return [0.0, *(max(0.0, b - a) for a, b in pairwise(times))][: len(times)]
 
@@ -45,10 +45,10 @@ class RunRecords:
         return tasks_of((*self.steps, *self.evals), prefix)
 
     def summary(self) -> dict[str, float]:
-        """The run in a few figures, those that cannot be given left out.
+        """Figures of the run, without those that cannot be computed.
 
-        `reward_first` and `reward_last` are means over the first and the last tenth of the steps; `eval_reward_*`,
-        `accuracy_*` and `greedy_*` are of the first and the last evaluation; rates and busy shares are means over the
+        `reward_first` and `reward_last` are means over the first and the last tenth of the steps. `eval_reward_*`,
+        `accuracy_*` and `greedy_*` are of the first and the last evaluation. Rates and busy shares are means over the
         time.
         """
         edge = math.ceil(len(self.steps) * EDGE_SHARE)
@@ -81,7 +81,7 @@ class RunRecords:
 
 
 def read_run(run_dir: Path) -> RunRecords:
-    """The records of a run directory. Raises `RunDirError` when it is none."""
+    """Reads the records of a run directory. Raises `RunDirError` for any other directory."""
     metrics, resolved = run_dir / "metrics.jsonl", run_dir / "resolved.toml"
     if not metrics.is_file() and not resolved.is_file():
         raise RunDirError(f"{run_dir}: expected a run directory, with metrics.jsonl or resolved.toml, got neither")
@@ -89,7 +89,7 @@ def read_run(run_dir: Path) -> RunRecords:
 
 
 def run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
-    """The run of a directory whose metrics.jsonl has these records."""
+    """Builds the run of a directory from the records of its metrics.jsonl."""
     resolved = run_dir / "resolved.toml"
     try:
         config = load(resolved)
@@ -106,7 +106,7 @@ def run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
 
 
 def column(records: Iterable[Record], name: str) -> list[float]:
-    """The numbers of one name over records; nan where there is none."""
+    """Numbers of one name over records; nan where a record has none."""
     values = [record.get(name) for record in records]
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
@@ -118,7 +118,7 @@ def tasks_of(records: Iterable[Record], prefix: str) -> list[str]:
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """Mean of the finite values, nan without any. Weights of 0 throughout count as equal.
+    """Mean of the finite values; nan without any. Weights of 0 throughout count as equal.
 
     >>> mean([100.0, 10.0], [1.0, 9.0])  # 100 per second for one second, then 10 per second for nine
     19.0
@@ -132,7 +132,7 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> flo
 
 
 def moving_average(values: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
-    """`mean` of each value and the `window - 1` before it.
+    """Applies `mean` to each value and the `window - 1` values before it.
 
     >>> moving_average([1.0, 3.0, float("nan"), 5.0], 2)
     [1.0, 2.0, 3.0, 5.0]

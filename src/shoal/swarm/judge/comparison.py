@@ -104,7 +104,7 @@ def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0
         raise ValueError(f"expected bins of at least 1 round and a share in (0, 1], got {bin_rounds} and {reached_by}")
     curves = binned(results, bin_rounds)
     horizon = _horizon(curves, reached_by)
-    cohort = {arm: _carried(nodes, horizon) for arm, nodes in curves.items()} if horizon is not None else {}
+    cohort = {condition: _carried(nodes, horizon) for condition, nodes in curves.items()} if horizon is not None else {}
     return Comparison(
         bin_rounds,
         None if horizon is None else horizon * bin_rounds,
@@ -123,9 +123,9 @@ def binned(results: Sequence[Judged], bin_rounds: int) -> dict[Condition, dict[s
     for one in results:
         key = one.arm, one.node
         scores[key][(one.round - first[key]) // bin_rounds].append(one.score)
-    curves: dict[Condition, dict[str, dict[int, float]]] = {arm: {} for arm in Condition}
-    for (arm, node), bins in sorted(scores.items()):
-        curves[arm][node] = {index: fmean(values) for index, values in sorted(bins.items())}
+    curves: dict[Condition, dict[str, dict[int, float]]] = {condition: {} for condition in Condition}
+    for (condition, node), bins in sorted(scores.items()):
+        curves[condition][node] = {index: fmean(values) for index, values in sorted(bins.items())}
     return curves
 
 
@@ -154,7 +154,8 @@ def _points(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], bin_r
     found = []
     for index in indices:
         swarm, solo = (
-            [bins[index] for bins in curves[arm].values() if index in bins] for arm in (Condition.SWARM, Condition.SOLO)
+            [bins[index] for bins in curves[condition].values() if index in bins]
+            for condition in (Condition.SWARM, Condition.SOLO)
         )
         test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
         found.append((index * bin_rounds, _band(swarm), _band(solo), test))

@@ -64,7 +64,7 @@ def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
     if points:
         axes.legend(loc="best")
     else:
-        axes.text(0.5, 0.5, "an arm has no nodes", ha="center", transform=axes.transAxes, color=MUTED)
+        axes.text(0.5, 0.5, "a condition has no nodes", ha="center", transform=axes.transAxes, color=MUTED)
 
 
 def _gapped(bands: Sequence[Band], name: Literal["mean", "low", "high"]) -> list[float]:

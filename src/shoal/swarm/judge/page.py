@@ -25,8 +25,8 @@ tbody tr { border-top: 1px solid var(--line); }
 code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 meter { width: 6rem; vertical-align: middle; }
 """
-_HEADS = ("Rank", "Peer", "Model", "Arm", "Round", "Challenges", "Unanswered", "pass@1", "at least")
-_NAMES = frozenset({"Peer", "Model", "Arm"})
+_HEADS = ("Rank", "Peer", "Model", "Condition", "Round", "Challenges", "Unanswered", "pass@1", "at least")
+_NAMES = frozenset({"Peer", "Model", "Condition"})
 
 
 def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Sequence[str]) -> str:
