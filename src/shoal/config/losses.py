@@ -35,7 +35,7 @@ class DecoupledLoss(Section):
     weight_level: Literal["token", "sequence"] = Field(
         "token", description="Whether it is of each token or the product over each row."
     )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
     proximal: Literal["recomputed", "log_linear"] = Field(
         "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
     )
@@ -76,7 +76,7 @@ class ReinforceLoss(Section):
     weight_level: Literal["token", "sequence"] = Field(
         "token", description="Whether it is of each token or the product over each row."
     )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="What happens to tokens above the bound.")
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
 
 
 class SoftAdaptiveLoss(Section):

@@ -27,7 +27,7 @@ class ModelConfig(Section):
     path: str = Field(
         "demo", description="A Hugging Face directory or hub name; `demo`, `demo-code` and `demo-turns` are embedded."
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and activations.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
     gradient_checkpointing: bool = Field(False, description="Trades computing for memory in the update.")
 
@@ -37,7 +37,7 @@ class TaskConfig(Section):
 
     name: str = Field(description="A reasoning-gym dataset, a task of many turns, or any name.")
     service: Literal["reasoning_gym", "jsonl", "turns", "python", "remote"] = Field(
-        "reasoning_gym", description="Who draws the tasks: here, or (remote) processes of `shoal task serve`."
+        "reasoning_gym", description="Source of the tasks: this process, or (remote) processes of `shoal task serve`."
     )
     weight: float = Field(1.0, ge=1e-6, le=1e6, description="Share of the trained groups, relative to the other tasks.")
     params: dict[str, JsonValue] | Annotated[int, Field(ge=0)] = Field(
@@ -45,7 +45,7 @@ class TaskConfig(Section):
     )
     path: str | None = Field(
         None,
-        description="A file, `module:name` (python), where processes register (remote), or a task's own name (turns).",
+        description="A file, `module:name` (python), the address for workers (remote), or a game's name (turns).",
     )
     scorer: str | dict[str, JsonValue] | None = Field(
         None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
@@ -57,14 +57,14 @@ class TaskConfig(Section):
     eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
     system_prompt: str = Field(
         "",
-        description="Put before every question; empty for none. `reasoning_gym:default` is reasoning-gym's own "
+        description="Text before every question; empty for none. `reasoning_gym:default` is reasoning-gym's own "
         "instruction, which asks for `<answer>` tags, for its data sets.",
     )
     rewrite: list[tuple[str, str]] = Field(
         default_factory=list, description="Regular expression and replacement pairs that shorten the question."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
-        None, description="Who holds the conversation: `module:function`, a command, or a table. See docs/agents.md."
+        None, description="Agent of the conversation: `module:function`, a command, or a table. See docs/agents.md."
     )
 
 
@@ -74,7 +74,7 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(
-        1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Of the sampling distribution."
+        1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Temperature of the sampling distribution."
     )
     top_p: float = Field(
         1.0, gt=0, le=1, description="Nucleus size; 1 is off, and trained answers need it (all but positive_only)."
@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0, le=MOST_TOP_K, description="Most likely tokens kept; 0 is off.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
     ratios: Literal["fixed", "tokens", "automatic"] = Field(
-        "fixed", description="Weights are of groups, of drawn tokens, or follow what groups teach (within 0.1 to 4 x)."
+        "fixed", description="Weights of groups, of sampled tokens, or by the informative groups (within 0.1 to 4 x)."
     )
 
 
@@ -93,13 +93,13 @@ class EngineConfig(Section):
     count: int = Field(1, ge=1, le=1024, description="Local engine processes, which share the engine's cores.")
     gpus: list[Annotated[int, Field(ge=0)]] | Literal["shared"] = Field(
         [],
-        description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared with it.",
+        description="Numbers of the engines' GPUs, one each; the GPUs after the trainer's when empty, or shared.",
     )
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
     on_update: Literal["recompute", "keep", "drain"] = Field(
-        "recompute", description="What running answers do when new weights come."
+        "recompute", description="Treatment of running answers when new weights come."
     )
 
 
@@ -110,22 +110,24 @@ class AsyncConfig(Section):
         2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is exactly synchronous."
     )
     late: Literal["drop", "mask_tokens", "train"] = Field(
-        "drop", description="What happens to groups older than max_staleness at consumption."
+        "drop", description="Treatment of groups older than max_staleness at consumption."
     )
 
 
 class KLConfig(Section):
     """Distance to the model that the run began with."""
 
-    coefficient: float = Field(0.0, ge=0, description="Its weight; 0 is off and loads no reference model.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of KL(pi_theta, pi_ref) at one drawn token.")
+    coefficient: float = Field(0.0, ge=0, description="Weight of the KL; 0 is off and loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="Of KL(pi_theta, pi_ref) at one sampled token."
+    )
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
 
 
 class LoRAConfig(Section):
     """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
 
-    rank: int = Field(0, ge=0, le=65536, description="Of each adapter; 0 trains all weights.")
+    rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
     targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
 
@@ -134,7 +136,9 @@ class CriticConfig(Section):
     """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    value_clip: float = Field(0.2, gt=0, description="How far a step may move a value before its gradient is cut.")
+    value_clip: float = Field(
+        0.2, gt=0, description="Distance a step may move a value before its gradient is cut."
+    )
     coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
     lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
 
@@ -145,8 +149,8 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1, description="Training steps of the run.")
     groups_per_step: int = Field(8, ge=1, description="Groups consumed by one step.")
     minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
-    push_every: int = Field(1, ge=1, description="Steps between pushes of the weights to the engines (K).")
-    loss: LossConfig = Field(DecoupledLoss(), description="By name; its parameters are its own.")
+    push_every: int = Field(1, ge=1, description="Steps between loads of new weights by the engines (K).")
+    loss: LossConfig = Field(DecoupledLoss(), description="Loss by name, with its own parameters.")
     loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
         None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
     )
@@ -157,30 +161,28 @@ class TrainConfig(Section):
         description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic, "
         "`module:function` makes them from the rewards of each group.",
     )
-    turn_discount: float = Field(
-        1.0, gt=0, le=1, description="What a reward counts for the turn before the one that it was given for."
-    )
+    turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
     short_groups: Literal["pad", "keep"] = Field(
-        "pad", description="Whether failed rollouts are made up for by repeating finished ones (GLM-5)."
+        "pad", description="Whether repeated finished rollouts replace failed ones (GLM-5)."
     )
     overlong_tokens: int = Field(
         0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
     )
     dynamic_sampling: bool = Field(
-        False, description="Draw other groups for those whose rewards are all equal (DAPO), up to a bound."
+        False, description="Replace groups whose rewards are all equal (DAPO), up to a bound."
     )
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="How it falls from then to the last of steps * minibatches updates."
+        "constant", description="Fall of the rate from then to the last of steps * minibatches updates."
     )
     lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.999), description="Adam's moving averages."
     )
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW; without it that is Adam.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW; 0 is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
@@ -226,7 +228,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, which a resumed run loads."""
 
-    every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays what came since.")
+    every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays later steps.")
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
 
@@ -247,7 +249,7 @@ class MetricsConfig(Section):
 
 
 class Credit(StrEnum):
-    """What peers' answers are compared with, and what becomes of those that came out worse."""
+    """Baseline of peers' answers, and the treatment of negative advantages."""
 
     GROUP = "group"
     GROUP_DROP = "group_drop"
@@ -276,7 +278,7 @@ class SwarmConfig(Section):
     """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
 
     servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
-    name: str = Field("reef", description="Of the swarm; nodes hear those of the same name only.")
+    name: str = Field("reef", description="Name of the swarm; a node reads frames of its swarm only.")
     external_groups: Annotated[int, Field(ge=0, le=4096)] | Literal["adaptive"] = Field(
         0,
         description="Groups of peers that a step trains besides its own (J), fewer when fewer are there; adaptive: in "
@@ -293,12 +295,12 @@ class SwarmConfig(Section):
     )
     credit: Credit = Field(
         Credit.GROUP_WEIGHT,
-        description="What peers' answers are compared with: their group, or the node's own mean in such tasks (skill); "
-        "negative advantages as they are (as in SAPO), 0 (drop), or by how likely the text is here (weight).",
+        description="Baseline of peers' answers: their group, or the node's own mean in such tasks (skill); "
+        "negative advantages as they are (as in SAPO), 0 (drop), or scaled by the text's likelihood (weight).",
     )
     datasets: Literal["mine", "any"] | list[str] = Field(
         "mine",
-        description="Procedural tasks taken of peers: those that this node trains, with its own settings (mine); any "
+        description="Procedural tasks taken of peers: the node's own tasks with its own settings (mine); any "
         "dataset with the peer's settings; or these datasets.",
     )
     draw_s: float = Field(5.0, gt=0, description="Seconds in which a peer's question must be drawn again.")
@@ -306,7 +308,7 @@ class SwarmConfig(Section):
         8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
     )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
-    reuse: int = Field(1, ge=1, description="How often one group of a peer may be trained.")
+    reuse: int = Field(1, ge=1, description="Number of times that one group of a peer may be trained.")
 
 
 class Config(Section):
@@ -315,10 +317,10 @@ class Config(Section):
     run_dir: str = Field("runs/latest", description="Everything the run writes.")
     seed: int = Field(0, description="Name in every seed of the run.")
     stall_s: float = Field(
-        120.0, gt=0, description="Seconds without any progress after which a run says what it waits for, and acts."
+        120.0, gt=0, description="Seconds without any progress after which a run names its waits, and acts."
     )
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
-        None, description="Published settings that hold where nothing else is said; the tables are below."
+        None, description="Published settings that hold where file and command line have none; the tables are below."
     )
     model: ModelConfig = Field(ModelConfig())
     tasks: list[TaskConfig] = Field(min_length=1, description="The mixture.")
