@@ -25,8 +25,8 @@ HEAD = """# Models
 
 <!-- Written by `make architectures`. -->
 
-`model.path` takes a causal language model of any architecture below with the word "computed". For a tiny random model of
-it, logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. Every other
+`model.path` takes a causal language model of any architecture below with the word "computed". For a tiny random model
+of it, logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. Every other
 architecture is refused at the start with the reason beside it. The check is made again on each loaded model. "Not made"
 means that no tiny model could be made to compare; such a model is checked when it is loaded.
 

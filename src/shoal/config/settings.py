@@ -118,9 +118,7 @@ class KLConfig(Section):
     """Distance to the model that the run began with."""
 
     coefficient: float = Field(0.0, ge=0, description="Weight of the KL; 0 is off and loads no reference model.")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="Of KL(pi_theta, pi_ref) at one sampled token."
-    )
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of KL(pi_theta, pi_ref) at one sampled token.")
     where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
 
 
@@ -136,9 +134,7 @@ class CriticConfig(Section):
     """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    value_clip: float = Field(
-        0.2, gt=0, description="Distance a step may move a value before its gradient is cut."
-    )
+    value_clip: float = Field(0.2, gt=0, description="Distance a step may move a value before its gradient is cut.")
     coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
     lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
 
