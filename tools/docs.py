@@ -1,5 +1,5 @@
-"""Writes the generated parts of docs/: settings (from config/), names in metrics.jsonl (from metrics.py) and layers
-(from the layer test).
+"""Writes the generated parts of docs/: settings (from config/), names in metrics.jsonl (from metrics.py), layers
+(from the layer test) and flows (from flow.py).
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+import flow
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -187,6 +188,7 @@ def documents() -> dict[Path, str]:
     operations, architecture = DOCS / "operations.md", DOCS / "architecture.md"
     return {
         DOCS / "configuration.md": configuration(),
+        DOCS / "flows.md": flow.page(),
         operations: with_part(operations, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
     }

@@ -299,7 +299,9 @@ def hunt(arguments: argparse.Namespace) -> dict[str, object]:
                 continue
             with runner.planted(mutant.module, source):
                 killed_by = runner.failure(list(tests), 30 + 4 * sum(tests.values())) if tests else ""
-            results.add(mutant=mutant.key, line=mutant.line, killed_by=killed_by, tests=list(tests))
+            results.add(
+                mutant=mutant.key, line=mutant.line, killed_by=killed_by, tests=[] if killed_by else list(tests)
+            )
             print("killed  " if killed_by else "SURVIVES", mutant.key, file=sys.stderr, flush=True)
     tried = {mutant.key: mutant for mutant in chosen if mutant.key in results.mutants and mutant.key not in known}
     survivors = [mutant for key, mutant in tried.items() if not results.mutants[key]["killed_by"]]

@@ -16,7 +16,7 @@ from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prometheus import exposition
 from shoal.engine.protocol import GeneratedChoice
 from shoal.engine.request import Draft, Request, scoring
-from shoal.engine.response_bodies import choice as whole_choice
+from shoal.engine.request import choice as whole_choice
 from shoal.engine.sampling import SamplingRows, Uniforms, sample
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import checksum_of

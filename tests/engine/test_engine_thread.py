@@ -12,9 +12,8 @@ import torch
 
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.request import Request
-from shoal.engine.routes import EngineServer
+from shoal.engine.routes import EngineServer, EngineThread
 from shoal.engine.step_engine import StepEngine
-from shoal.engine.thread import EngineThread
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 from until import until

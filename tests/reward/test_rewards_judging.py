@@ -4,8 +4,8 @@ import pytest
 
 from shoal.checker import spec_of
 from shoal.errors import TaskError
-from shoal.reward.checker_registry import judge_of
 from shoal.reward.schema import complaint_of
+from shoal.reward.worker import judge_of
 from shoal.types import Json
 
 SCHEMA: dict[str, Json] = {

@@ -16,7 +16,6 @@ from torch import distributed, multiprocessing
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
 from shoal.net.process import Child, torch_environment
-from shoal.trainer.loss_weights import Size, size_of
 from shoal.trainer.messages import (
     Answer,
     Done,
@@ -32,6 +31,7 @@ from shoal.trainer.messages import (
     WriteVersion,
     answer_from,
 )
+from shoal.trainer.micro_batch import Size, size_of
 from shoal.trainer.ranks import Ranks, join, leave, local
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample

@@ -7,6 +7,9 @@ require the engine's token, and weights load only from regular files below known
 
 import asyncio
 import contextlib
+import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,20 +26,94 @@ from starlette.routing import Route
 from shoal.engine import protocol
 from shoal.engine.options import PauseMode
 from shoal.engine.prometheus import exposition
-from shoal.engine.request import Request, scoring
-from shoal.engine.response_bodies import response
+from shoal.engine.request import Request, response, scoring
 from shoal.engine.step_engine import StepEngine
-from shoal.engine.thread import EngineThread, result
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.net.server import HANDLERS, body, decoded, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Steps an engine whenever it has work, and sleeps otherwise.
+
+    The thread calls `deliver` after each step with the requests that ended; it must return soon. The thread calls
+    `crashed` when a step raises, by a bug or lack of memory: the engine cannot continue.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        *,
+        deliver: Callable[[list[Request]], None],
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._crashed = crashed
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._turned_s: float | None = None  # start of the current turn; None while the thread sleeps
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds in the current step and the calls before it; 0 while the thread sleeps."""
+        turned_s = self._turned_s
+        return 0.0 if turned_s is None else time.monotonic() - turned_s
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Calls `function` between two steps; the future has its result, or its error, which only the caller sees."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # of one request: raised here, it would end the engine for all
+                future.set_exception(error)
+
+        self._commands.append(command)
+        self._wake.set()
+        return future
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._turned_s = time.monotonic()
+                while self._commands:
+                    self._commands.popleft()()
+                if self._engine.idle:
+                    self._turned_s = None
+                    self._wake.wait()
+                else:
+                    self._deliver(self._engine.step())
+        except BaseException as error:
+            self._crashed(error)
+            raise
+
+
+async def result(future: "Future[T]") -> T:
+    """Awaits a future that another thread completes. Cancelling the await does not cancel the future."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
 MAX_BODY_BYTES = 8 * 1024 * 1024
 CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
 HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the first one on a GPU as long
-
-T = TypeVar("T")
 
 
 class EngineFailed(EngineError):

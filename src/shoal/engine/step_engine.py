@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.batch import StepBatch
-from shoal.engine.forward import forward_of
+from shoal.engine.forward import StepBatch, forward_of
 from shoal.engine.kv_cache import KVCache, StoredKV
 from shoal.engine.options import EngineCounters, EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache

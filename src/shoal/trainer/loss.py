@@ -1,7 +1,7 @@
 """Policy-gradient losses as pure functions over packed per-token streams.
 
 A section of the config selects the loss, which returns one term per token, unreduced. The caller sums the terms over
-all micro-batches and ranks with weights (`loss_weights.py`). These weights depend on the whole update before any filter
+all micro-batches and ranks with weights (`micro_batch.py`). These weights depend on the whole update before any filter
 or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
 """
 

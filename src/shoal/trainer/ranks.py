@@ -1,7 +1,7 @@
 """Ranks: processes that train one model together, with weights and moments sharded over them (FSDP2).
 
 Every rank gets every request and all rows. Each rank computes the same packing, then its share of the micro-batches;
-gradients and statistics are summed. Token weights depend on the whole update (`loss_weights.py`), so any number of
+gradients and statistics are summed. Token weights depend on the whole update (`micro_batch.py`), so any number of
 ranks gives the same gradient. Ranks wait for each other in every layer, so all ranks must do the same work in the same
 order.
 """

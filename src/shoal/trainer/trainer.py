@@ -25,9 +25,8 @@ from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.trainer import critic, lora
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import log_linear_prox, token_loss
-from shoal.trainer.loss_weights import Size, loss_mean, size_of, token_weight
 from shoal.trainer.messages import StepStats
-from shoal.trainer.micro_batch import MicroBatch, Minibatch, micro_batch
+from shoal.trainer.micro_batch import MicroBatch, Minibatch, Size, loss_mean, micro_batch, size_of, token_weight
 from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import even_slices, micro_batches, tokens_per_microbatch
 from shoal.trainer.ranks import ALONE, Ranks, like

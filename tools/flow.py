@@ -1,0 +1,324 @@
+"""The calls along four flows, checked against the code, as diagrams for docs/flows.md.
+
+`python tools/flow.py` prints the files that a reader opens on the way of one token. A line of a flow is a function,
+indented below the function that calls it. `@ name` says what both sides name where one does not call the other by name:
+an HTTP route, a message between processes, a field that holds a function.
+"""
+
+import ast
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
+
+TOKEN = """
+rollout.orchestrator:Orchestrator._keep_drawn
+  rollout.orchestrator:LocalSource.draw
+    tasks.jsonl:JsonlService.draw
+rollout.orchestrator:Orchestrator._start_one
+  experience.buffer:Buffer.admit
+    experience.admission:AdmissionQueue.place
+      experience.gate:AdmissionGate.admit
+  rollout.orchestrator:Orchestrator._run_group
+    rollout.orchestrator:LocalSource.rollouts
+    rollout.single_turn:SingleTurn.rollouts
+      model.chat_template:ChatRenderer.prompt_ids
+      rollout.single_turn:SingleTurn.completions
+        engine.pool:EnginePool.generate
+          engine.http_client:HttpEngine.generate
+            engine.routes:EngineServer._generate @ /inference/v1/generate
+              engine.routes:_request
+              engine.routes:EngineServer._answered
+                engine.step_engine:StepEngine.submit
+                  engine.request:Request.begin
+                  engine.scheduler:Scheduler.add
+              engine.request:response
+      model.chat_template:ChatRenderer.message
+      reward.service:RewardService.score
+        reward.service:RewardService.score_by
+          reward.service:RewardService._by
+            reward.service:RewardService._scored
+              reward.scorer:WorkerScorer.score_by
+                reward.scorer:WorkerScorer._progress
+                  reward.scorer:WorkerScorer._exchange
+                    reward.worker:answers @ Batch
+                      reward.worker:prepared
+                        reward.worker:judge_of
+                          reward.worker:_judging
+                            reward.checkers:number
+                      reward.worker:verdict_of
+    experience.buffer:Buffer.add
+      experience.log:insert_group
+engine.routes:EngineThread._run
+  engine.step_engine:StepEngine.step
+    engine.step_engine:StepEngine._compute
+      engine.step_engine:StepEngine._next_batch
+        engine.scheduler:Scheduler.plan
+        engine.forward:StepBatch
+      engine.forward:StepBatch.logits
+      engine.sampling:sample
+      engine.step_engine:StepEngine._record
+        engine.step_engine:StepEngine._finish
+run.loop:TrainLoop.run
+  run.loop:TrainLoop._step
+    experience.buffer:Buffer.take
+    run.loop:TrainLoop._rows
+      trainer.advantage:step_samples
+    experience.buffer:Buffer.consumed
+      experience.log:insert_step
+    trainer.client:TrainerProcess.step
+      trainer.worker:answer_to @ Step
+        trainer.trainer:Trainer.step
+          trainer.trainer:Trainer.minibatch
+            trainer.packing:micro_batches
+            trainer.micro_batch:token_weight
+            trainer.micro_batch:micro_batch
+          trainer.trainer:Trainer.accumulate
+            trainer.trainer:Trainer._outputs
+              model.packed:packed_outputs
+            trainer.loss:token_loss
+          trainer.optim:Optimizer.update
+    run.loop:TrainLoop._publish
+      trainer.client:TrainerProcess.write_version
+        trainer.worker:answer_to @ WriteVersion
+          trainer.trainer:Trainer.write_weights
+      weights.store:WeightStore.seal
+"""
+
+OFFER = """
+run.training:_train_and_evaluate
+  experience.buffer:Buffer.on_finished
+  swarm.node:Node.own_group
+swarm.node:Node._share
+  swarm.claim_verification:OwnTasks.claim
+  swarm.offer:offer_of
+  swarm.offer:encode
+  swarm.node:Node._published
+    swarm.envelope:Signer.frame
+    swarm.nats:NatsExchange.publish
+swarm.peer:Peer._listen
+  swarm.nats:NatsExchange.receive
+  swarm.node_files:Intake.read
+    swarm.trust:IngressFilter.admit
+      swarm.trust:IngressFilter._checked
+        swarm.envelope:opened
+      swarm.trust:_content
+        swarm.envelope:payload_of
+        swarm.offer:decode
+  swarm.node:Node._receive
+    swarm.pending:PendingOffers.add
+swarm.node:Node._verify
+  swarm.pending:PendingOffers.next
+  swarm.node:Node._verified
+    swarm.claim_verification:OwnTasks.task
+    swarm.encoding:encoded
+    reward.service:RewardService.score
+  swarm.node:Node._decided
+    swarm.trust:IngressFilter.refuse
+    swarm.trust:IngressFilter.praise
+run.loop:TrainLoop._step
+  run.loop:TrainLoop._chosen
+    swarm.node:Node.chosen
+      swarm.strategy:taken
+  run.loop:TrainLoop._external_groups
+    swarm.node:Node.encoded
+      swarm.encoding:rollouts_of
+  run.loop:TrainLoop._rows
+    swarm.external:external_rows
+  experience.buffer:Buffer.consumed
+    experience.log:insert_external
+"""
+
+CHAT = """
+gateway.server:Gateway._chat
+  gateway.server:Gateway._session
+  gateway.server:Gateway._body
+  gateway.chat:chat_ask
+  gateway.server:Gateway._answer
+    gateway.sessions:Session.generation
+      gateway.sessions:Session._open
+        gateway.token_tree:TokenTree.attach
+        gateway.sessions:Session._bridge
+          model.chat_template:ChatRenderer.bridge_ids
+        gateway.token_tree:TokenTree.open
+      gateway.sessions:Session._begin
+        gateway.sessions:Session._generate
+          gateway.sessions:SessionContext.completion
+            engine.pool:EnginePool.generate
+          model.chat_template:ChatRenderer.answer
+          gateway.token_tree:TokenTree.commit
+    gateway.sessions:Session.deliver
+      gateway.token_tree:TokenTree.deliver
+  gateway.chat:chat_body
+"""
+
+WEIGHTS = """
+run.loop:TrainLoop._publish
+  weights.store:WeightStore.begin
+  trainer.client:TrainerProcess.write_version
+    trainer.worker:answer_to @ WriteVersion
+      trainer.trainer:Trainer.write_weights
+      trainer.trainer:Trainer.count_push
+        trainer.optim:Optimizer.count_push
+  weights.store:WeightStore.seal
+  experience.buffer:Buffer.published
+run.loop:TrainLoop.serve_versions
+  engine.pool:EnginePool.update_weights
+    engine.pool:EnginePool._load
+      engine.replica:load_target
+        engine.http_client:HttpEngine.update_weights
+          engine.routes:EngineServer._update_weights @ /update_weights
+            engine.weight_loading:WeightSlots.staged
+            engine.step_engine:StepEngine.update
+  experience.buffer:Buffer.publish
+    experience.gate:AdmissionGate.publish
+  weights.store:WeightStore.remove_before
+engine.step_engine:StepEngine.step
+  engine.step_engine:StepEngine._load_or_drain
+    engine.weight_loading:WeightSlots.load
+    engine.scheduler:Scheduler.forget
+"""
+
+FLOWS = {
+    "One token, from its task to the weights": TOKEN,
+    "An offer between two nodes": OFFER,
+    "A chat request": CHAT,
+    "A push of weights": WEIGHTS,
+}
+MOST_FILES = 31
+"""Files that a reader opens on the way of one token. May only shrink; the aim is 25."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A function of a flow, and the one that calls it."""
+
+    module: str
+    function: str
+    caller: "Hop | None"
+    by: str
+    """What both sides name where one does not call the other by name."""
+
+    @property
+    def file(self) -> str:
+        """Path below src/shoal."""
+        return self.module.replace(".", "/") + ".py"
+
+    @property
+    def name(self) -> str:
+        """The name by which it is called."""
+        outer, _, last = self.function.rpartition(".")
+        return outer if last == "__init__" else last
+
+
+def hops(flow: str) -> list[Hop]:
+    """The hops of a flow in the order of its lines."""
+    found: list[Hop] = []
+    above: list[Hop] = []
+    for line in flow.strip().splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        place, _, by = line.strip().partition(" @ ")
+        module, _, function = place.partition(":")
+        del above[depth:]
+        above.append(Hop(module, function, above[-1] if above else None, by))
+        found.append(above[-1])
+    return found
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """A module's syntax tree."""
+    return ast.parse((SOURCE / (module.replace(".", "/") + ".py")).read_text())
+
+
+def body_of(module: str, function: str) -> ast.AST | None:
+    """The definition of a function or class; None where there is none."""
+    node: ast.AST = tree_of(module)
+    for part in function.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        inner = [one for one in ast.walk(node) if isinstance(one, kinds) and one.name == part]
+        if not inner:
+            return None
+        node = inner[0]
+    return node
+
+
+def named(node: ast.AST) -> set[str]:
+    """Every name, attribute and string in a piece of code; strings without what follows a question mark."""
+    found: set[str] = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name):
+            found.add(one.id)
+        elif isinstance(one, ast.Attribute):
+            found.add(one.attr)
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str):
+            found.add(one.value)
+    return found
+
+
+def faults(flow: str) -> list[str]:
+    """What a flow says that the code does not do, one sentence each."""
+    wrong = []
+    for hop in hops(flow):
+        if body_of(hop.module, hop.function) is None:
+            wrong.append(f"{hop.module} has no {hop.function}")
+        elif hop.caller is not None and (called := body_of(hop.caller.module, hop.caller.function)) is not None:
+            if hop.by and not (
+                hop.by in named(called) and {hop.by, hop.name} <= named(tree_of(hop.module)) | {hop.name}
+            ):
+                wrong.append(f"{hop.caller.function} and {hop.module} do not both name {hop.by}")
+            if not hop.by and hop.name not in named(called):
+                wrong.append(f"{hop.caller.module}:{hop.caller.function} does not call {hop.name}")
+    return wrong
+
+
+def files(flow: str) -> list[str]:
+    """The files of a flow, in the order in which they are opened."""
+    return list(dict.fromkeys(hop.file for hop in hops(flow)))
+
+
+def diagram(flow: str) -> str:
+    """A flow as a mermaid sequence diagram with one lifeline for each file."""
+    lines = ["sequenceDiagram", *(f"    participant {_alias(file)} as {file}" for file in files(flow))]
+    for hop in hops(flow):
+        here = _alias(hop.file)
+        if hop.caller is None:
+            lines.append(f"    Note over {here}: {hop.function}")
+        else:
+            by = f" by {hop.by}" if hop.by else ""
+            lines.append(f"    {_alias(hop.caller.file)}->>{here}: {hop.function}{by}")
+    return "\n".join(["```mermaid", *lines, "```"])
+
+
+def _alias(file: str) -> str:
+    return file.removesuffix(".py").replace("/", "_")
+
+
+def page() -> str:
+    """The whole of docs/flows.md."""
+    head = (
+        "# Flows\n\n<!-- Written by `make docs` from tools/flow.py; change the hops there. -->\n\n"
+        "Each diagram shows the calls of one flow, in their order. Each lifeline is a file of `src/shoal`. A test\n"
+        "checks every arrow against the code: the caller names the function, or both sides name the route or message.\n"
+    )
+    parts = [
+        f"## {title}\n\nThis flow passes {len(files(flow))} files.\n\n{diagram(flow)}\n"
+        for title, flow in FLOWS.items()
+    ]
+    return "\n".join([head, *parts])
+
+
+def main() -> int:
+    wrong = [sentence for flow in FLOWS.values() for sentence in faults(flow)]
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    opened = files(TOKEN)
+    print(json.dumps({"files": len(opened), "list": opened}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
