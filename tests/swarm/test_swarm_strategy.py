@@ -15,10 +15,10 @@ from shoal.swarm.strategy import (
     TAKERS,
     Candidate,
     Own,
+    apply_taker,
     by_trust,
     differ,
     sharer_of,
-    taken,
     taker_of,
 )
 
@@ -77,7 +77,7 @@ def test_every_taker_takes_different_informative_groups_and_no_more_than_asked(
 ) -> None:
     for chosen in (
         list(taker_of(name)(candidates, n, random.Random(seed))),
-        taken(taker_of(name), candidates, n, random.Random(seed)),
+        apply_taker(taker_of(name), candidates, n, random.Random(seed)),
     ):
         assert len(set(chosen)) == len(chosen) <= n
         assert all(differ(candidates[i].rewards) for i in chosen)
@@ -114,8 +114,8 @@ def test_trusted_prefers_trust_freshness_and_what_was_used_less() -> None:
 
 def test_where_everybody_is_new_the_paper_s_taker_gives_all_that_a_first_step_wants_and_the_default_one() -> None:
     candidates = [candidate(peer_id=f"new{i % 4}", newcomer=True, author_uses=0) for i in range(28)]
-    assert len(taken(taker_of("uniform"), candidates, 4, random.Random(0))) == 4
-    assert len(taken(taker_of("trusted"), candidates, 4, random.Random(0))) == 1
+    assert len(apply_taker(taker_of("uniform"), candidates, 4, random.Random(0))) == 4
+    assert len(apply_taker(taker_of("trusted"), candidates, 4, random.Random(0))) == 1
 
 
 def test_a_name_that_was_changed_is_answered_with_the_new_one() -> None:
@@ -129,7 +129,7 @@ def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:
     crowd = [candidate(peer_id=f"sybil{i}", newcomer=True) for i in range(1000)]
     candidates = [*crowd, *(candidate(peer_id="known") for _ in range(20))]
     taker, rng = taker_of("trusted"), random.Random(0)
-    chosen = [i for _ in range(200) for i in taken(taker, candidates, 4, rng)]
+    chosen = [i for _ in range(200) for i in apply_taker(taker, candidates, 4, rng)]
     assert len(chosen) == 800  # the established fill what newcomers may not have
     of_newcomers = sum(candidates[i].newcomer for i in chosen)
     assert 0 < of_newcomers <= NEWCOMER_SHARE * 800 + 1
@@ -143,7 +143,7 @@ def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     taker = taker_of("my_strategy:greedy")
-    assert taken(taker, [candidate()] * 5, 3, random.Random(0)) == [0, 1, 2]
+    assert apply_taker(taker, [candidate()] * 5, 3, random.Random(0)) == [0, 1, 2]
     sharer = sharer_of("my_strategy:large")
     assert sharer(own(EQUAL), {}, 0.0)
     assert not sharer(own(EQUAL, size_bytes=9), {}, 0.0)

@@ -5,7 +5,7 @@ import pytest
 from chat_templates import ANSWERING, renderer_of
 from shoal.interfaces import Claim
 from shoal.model.answer import parted
-from shoal.swarm.encoding import encoded
+from shoal.swarm.encoding import encode_offer
 from shoal.swarm.offer import GeneratorKind, Offer, offer_of
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
@@ -36,7 +36,7 @@ def offered(author: str) -> Offer:
 def test_a_thought_is_rendered_with_the_marks_of_whoever_takes_it(author: str, taker: str) -> None:
     offer = offered(author)
     assert [parted(one.text).thought for one in offer.rollouts] == ["3, then 4"]
-    source, refused = encoded(offer, TASK, made := renderer_of(ANSWERING[taker]), 1024)
+    source, refused = encode_offer(offer, TASK, made := renderer_of(ANSWERING[taker]), 1024)
     assert not refused
     said = made.message(source.answer_ids[0], source.prompt_ids)
     if taker in DRAWN or taker == "magistral":

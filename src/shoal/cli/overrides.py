@@ -45,7 +45,7 @@ def _settings(args: Sequence[str], options: dict[str, bool], own: list[str]) -> 
 
 def _value_after(name: str, value: str | None, options: dict[str, bool]) -> str:
     """Value after a setting. Raises `ConfigError` for a missing value, or for a name that is no setting."""
-    from shoal.config import Config  # not for those who ask for help
+    from shoal.config import Config  # heavy: --help does without it
 
     key = name.removeprefix("--")
     if "." not in key and key not in Config.model_fields:

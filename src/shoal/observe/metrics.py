@@ -195,7 +195,7 @@ class PrometheusTracker:
 
     def __init__(self, port: int) -> None:
         """Port 0 picks a free port, which `port` names. Raises `ConfigError` when the port is taken."""
-        from prometheus_client import CollectorRegistry, start_http_server  # imported by those who asked
+        from prometheus_client import CollectorRegistry, start_http_server  # heavy, and optional
 
         self._latest: Mapping[str, float] = {}
         registry = CollectorRegistry()

@@ -224,14 +224,14 @@ class TrainLoop:
         if self._parts.swarm is None:
             return 0, []
         wanted = self._split.external if self._split else self._wanted_groups
-        return wanted, self._parts.swarm.chosen(wanted)
+        return wanted, self._parts.swarm.choose(wanted)
 
     async def _external_groups(self, chosen: Sequence[ReadyOffer], version: int) -> list[Group]:
         """Encodes the chosen offers under the weights being trained."""
         if self._parts.swarm is None:
             return []
         logprobs = partial(self._parts.trainer.logprobs, temperature=self._config.rollout.temperature)
-        return await self._parts.swarm.encoded(chosen, version, logprobs)
+        return await self._parts.swarm.encode(chosen, version, logprobs)
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
         """Builds each group's rows, by id, and counts each task's tokens that the late policy masked."""

@@ -48,7 +48,7 @@ from shoal.types import Sampling, Split
 from shoal.weights.store import FILE, WeightStore
 
 PARITY_TOKENS = 24
-QUEUED_GROUPS = 1.25  # of those that fill the engine: it must never wait for main to send the next one
+QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
 
 Listener: TypeAlias = Callable[[Record], None]
 

@@ -106,8 +106,8 @@ class OwnTasks:
             return None
         if own is not None:
             return replace(own, config=receipt.config)
-        told = next(iter(self._specs.values()), None)  # how to answer is said to the model as in the node's first task
-        return Spec(receipt.dataset, receipt.config, told.system_prompt if told else "")
+        own = next(iter(self._specs.values()), None)  # the system prompt is that of the node's first task
+        return Spec(receipt.dataset, receipt.config, own.system_prompt if own else "")
 
     def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | NotOurs:
         assert claim.receipt is not None

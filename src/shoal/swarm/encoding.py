@@ -48,7 +48,7 @@ class Encoded:
         return [self.prompt_ids + ids for ids in self.answer_ids]
 
 
-def encoded(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:
+def encode_offer(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:
     """Encodes an offer as answers to the node's own `task`; counts the other rollouts by the reason of refusal."""
     refused: Counter[Reason] = Counter()
     kept, answers = [], []

@@ -136,7 +136,7 @@ class NatsExchange:
         try:
             messages = await self._consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
         except TimeoutError:
-            await self._consumer.consumer_info()  # a server that lost its state has no such consumer, and says nothing
+            await self._consumer.consumer_info()  # a server that lost its state has no such consumer, silently
             return []
         frames = [message.data for message in messages if self._is_next(message)]
         behind = messages[-1].metadata.num_pending if messages else 0

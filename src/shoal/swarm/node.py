@@ -1,16 +1,17 @@
-"""One node of a swarm, beside the buffer of its training run.
+"""A node shares and takes groups of a swarm, beside the buffer of its training run.
 
-    listen   consumes frames of the exchange; the door admits them; fills `pending`
-    verify   consumes `pending`: is it one of our tasks, can we read it, what does our scorer say; fills `ready`
-    speak    consumes own groups that were chosen; waits for the exchange; drops the oldest when it is away
-    tell     says now and then what this node lacks, and writes status.json
+    listen   consumes frames of the exchange; the ingress filter admits them; fills `pending`
+    verify   consumes `pending`: matches an own task, encodes the text, scores the answers; fills `ready`
+    share    consumes own groups chosen for sharing; waits for the exchange; drops the oldest while it is away
+    report   sends this node's wants now and then, and writes status.json
 
-The training run asks for some groups and never waits for any of them: what is ready is chosen at once, and only its
-logprobs under the node's own weights are still to be computed. Each loop is bounded in memory and in time:
-`listen` reads no faster than `Intake` allows, whoever sends how many, and `verify` rests as long as it works; newcomers
-wait for their next turn longer than that. What was said before is not taken again. Of an offer no more
-answers count than one's own groups have, so that a stranger's group costs a step no more than one's own. Nothing that
-comes from outside, and no absence of it, ends a run.
+The training run asks for groups and never waits for them: ready offers are chosen at once, and only their logprobs
+under the node's own weights remain to be computed.
+
+Each loop is bounded in memory and time. `listen` reads no faster than `Intake` allows. `verify` rests as long as it
+works, and newcomers wait longer for their next turn. Answers taken before are not taken again. An offer counts with at
+most as many answers as own groups have, so an external group costs a step no more than an own one. Neither bad data
+from peers nor a lost connection ends a run.
 """
 
 import asyncio
@@ -30,38 +31,38 @@ from shoal.errors import ExchangeUnavailable, TaskError, WireError
 from shoal.interfaces import NotOurs
 from shoal.swarm import offer as offers
 from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import encoded, rollouts_of
+from shoal.swarm.encoding import encode_offer, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.identity import Identity
 from shoal.swarm.node_files import BANNED_FILE, Intake, NodeCounts, NodeDeps, ReadyOffer, ban_in, read_lines
 from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import Peer
 from shoal.swarm.pending import Needs, PendingOffers
-from shoal.swarm.strategy import Candidate, Own, differ, sharer_of, taken, taker_of
+from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
 from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
-"""What newcomers wait after an offer of one, by the time that it took: a crowd of liars takes a fifth of the time."""
+"""Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time."""
 HANG_REST = 30.0
-"""The same after an offer whose question or verdict had not come at the deadline."""
+"""Rest used instead of `NEWCOMER_REST` when drawing or scoring an offer hit its deadline."""
 MOST_TAKEN = 1 << 17
-"""Letters that are remembered as taken, and authors of whom it is counted."""
+"""Messages remembered as taken, and authors with a count of uses."""
 READY_PER_GROUP = 8
-"""Verified offers kept at hand, per group that a step wants: enough to choose from, few enough to be fresh."""
+"""Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
 RETRY_S = 0.5
 NEED_DECAY = 0.95
-"""Of the mean reward and the mean logprob of a task, with every group of one's own."""
+"""Weight of the past in the mean reward and mean logprob of a task, per own group."""
 STATUS_PEERS = 256
-"""Peers in the status: those of whom most was taken."""
+"""Peers in the status: the most taken."""
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
-"""For each row of L tokens the L - 1 logprobs (nats, at the rollout temperature) under the weights being trained."""
+"""Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
 
 
 class Node(Peer):
-    """Shares and takes. One event loop; `run` has to run for anything to happen."""
+    """Peer that shares and takes groups. One event loop; nothing happens unless `run` runs."""
 
     report_every_s = 10.0
 
@@ -81,9 +82,9 @@ class Node(Peer):
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
 
-        `trained` are external groups of this run's earlier life: the exchange tells what it keeps again.
-        A step wants up to `wants` groups, or else as many as the settings say, where they say a number.
-        Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
+        `trained` lists external groups of this run's earlier process: the exchange sends its kept frames again. A step
+        wants up to `wants` groups, by default the settings' number if they have one. Without `threads` long texts are
+        encoded on the event loop: a virtual clock knows nothing of threads.
         """
         super().__init__(deps.exchange, settings.name, identity, folder, clock=clock, intake=intake)
         self._threads = threads
@@ -99,7 +100,7 @@ class Node(Peer):
         self._ready: list[ReadyOffer] = []
         trained = list(trained)
         self._taken = dict.fromkeys(group.origin.message_id for group in trained if group.origin)
-        """Letters that are or were ready, the newest last; none is a second time."""
+        """Ids of messages that are or were ready, newest last; none is taken twice."""
         self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
         self._outbox: deque[tuple[Group, float]] = deque()
@@ -112,7 +113,7 @@ class Node(Peer):
         self.tally = NodeCounts()
 
     async def run(self) -> None:
-        """Listens, verifies and speaks for ever."""
+        """Listens, verifies and shares for ever."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._listen(), name="swarm: listening")
             loops.create_task(self._verify(), name="swarm: verifying")
@@ -120,7 +121,7 @@ class Node(Peer):
             loops.create_task(self._report(), name="swarm: reporting")
 
     def own_group(self, group: Group) -> None:
-        """A group of this node is finished: it may be shared. Returns at once."""
+        """Takes a finished own group, which may be shared. Returns at once."""
         service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
         if rewards:
             _average(self._rewards, service, fmean(rewards))
@@ -139,18 +140,19 @@ class Node(Peer):
         self._outgoing.set()
 
     async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
-        """What one step takes of peers, encoded under the weights being trained, whose newest Version is `version`."""
-        return await self.encoded(self.chosen(self._wants), version, logprobs)
+        """Takes one step's groups of peers, encoded under the weights being trained; `version` is their newest
+        Version."""
+        return await self.encode(self.choose(self._wants), version, logprobs)
 
     def supply(self) -> float:
-        """Offers of use that were heard since this was asked last, by the share of use among those verified lately."""
+        """Estimates the useful offers since the last call: offers received times the recent share of useful ones."""
         if not self._decided_lately:
-            return 0.0  # and what was heard counts once it is known what it is worth
+            return 0.0  # received offers count once their use is known
         received, self._supplied = self._supplied, 0
         return received * self._useful_lately / self._decided_lately
 
-    async def encoded(self, chosen: Sequence[ReadyOffer], version: int, logprobs: Logprobs) -> list[Group]:
-        """The groups of what was chosen, under the weights being trained."""
+    async def encode(self, chosen: Sequence[ReadyOffer], version: int, logprobs: Logprobs) -> list[Group]:
+        """Encodes chosen offers as groups under the weights being trained."""
         if not chosen:
             return []
         rows = [row for ready in chosen for row in ready.source.rows]
@@ -167,11 +169,11 @@ class Node(Peer):
 
     @property
     def ready(self) -> int:
-        """Verified offers at hand."""
+        """Number of verified offers that are ready."""
         return len(self._ready)
 
     def totals(self) -> dict[str, int]:
-        """What steps log, as counts since the start."""
+        """Counts since the start, for the metrics of steps."""
         return {
             "offers_shared": self.tally.shared,
             "offers_admitted": self.ingress.admitted,
@@ -179,7 +181,7 @@ class Node(Peer):
         }
 
     def status(self) -> dict[str, object]:
-        """What `shoal swarm status` shows."""
+        """State shown by `shoal swarm status`."""
         peers = {
             peer_id: {
                 "trust": round(self.ingress.trust(peer_id), 3),
@@ -202,14 +204,14 @@ class Node(Peer):
         }
 
     def _receive(self, message: VerifiedMessage) -> None:
-        """Puts an offer where it waits to be verified, and remembers a want."""
+        """Queues an offer for verification, or stores a want."""
         if isinstance(message.content, Want):
             self._needs.update(message, message.content)
             return
         if not self._wants:
             return  # this node only gives
         if message.id in self._taken or message.id in self._pending:
-            self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # the run was resumed, or its author was forgotten
+            self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # a resumed run, or a forgotten author
             return
         self._supplied += 1
         for crowded_out in self._pending.add(message, message.content):
@@ -217,7 +219,7 @@ class Node(Peer):
         self._work.set()
 
     async def _verify(self) -> None:
-        """Keeps enough offers at hand."""
+        """Verifies pending offers until enough are ready."""
         loop = asyncio.get_running_loop()
         while True:
             self._drop_stale()
@@ -232,16 +234,16 @@ class Node(Peer):
                 continue
             message, content = self._pending.pop(key)
             was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), time.monotonic()
-            found = await self._verified(message, content)
+            found = await self._verify_offer(message, content)
             took_s = time.monotonic() - began_s
-            self._decided(message, found)
+            self._settle(message, found)
             if was_newcomer:
                 rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else NEWCOMER_REST
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 
-    def _decided(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
-        """Keeps what can be trained on, and remembers of its author what it was."""
+    def _settle(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
+        """Keeps an offer that can be trained on, and adds the result to its author's record."""
         self._decided_lately = NEED_DECAY * self._decided_lately + 1
         self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, ReadyOffer)
         if isinstance(found, Reason):
@@ -249,15 +251,15 @@ class Node(Peer):
             self._forget_banned()
         elif message.peer_id not in self.ingress.banned and message.id not in self._taken:
             self._taken[message.id] = None
-            if len(self._taken) > MOST_TAKEN:  # the door itself lets no letter in that is as old as those
+            if len(self._taken) > MOST_TAKEN:  # the ingress filter refuses messages as old as these
                 del self._taken[next(iter(self._taken))]
             source, now_s = found.source, asyncio.get_running_loop().time()
             if self._contents.take(source.task, source.answers, message.peer_id, now_s):
                 self.ingress.praise(message.peer_id)
             self._ready.append(found)
 
-    async def _verified(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
-        """From dear to dearest: the question is drawn again, the text is encoded, the answers are scored."""
+    async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
+        """Checks in order of cost: draws the question again, encodes the text, scores the answers."""
         if message.sent_s < self._clock() - self._settings.fresh_s:
             return Reason.STALE
         task = await self._deps.recogniser.task(content.claim)
@@ -267,7 +269,9 @@ class Node(Peer):
         if len(content.rollouts) > deps.most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, deps.most_answers)))
         arguments = (content, task, deps.renderer, deps.max_model_len)
-        source, refused = await asyncio.to_thread(encoded, *arguments) if self._threads else encoded(*arguments)
+        source, refused = (
+            await asyncio.to_thread(encode_offer, *arguments) if self._threads else encode_offer(*arguments)
+        )
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
@@ -275,26 +279,26 @@ class Node(Peer):
         if self._contents.repeats(task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
-        for answer in source.answers:  # one at a time: of those that hang there is one
+        for answer in source.answers:  # one at a time: at most one hangs
             (reward,) = await deps.scorer.score(task, [answer])
             if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
                 return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
                 return Reason.UNSCORED
             rewards += (reward,)
-        if not differ(self._compared(task.service, rewards)):
+        if not differ(self._compared_rewards(task.service, rewards)):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
 
-    def chosen(self, wanted: int) -> list[ReadyOffer]:
-        """Up to `wanted` offers as the taker chooses them; what is used up leaves the store."""
+    def choose(self, wanted: int) -> list[ReadyOffer]:
+        """Takes up to `wanted` offers by the taker's choice; offers used up leave the store."""
         self._drop_stale()
         now_s = self._clock()
         candidates = [
             Candidate(
                 peer_id=ready.message.peer_id,
                 service=ready.source.task.service,
-                rewards=self._compared(ready.source.task.service, ready.rewards),
+                rewards=self._compared_rewards(ready.source.task.service, ready.rewards),
                 age_s=max(0.0, now_s - ready.message.sent_s),
                 uses=ready.uses,
                 author_uses=self._author_uses[ready.message.peer_id],
@@ -303,7 +307,7 @@ class Node(Peer):
             )
             for ready in self._ready
         ]
-        chosen = [self._ready[i] for i in taken(self._taker, candidates, wanted, self._rng)]
+        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, wanted, self._rng)]
         for ready in chosen:
             ready.uses += 1
             self._author_uses[ready.message.peer_id] += 1
@@ -316,16 +320,16 @@ class Node(Peer):
         return chosen
 
     def _skill(self, service: str) -> float | None:
-        """This node's own mean reward in tasks of a kind, if peers' are to be compared with that; 0.5 before any."""
+        """Mean own reward in a service's tasks, if `credit` compares with it; 0.5 before any."""
         return self._rewards.get(service, 0.5) if self._settings.credit.by_skill else None
 
     def _external(self, service: str) -> External:
-        """What this node knows of itself in tasks of a kind: in all its tasks, where it has none of these."""
+        """Own record of a service's tasks; the logprob is the mean of all tasks where the service has none."""
         usual = self._logprobs.get(service, fmean(self._logprobs.values()) if self._logprobs else 0.0)
         return External(self._skill(service), usual)
 
-    def _compared(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
-        """The rewards among which there must be a difference: of a group, and of this node itself if it is compared."""
+    def _compared_rewards(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
+        """Rewards to test for variance: the group's, plus this node's mean reward when `credit` compares with it."""
         skill = self._skill(service)
         return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
 
@@ -337,7 +341,7 @@ class Node(Peer):
                 self.ingress.refuse(ready.message.peer_id, Reason.STALE)
 
     def _forget_banned(self) -> None:
-        """What a banned peer said before is not used either, and the ban is written down if it is to last."""
+        """Drops pending and ready offers of newly banned peers, and writes lasting bans to the ban list."""
         new = self.ingress.banned - self._known_bans
         if not new:
             return
@@ -357,15 +361,15 @@ class Node(Peer):
             try:
                 claim = await self._deps.recogniser.claim(group.task)
                 made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._deps.model, made_s=made_s)
-                if made is None or not await self._published(Kind.OFFER, offers.encode(made), made_s):
+                if made is None or not await self._send(Kind.OFFER, offers.encode(made), made_s):
                     self.tally.unsent += 1
                 else:
                     self.tally.shared += 1
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
 
-    async def _published(self, kind: Kind, payload: bytes, made_s: float) -> bool:
-        """Whether the exchange took a payload before it was too old."""
+    async def _send(self, kind: Kind, payload: bytes, made_s: float) -> bool:
+        """Sends a payload; returns False if it grew too old first."""
         frame: bytes | None = None
         while self._clock() < made_s + self._settings.fresh_s:
             if frame is None and self._exchange.connected:
@@ -381,7 +385,7 @@ class Node(Peer):
         return False
 
     async def _periodic(self) -> None:
-        """Forgets whom people banned, and says what this node lacks."""
+        """Applies manual bans, and sends this node's wants."""
         self._forget_banned()
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:

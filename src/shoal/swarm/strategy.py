@@ -244,7 +244,7 @@ def taker_of(name: str) -> Taker:
     return found
 
 
-def taken(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
+def apply_taker(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
     """Applies a taker and checks its result: up to `n` candidates, each at most once."""
     return list(dict.fromkeys(i for i in taker(candidates, n, rng) if 0 <= i < len(candidates)))[:n]
 
