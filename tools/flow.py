@@ -39,12 +39,12 @@ rollout.orchestrator:Orchestrator._start_one
       model.chat_template:ChatRenderer.message
       reward.service:RewardService.score
         reward.service:RewardService.score_by
-          reward.service:RewardService._by
-            reward.service:RewardService._scored
+          reward.service:RewardService._score_parts
+            reward.service:RewardService._score_cached
               reward.scorer:WorkerScorer.score_by
                 reward.scorer:WorkerScorer._progress
                   reward.scorer:WorkerScorer._exchange
-                    reward.worker:answers @ Batch
+                    reward.worker:replies @ Batch
                       reward.worker:prepared
                         reward.worker:judge_of
                           reward.worker:_judging
@@ -81,7 +81,7 @@ run.loop:TrainLoop.run
               model.packed:packed_outputs
             trainer.loss:token_loss
           trainer.optim:Optimizer.update
-    run.loop:TrainLoop._publish
+    run.loop:TrainLoop._write_version
       trainer.client:TrainerProcess.write_version
         trainer.worker:answer_to @ WriteVersion
           trainer.trainer:Trainer.write_weights
@@ -120,7 +120,7 @@ swarm.node:Node._verify
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step
-  run.loop:TrainLoop._chosen
+  run.loop:TrainLoop._choose_offers
     swarm.node:Node.chosen
       swarm.strategy:taken
   run.loop:TrainLoop._external_groups
@@ -156,7 +156,7 @@ gateway.server:Gateway._chat
 """
 
 WEIGHTS = """
-run.loop:TrainLoop._publish
+run.loop:TrainLoop._write_version
   weights.store:WeightStore.begin
   trainer.client:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
