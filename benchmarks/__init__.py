@@ -29,6 +29,7 @@ MODULES = {
     "swarm": "swarm",
     "trainer": "trainer",
     "trl": "trl",
+    "view": "view",
 }
 
 

@@ -15,7 +15,13 @@ from browser import Page, chromium  # noqa: E402
 
 MOST_BYTES = 300_000
 SIZES = {"": (1440, 900), "_phone": (390, 844)}
-VIEWS = {"overview": "/", "waits": "/waits"}
+VIEWS = {
+    "overview": "/",
+    "rollouts": "/rollouts?sort=worst",
+    "group": "/group?seq={group}",
+    "tokens": "/tokens?seq={group}&position=1",
+    "waits": "/waits",
+}
 CHARTS = ("overview", "waits")
 
 
@@ -38,6 +44,16 @@ def save(png: bytes, into: Path) -> None:
             return
 
 
+async def newest_group(page: Page, url: str) -> str:
+    """The number of the newest group that a step has trained."""
+    await page.goto(f"{url}/rollouts")
+    link = "document.querySelector('td a[href]')?.href"
+    while not (found := await page.value(link)):
+        await asyncio.sleep(0.5)
+        await page.goto(f"{url}/rollouts")
+    return str(found).partition("seq=")[2].partition("#")[0]
+
+
 async def main(run: Path, folder: Path) -> None:
     """All views at both sizes."""
     process = await asyncio.create_subprocess_exec(
@@ -49,8 +65,11 @@ async def main(run: Path, folder: Path) -> None:
         for suffix, (width, height) in SIZES.items():
             with tempfile.TemporaryDirectory() as profile:
                 async with chromium(Path(profile) / "browser", width=width, height=height, scale=1) as page:
+                    group = await newest_group(page, url)
                     for name, path in VIEWS.items():
-                        save(await shot(page, url + path, name), folder / f"view_{name}{suffix}.png")
+                        save(
+                            await shot(page, url + path.format(group=group), name), folder / f"view_{name}{suffix}.png"
+                        )
     finally:
         process.terminate()
         await process.wait()

@@ -63,8 +63,8 @@ class MadeRun:
             await self.buffer.add(Group(name, task, rollouts, admitted))
             names.append(name)
         await self.buffer.take(GROUPS, version)
-        self.steps += 1
         await self.buffer.consumed(self.steps, version, names, version_after=version + 1)
+        self.steps += 1
         self.buffer.publish(version + 1)
         share = min(1.0, self.steps / 20)
         numbers = {"reward": share, f"solve_rate/{self.task}": share, "engine_busy": 0.9, "trainer_busy": 0.3}

@@ -163,7 +163,7 @@ def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
     for index, file in enumerate(files):
         with _reading(file) as opened:
             _load(connection, index, opened)
-    values = _Values(files)
+    values = Values(files)
     connection.create_function("archived_value", 4, values.get)
     views = {table: f"SELECT * FROM temp.all_{table}" for table in _COLUMNS if table not in ("groups", "rollouts")}
     views["groups"] = (
@@ -178,7 +178,7 @@ def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
         connection.execute(f"CREATE TEMP VIEW {table} AS {select}")
 
 
-class _Values:
+class Values:
     """Tasks and bodies in the files, a few row groups in memory at a time."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -195,6 +195,15 @@ class _Values:
             rows = opened.read_row_group(row_group, columns).to_pydict()
         values = (body if task is None else task for task, body in zip(rows["task"], rows["body"], strict=True))
         return dict(zip(zip(rows["finished_seq"], rows["position"], strict=True), values, strict=True))
+
+
+def row_groups(file: Path) -> Iterator[tuple[str, int, list[tuple[Any, ...]]]]:
+    """Table, number and rows of each row group of a file, with the table's columns; rollouts come last."""
+    with _reading(file) as opened:
+        for number in range(opened.metadata.num_row_groups):
+            table = opened.metadata.row_group(number).column(0).statistics.min
+            rows = opened.read_row_group(number, list(_COLUMNS[table])).to_pydict()
+            yield table, number, list(zip(*(rows[name] for name in _COLUMNS[table]), strict=True))
 
 
 @contextmanager

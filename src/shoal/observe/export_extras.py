@@ -21,11 +21,12 @@ ANCHOR = "a"
 TEXTS_KEPT = 1 << 16
 
 
-def extras_of(run_dir: Path) -> Extras:
+def extras_of(run_dir: Path, *, reads_log: bool = True) -> Extras:
     """Computes the extras of a run from its resolved.toml; a run without this file has none.
 
     Advantages follow the settings of the run's last start. They are unknown for external groups, which `swarm.credit`
-    weighs, and with `train.advantage = "gae"`, where the critic makes them.
+    weighs, and with `train.advantage = "gae"`, where the critic makes them. Without `reads_log` they are known only
+    where a group's own rewards give them, so that no other group is read.
     """
     try:
         config = load(run_dir / "resolved.toml")
@@ -34,7 +35,12 @@ def extras_of(run_dir: Path) -> Extras:
     folders = (run_dir / "model", Path(config.model.path))
     file = next((one for folder in folders if (one := folder / "tokenizer.json").is_file()), None)
     text = None if file is None else token_text(Tokenizer.from_file(str(file)))
-    return Extras(text=text) if config.train.advantage == "gae" else Extras(_Advantages(config, run_dir), text)
+    within = config.train.advantage in WITHIN_GROUPS
+    return (
+        Extras(text=text)
+        if config.train.advantage == "gae" or not (within or reads_log)
+        else Extras(_Advantages(config, run_dir), text)
+    )
 
 
 def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:

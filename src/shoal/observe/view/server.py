@@ -1,6 +1,7 @@
 """The pages of `shoal view`, over HTTP. Nothing here writes to a run, and every text is escaped where it is shown.
 
     GET /                 the overview of all runs
+    GET /rollouts         a run's rollouts, filtered; /group: one group side by side; /tokens: the tokens of one answer
     GET /waits, /swarm    what a run waits for; whom it learns with
     GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
     GET /static/NAME      style.css, view.js and plotly.js
@@ -20,6 +21,8 @@ from hashlib import blake2b
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, TypeVar
 
 import jinja2
 import msgspec
@@ -31,13 +34,18 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal.errors import ShoalError
+from shoal.errors import RunDirError, ShoalError
+from shoal.experience.export import Extras
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import Refused, guarded, uvicorn_config
+from shoal.observe.export_extras import extras_of
 from shoal.observe.report.records import RunRecords
 from shoal.observe.status import lately, warnings_of
-from shoal.observe.view.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
+from shoal.observe.view.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
+from shoal.observe.view.index import Filter, RolloutIndex
+from shoal.observe.view.reading import asked, glance, rollout_of, said, shortened, shown
 from shoal.observe.view.runs import WatchedRun, differences, watched
+from shoal.observe.view.tokens import shades, tokens_of
 from shoal.observe.view.waits import bottleneck
 
 COOKIE = "shoal_view"
@@ -61,6 +69,17 @@ _HIDDEN = {
 }
 
 
+MOST_TOKENS = 4000
+"""Tokens on one page."""
+SCALES = {
+    "logprob": "unlikely to certain",
+    "version": "oldest to newest",
+    "advantage": "negative to positive",
+    "fate": "red: masked as too old; light: not trained; blue: trained; grey: given",
+}
+T = TypeVar("T")
+
+
 def visible(text: object) -> str:
     """A text whose control, direction and zero-width characters are seen instead of obeyed.
 
@@ -70,17 +89,36 @@ def visible(text: object) -> str:
     return str(text).translate(_HIDDEN).replace("\r\n", "\n").replace("\r", "\\r")
 
 
+class Place(msgspec.Struct, forbid_unknown_fields=True):
+    """Which group, which answer of it, and which of its tokens."""
+
+    seq: int
+    run: str = ""
+    position: int = 0
+    first: int = 0
+    by: Literal["logprob", "version", "advantage", "fate"] = "logprob"
+
+
 class ViewServer:
     """`app` is the ASGI application over some runs."""
 
-    def __init__(self, runs: Mapping[str, WatchedRun], *, token: str = "", host: str = "") -> None:
+    def __init__(self, runs: Mapping[str, WatchedRun], folder: Path, *, token: str = "", host: str = "") -> None:
+        """Tables of the runs' rollouts are made in `folder`, which is no run's."""
         self._runs = runs
+        self._indexes = {
+            name: RolloutIndex(run.run_dir, folder / f"{number}.sqlite")
+            for number, (name, run) in enumerate(runs.items())
+        }
+        self._extras: dict[str, Extras] = {}
         templates = jinja2.PackageLoader("shoal.observe.view")
         self._pages = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
         self._pages.filters["visible"] = visible
         self.app = Starlette(
             routes=[
                 Route("/", self._overview),
+                Route("/rollouts", self._rollouts),
+                Route("/group", self._group),
+                Route("/tokens", self._tokens),
                 Route("/waits", self._waits),
                 Route("/swarm", self._swarm),
                 Route("/charts/{name}", self._charts),
@@ -89,6 +127,11 @@ class ViewServer:
             middleware=[Middleware(guarded, host=host), Middleware(_known, token=token)],
             exception_handlers={ShoalError: self._refusal},
         )
+
+    def close(self) -> None:
+        """Ends the reading of logs."""
+        for index in self._indexes.values():
+            index.close()
 
     def _run(self, http: Request) -> WatchedRun:
         """The run that a request names; the first one when it names none."""
@@ -103,13 +146,80 @@ class ViewServer:
 
     async def _refusal(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
-        return self._page(http, "refused.html", code=error.http_status, why=str(error))
+        code = 404 if isinstance(error, RunDirError) else error.http_status
+        return self._page(http, "refused.html", code=code, why=str(error))
 
     def _overview(self, http: Request) -> Response:
         records = {name: run.records() for name, run in self._runs.items()}
         facts = [(name, _facts(run), warnings_of(run)) for name, run in records.items()]
         changed = differences(records) if len(records) > 1 else []
         return self._page(http, "overview.html", facts=facts, changed=changed)
+
+    def _rollouts(self, http: Request) -> Response:
+        run, wanted = self._run(http), _asked(http, Filter)
+        index, records = self._indexes[run.name], run.records()
+        found = index.search(wanted)
+        last = records.steps[-1].get("step") if records.steps else None
+        return self._page(
+            http,
+            "rollouts.html",
+            run=run.name,
+            wanted=msgspec.to_builtins(wanted),
+            found=found,
+            glances=[glance(row) for row in found.rows],
+            tasks=index.tasks(),
+            count=index.count(),
+            complete=index.complete,
+            problem=index.problem,
+            last_step=last if isinstance(last, int) else None,
+            previous=http.url.include_query_params(page=wanted.page - 1),
+            next=http.url.include_query_params(page=wanted.page + 1),
+        )
+
+    def _group(self, http: Request) -> Response:
+        run = self._run(http)
+        group = self._indexes[run.name].group(_asked(http, Place).seq)
+        task = asked(group)
+        messages = task.messages if task else []
+        return self._page(
+            http,
+            "group.html",
+            run=run.name,
+            group=group,
+            task=task,
+            truth=shortened(task.answer or "") if task else "",
+            question=[said(message) for message in messages],
+            answers=[shown(position, body, messages) for position, body in enumerate(group.bodies)],
+        )
+
+    def _tokens(self, http: Request) -> Response:
+        run, place = self._run(http), _asked(http, Place)
+        group = self._indexes[run.name].group(place.seq)
+        if not 0 <= place.position < len(group.bodies):
+            raise Refused(404, f"position: expected 0 to {len(group.bodies) - 1}, got {place.position}")
+        extras = self._extras.get(run.name) or extras_of(run.run_dir, reads_log=False)
+        if extras.text is not None:  # else the tokenizer may come later
+            self._extras[run.name] = extras
+        rollout = rollout_of(group.bodies[place.position])
+        tokens = tokens_of(group, place.position, rollout, extras, run.records().config)
+        colors = shades(tokens, place.by)
+        part = slice(max(0, place.first), max(0, place.first) + MOST_TOKENS)
+        return self._page(
+            http,
+            "tokens.html",
+            run=run.name,
+            group=group,
+            position=place.position,
+            first=part.start,
+            by=place.by,
+            tokens=list(zip(tokens, colors, strict=True))[part],
+            total=len(tokens),
+            scale=SCALES[place.by],
+            has_text=extras.text is not None,
+            has_advantages=any(token.advantage is not None for token in tokens),
+            previous=http.url.include_query_params(first=max(0, place.first - MOST_TOKENS)),
+            next=http.url.include_query_params(first=place.first + MOST_TOKENS),
+        )
 
     def _waits(self, http: Request) -> Response:
         run = self._run(http)
@@ -120,15 +230,35 @@ class ViewServer:
         return self._page(http, "swarm.html", run=run.name, status=_swarm_status(run.run_dir))
 
     def _charts(self, http: Request) -> Response:
-        name = http.path_params["name"]
+        name: str = http.path_params["name"]
         if name not in CHARTS:
             raise Refused(404, f"charts: expected one of {', '.join(CHARTS)}, got {name[:200]!r}")
         runs = self._runs if name == "overview" else {(run := self._run(http)).name: run}
-        stamp = " ".join(run.stamp for run in runs.values())
+        stamp = " ".join(f"{run.stamp}-{self._indexes[run.name].complete:d}" for run in runs.values())
         if http.query_params.get("since") == stamp:
             return Response(b"", 204, HEADERS)
         charts = drawn(CHARTS[name], {name: run.records() for name, run in runs.items()})
+        if name == "overview":
+            charts += self._cut()
         return Response(msgspec.json.encode({"stamp": stamp, "charts": charts}), 200, HEADERS, "application/json")
+
+    def _cut(self) -> list[Drawn]:
+        """The chart of answers that used up their tokens, which is of the log; of runs that were read to the end."""
+        lines = []
+        for name, index in self._indexes.items():
+            known = index.cut_by_step() if index.complete else []
+            x, y = thinned([step for step, _ in known], [share for _, share in known])
+            lines += [Line(name, "cut", "Share of the step's answers that used up max_tokens.", x, y)] if known else []
+        return [Drawn("Answers cut at max_tokens", True, lines)] if lines else []
+
+
+def _asked(http: Request, kind: type[T]) -> T:
+    """A request's query as `kind`; empty fields are not given. Raises `Refused`, naming the field."""
+    given = {name: value for name, value in http.query_params.items() if value != ""}
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(400, f"address: {error}") from error
 
 
 def _facts(run: RunRecords) -> list[tuple[str, str]]:
@@ -219,11 +349,14 @@ async def serve_view(run_dirs: Sequence[Path], *, host: str, port: int, announce
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
     with ExitStack() as stack:
         runs = watched(run_dirs)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="shoal-view-")))
         listening = stack.enter_context(listening_socket(host, port))
         os.nice(10)  # the runs that are watched come first
         url = url_of(listening)
         if not is_loopback(host) and host in ("0.0.0.0", "::", ""):
             url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
         announce(f"{url}/?token={token}" if token else url)
-        server = uvicorn.Server(uvicorn_config(ViewServer(runs, token=token, host=host).app, grace_s=1))
+        view = ViewServer(runs, folder, token=token, host=host)
+        stack.callback(view.close)
+        server = uvicorn.Server(uvicorn_config(view.app, grace_s=1))
         await server.serve(sockets=[listening])

@@ -97,3 +97,14 @@ if (holder) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   follow();
 }
+const says = document.getElementById("token");
+if (says) {
+  const show = ({ target }) => {
+    if (!target.dataset.says) return;
+    document.querySelector(".tokens .on")?.classList.remove("on");
+    target.classList.add("on");
+    says.textContent = `${JSON.stringify(target.textContent)} ${target.dataset.says}`;
+  };
+  document.querySelector(".tokens").addEventListener("pointerover", show);
+  document.querySelector(".tokens").addEventListener("click", show);
+}

@@ -1,0 +1,130 @@
+"""Rollouts as people read them: conversations with thoughts apart, rewards with their parts, a glance of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal import wire
+from shoal.errors import WireError
+from shoal.experience.log import BODY_BYTES
+from shoal.experience.raw import RawReward, RawRollout
+from shoal.model.answer import parted
+from shoal.observe.view.index import GroupFound, Row
+from shoal.types import Message, Receipt, Role, ToolCall
+
+GLANCE_CHARACTERS = 160
+MOST_CHARACTERS = 20_000
+"""Length from which on the middle of a text is left out."""
+
+
+class Asked(msgspec.Struct):
+    """The parts of a `types.Task` that are shown."""
+
+    service: str
+    messages: list[Message] = []
+    answer: str | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message."""
+
+    role: str
+    thought: str
+    text: str
+    calls: Sequence[ToolCall]
+    answers_call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One rollout of a group; `broken` says why it cannot be read."""
+
+    position: int
+    id: str
+    said: list[Said]
+    reward: RawReward | None
+    status: str
+    reason: str
+    tokens: int
+    versions: str
+    broken: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """One line of a list."""
+
+    row: Row
+    question: str
+    answer: str
+
+
+def rollout_of(body: bytes) -> RawRollout:
+    """The rollout in a body. Raises `WireError`."""
+    return wire.decode(body, RawRollout, BODY_BYTES)
+
+
+def asked(group: GroupFound) -> Asked | None:
+    """The question of a group; None when it cannot be read."""
+    try:
+        return wire.decode(group.task, Asked, BODY_BYTES)
+    except WireError:
+        return None
+
+
+def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
+    """One rollout, without the question that all of its group begin with."""
+    try:
+        one = rollout_of(body)
+    except WireError as error:
+        return Shown(position, "", [], None, "unreadable", "", 0, "", str(error))
+    same = list(question) == one.messages[: len(question)]
+    versions = sorted(set(one.drawn_versions))
+    return Shown(
+        position,
+        one.id,
+        [said(message) for message in one.messages[len(question) if same else 0 :]],
+        one.reward,
+        one.status,
+        one.reason,
+        len(one.drawn_versions),
+        f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions)),
+    )
+
+
+def said(message: Message) -> Said:
+    """One message, its thought apart from what is answered."""
+    thought, text = message.reasoning, message.content
+    if message.role is Role.ASSISTANT and not thought and "</think>" in text:
+        whole = parted(text)
+        thought, text = whole.thought, whole.answer
+    return Said(message.role.value, shortened(thought), shortened(text), message.tool_calls, message.tool_call_id)
+
+
+def glance(row: Row) -> Glance:
+    """The last question and the answer of a row, a line of each."""
+    try:
+        messages = rollout_of(row.body).messages
+    except WireError as error:
+        return Glance(row, "", str(error))
+    users = [one.content for one in messages if one.role is Role.USER]
+    answers = [one for one in messages if one.role is Role.ASSISTANT]
+    answer = said(answers[-1]) if answers else None
+    text = "" if answer is None else answer.text or " ".join(f"{call.name}({call.arguments})" for call in answer.calls)
+    return Glance(row, _line(users[-1] if users else ""), _line(text))
+
+
+def shortened(text: str) -> str:
+    """A text that a browser can show; of a huge one the beginning and the end."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters; shoal export has them ...]\n{text[-half:]}"
+
+
+def _line(text: str) -> str:
+    line = " ".join(text[: 4 * GLANCE_CHARACTERS].split())
+    return line if len(line) <= GLANCE_CHARACTERS else f"{line[:GLANCE_CHARACTERS]}..."

@@ -1,0 +1,251 @@
+"""Rollouts on the page of `shoal view`: found by what they are, read as text, never executed."""
+
+import asyncio
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from test_view import made, seen
+
+from browser import Page
+from shoal.experience.audit import audit
+from shoal.observe.view.index import Filter, RolloutIndex
+from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened
+from shoal.observe.view.tokens import Token, shades
+from until import until
+from view_run import GROUPS, SIZE, MadeRun
+
+OWNED = "document.title='owned'"
+PAYLOADS = (
+    f"<script>{OWNED}</script>",
+    f"</textarea></script><script>{OWNED}</script>",
+    f'<img src=x onerror="{OWNED}">',
+    f"<svg onload={OWNED}>",
+    f"<svg><script>{OWNED}</script></svg>",
+    f"<body onload={OWNED}>",
+    f"<iframe srcdoc='<script>parent.{OWNED}</script>'></iframe>",
+    f'<iframe src="javascript:parent.{OWNED}"></iframe>',
+    f'<a href="javascript:{OWNED}">press</a>',
+    f"[press](javascript:{OWNED})",
+    f"![x](x\" onerror=\"{OWNED})",
+    f"<details open ontoggle={OWNED}>",
+    f"<input autofocus onfocus={OWNED}>",
+    f"<video><source onerror={OWNED}></video>",
+    f"<marquee onstart={OWNED}>",
+    f'" onmouseover="{OWNED}" x="',
+    f"' autofocus onfocus='{OWNED}' x='",
+    f"<math><mtext></p><script>{OWNED}</script>",
+    f"<style>*{{background:url(javascript:{OWNED})}}</style>",
+    "<style>*{display:none}</style>",
+    f'<link rel=import href="data:text/html,<script>{OWNED}</script>">',
+    f'<meta http-equiv=refresh content="0;url=javascript:{OWNED}">',
+    "<base href='http://127.0.0.1:9/'>",
+    f"<form action=javascript:{OWNED}><button>go</button></form>",
+    f'<object data="data:text/html,<script>{OWNED}</script>"></object>',
+    f"{{{{ ''.__class__.__mro__ }}}}{{% raw %}}<script>{OWNED}</script>",
+    f"${{{OWNED}}} #{{{OWNED}}} <%= {OWNED} %>",
+    f"$$\\href{{javascript:{OWNED}}}{{x}}$$",
+    f"\\(\\unicode{{<img src=x onerror={OWNED}>}}\\)",
+    f"```html\n<script>{OWNED}</script>\n```",
+    f"<!--><script>{OWNED}</script>-->",
+    f"<![CDATA[<script>{OWNED}</script>]]>",
+    f"\x00<scr\x00ipt>{OWNED}</script>",
+    f"<script\u2028>{OWNED}</script>",
+    "\u202egnp.exe\u202c\u2066hidden\u2069\u200b",
+    "\x1b]8;;javascript:x\x07press\x1b]8;;\x07 \x1b[2J",
+    f"&lt;script&gt;{OWNED}&lt;/script&gt; &#60;script&#62;",
+    f"<TABLE BACKGROUND='javascript:{OWNED}'>",
+    f"<template shadowrootmode=open><script>{OWNED}</script></template>",
+    "x" * 200_000 + f"<script>{OWNED}</script>",
+)  # fmt: skip
+
+
+async def found(page: Page, url: str, path: str, what: str) -> None:
+    """Opens a page again until something is there: a log is read in the background."""
+    async with asyncio.timeout(30):
+        while True:
+            await page.goto(url + path)
+            if await page.value(what):
+                return
+
+
+def indexed(run_dir: Path, folder: Path) -> RolloutIndex:
+    """The table of a run that was read to the end."""
+    index = RolloutIndex(run_dir, folder / "index.sqlite")
+    asyncio.run(until(lambda: index.complete or bool(index.problem)))
+    assert index.problem == ""
+    return index
+
+
+@pytest.fixture
+def index(tmp_path: Path):
+    opened = indexed(asyncio.run(made(tmp_path / "run", 5)), tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_the_filters_find_what_they_name(index: RolloutIndex) -> None:
+    each = GROUPS * SIZE
+    assert index.search(Filter()).total == 5 * each
+    assert index.search(Filter(step=3)).total == each
+    assert index.search(Filter(reward_from=0.5)).total == 5 * GROUPS
+    assert index.search(Filter(reward_to=0.5, version=2)).total == each - GROUPS
+    assert index.search(Filter(task="other")).total == 0
+    assert index.search(Filter(status="unscored")).total == 0
+    assert {row.reward for row in index.search(Filter(sort="best")).rows[: 5 * GROUPS]} == {1.0}
+    assert index.search(Filter(sort="worst", step=5)).rows[0].reward == 0.0
+    text = index.search(Filter(text="thinking of g2-1/3"))
+    assert [(row.step, row.position) for row in text.rows] == [(3, 3)]
+    assert glance(text.rows[0]).question == "question g2-1/3"
+    assert index.search(Filter(text="'; DROP TABLE rollouts; --%_")).rows == []
+
+
+def test_pages_of_a_list_hold_each_rollout_once(index: RolloutIndex) -> None:
+    pages = [index.search(Filter(page=page)) for page in (1, 2)]
+    keys = [(row.seq, row.position) for page in pages for row in page.rows]
+    assert len(set(keys)) == len(keys) == 5 * GROUPS * SIZE
+    assert [page.more for page in pages] == [False, False] if len(keys) <= 50 else [True, False]
+
+
+def test_what_was_moved_to_the_archive_is_found_like_the_rest(tmp_path: Path) -> None:
+    async def archived() -> Path:
+        run = MadeRun(tmp_path / "run")
+        for _ in range(6):
+            await run.step()
+        await run.buffer.archive(3)
+        await run.close()
+        return run.run_dir
+
+    run_dir = asyncio.run(archived())
+    assert list((run_dir / "archive").iterdir())
+    index = indexed(run_dir, tmp_path)
+    try:
+        assert index.search(Filter()).total == 6 * GROUPS * SIZE
+        (row,) = index.search(Filter(text="thinking of g1-1/2")).rows
+        assert (row.step, row.position) == (2, 2)
+        group = index.group(row.seq)
+        assert (group.step, len(group.bodies)) == (2, SIZE)
+        assert b"truth of g1-1" in group.task
+    finally:
+        index.close()
+
+
+def test_a_run_that_goes_on_is_read_on_and_what_it_archives_is_still_found(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run")
+        await run.step()
+        index = RolloutIndex(run.run_dir, tmp_path / "index.sqlite")
+        try:
+            await until(lambda: index.count() == GROUPS * SIZE)
+            for _ in range(4):
+                await run.step()
+            await until(lambda: index.search(Filter(step=5)).total == GROUPS * SIZE)
+            await run.buffer.archive(3)
+            await until(lambda: len(index._shards) == 1)
+            assert index.count() == 5 * GROUPS * SIZE
+            assert [row.step for row in index.search(Filter(text="thinking of g0-0/0")).rows] == [1]
+        finally:
+            index.close()
+        await run.close()
+        assert audit(run.run_dir).ok
+
+    asyncio.run(check())
+
+
+def test_a_group_stands_side_by_side_with_truth_parts_and_evidence(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 2)
+        async with seen(tmp_path, run_dir) as (page, url):
+            await found(page, url, "/rollouts?step=2&sort=worst", "document.querySelector('td a') !== null")
+            await page.goto(await page.value("document.querySelector('td a').href"))
+            text = await page.until("document.body.textContent")
+            for part in ("truth of g1-", "judged g1-", "reward 1.000", "thinking of g1-", "right", "add"):
+                assert part in text
+            assert await page.value("document.querySelectorAll('article').length") == SIZE
+            assert not await page.value("document.querySelector('article details').open")  # thoughts are folded
+
+    asyncio.run(check())
+
+
+def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 2, model=tiny_model_dir)
+        async with seen(tmp_path, run_dir) as (page, url):
+            for by in ("logprob", "version", "advantage", "fate"):
+                place = f"/tokens?seq=1&position=0&by={by}"
+                await found(page, url, place, "document.querySelector('.tokens') !== null")
+                fifth = "document.querySelectorAll('.tokens span')[4]"
+                await page.value(f"{fifth}.dispatchEvent(new Event('click', {{bubbles: true}}))")
+                numbers = await page.until("document.getElementById('token').textContent")
+                # Of four rewards 1, 0, 0, 0 the first lies 0.75 above the mean, and their standard deviation is 0.5.
+                assert "4: trained, logprob -0.1000 (probability 0.9048), version 0, advantage 1.5000" in numbers
+                shades_used = "new Set([...document.querySelectorAll('.tokens span')].map(one => one.className)).size"
+                assert await page.value(shades_used) > 1
+
+    asyncio.run(check())
+
+
+def test_nothing_that_a_model_says_is_executed(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run", task=PAYLOADS[0])
+        for at in range(0, len(PAYLOADS), SIZE):
+            await run.step(PAYLOADS[at : at + SIZE])
+        await run.close()
+        async with seen(tmp_path, run.run_dir) as (page, url):
+            await found(
+                page, url, f"/rollouts?task={quote(PAYLOADS[0])}&sort=best", "document.querySelector('td a') !== null"
+            )
+            paths = ["/", "/rollouts", f"/rollouts?text={quote(PAYLOADS[2])}", f"/rollouts?run={quote(PAYLOADS[0])}"]
+            paths += [f"/group?seq={seq}" for seq in range(1, GROUPS * run.steps + 1)]
+            paths += [f"/tokens?seq=1&position={position}" for position in range(SIZE)]
+            for path in paths:
+                await page.goto(url + path)
+                await page.value("document.querySelectorAll('details').forEach(one => one.open = true)")
+                assert await page.value("document.title") != "owned", path
+                foreign = (
+                    "document.querySelectorAll('main :is(script, img, iframe, svg, style, object, base, meta)').length"
+                )
+                if path != "/":  # where the charts are
+                    assert await page.value(foreign) == 0, path
+                links = await page.value(
+                    "[...document.querySelectorAll('[href], [src]')].map(one => one.href || one.src)"
+                )
+                assert all(link.startswith((url, "data:,")) for link in links), links
+            await page.goto(f"{url}/group?seq=1")
+            shown = await page.value("document.querySelector('main').textContent")
+            assert all(payload in shown for payload in PAYLOADS[:SIZE])
+            wide = await page.value("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0
+
+    asyncio.run(check())
+
+
+def test_a_huge_text_keeps_its_beginning_and_its_end() -> None:
+    text = shortened("a" + "x" * 10**6 + "b")
+    assert len(text) < MOST_CHARACTERS + 200
+    assert (text[0], text[-1]) == ("a", "b")
+
+
+def test_an_address_with_a_wrong_value_is_answered_with_its_name(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 1)
+        async with seen(tmp_path, run_dir) as (page, url):
+            for path, named in (
+                ("/rollouts?step=three", "step"),
+                ("/rollouts?colour=1", "colour"),
+                ("/group?seq=99", "99"),
+            ):
+                await page.goto(url + path)
+                assert named in await page.value("document.body.innerText"), path
+
+    asyncio.run(check())
+
+
+def test_shades_of_advantages_are_symmetric_about_zero() -> None:
+    tokens = [Token(i, "x", "trained", -1.0, 0, value) for i, value in enumerate((-0.5, 0.0, 1.0))]
+    assert shades([*tokens, Token(3, "p", "given", None, None, None)], "advantage") == ["2", "4", "8", "n"]
+
+
+def test_payloads_are_forty() -> None:
+    assert len({json.dumps(payload) for payload in PAYLOADS}) == 40
