@@ -229,7 +229,7 @@ class RolloutIndex:
         return int(self._all("SELECT COUNT(*) FROM rollouts")[0][0])
 
     def cut_by_step(self) -> list[tuple[int, float]]:
-        """Of each step, the share of its answers whose last turn used up its tokens."""
+        """The share of answers whose last turn used up its tokens, step by step."""
         return self._all("SELECT step, AVG(cut) FROM rollouts WHERE step IS NOT NULL AND tokens > 0 GROUP BY step")
 
     def _all(self, query: str) -> list[Any]:
