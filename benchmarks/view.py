@@ -9,7 +9,6 @@ run_slowdown  time of a busy process's steps while the viewer follows its log, o
 """
 
 import asyncio
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import psutil
 
 from benchmarks import Report, child_environment, say
 from benchmarks.growth import META, group
+from shoal.errors import RunDirError
 from shoal.experience import Buffer
 from shoal.observe.metrics import JsonlTracker
 
@@ -51,15 +51,24 @@ def viewer(run_dir: Path) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip(), psutil.Process(process.pid)
+            url = process.stdout.readline().strip()
+            if not url:
+                raise RunDirError(f"{run_dir} could not be viewed")
+            yield url, psutil.Process(process.pid)
         finally:
             process.terminate()
 
 
 def fetched(url: str) -> str:
     """The text of a page, however long it takes."""
-    with urlopen(url, timeout=60) as answer:  # noqa: S310 - loopback
+    with urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
+
+
+def wait_until_read(url: str, rollouts: int) -> None:
+    """Returns when as many rollouts can be filtered."""
+    while "still being read" in (page := fetched(f"{url}/rollouts")) or f"{rollouts:,} of" not in page:
+        time.sleep(0.1)
 
 
 def seconds(url: str) -> float:
@@ -87,22 +96,19 @@ async def _measured(run_dir: Path, rollouts: int) -> Report:
     say(f"a run of {count} steps is made")
     began_s = time.perf_counter()
     with viewer(run_dir) as (url, process):
-        fetched(url), fetched(f"{url}/charts/overview")
+        fetched(url)
+        fetched(f"{url}/charts/overview")
         open_s = time.perf_counter() - began_s
-        while "still being read" in (page := fetched(f"{url}/rollouts")) or f"{rollouts:,} of" not in page:
-            time.sleep(0.1)
+        wait_until_read(url, rollouts)
         indexed_s = time.perf_counter() - began_s
         filter_s = max(seconds(url + path) for path in PATHS)
         rss_mb = process.memory_info().rss / 1e6
-        found = re.search(r"([\d,]+) of", fetched(url + PATHS[0]))
-        assert found is not None
     say("the run is written on, with a viewer and without")
     ratios = []
     for pair in range(PAIRS):
         first = count + 2 * pair * STEPS_OF_A_PAIR
         with viewer(run_dir) as (url, _):
-            while "still being read" in fetched(f"{url}/rollouts"):
-                time.sleep(0.1)
+            wait_until_read(url, rollouts + 2 * META.groups_per_step * 2 * pair * STEPS_OF_A_PAIR)
             watched_s = await _timed(buffer, tracker, first, url)
         ratios.append(watched_s / await _timed(buffer, tracker, first + STEPS_OF_A_PAIR, ""))
     tracker.close()

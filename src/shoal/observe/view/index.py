@@ -35,10 +35,11 @@ CREATE TABLE rollouts(seq INTEGER, position INTEGER, task TEXT, status TEXT, rea
 CREATE INDEX rollouts_by_step ON rollouts(step, reward);
 CREATE INDEX rollouts_by_reward ON rollouts(reward, seq DESC);
 CREATE TABLE groups(seq INTEGER PRIMARY KEY, id TEXT, admitted INTEGER, step INTEGER, version INTEGER, dropped TEXT,
-    shard INTEGER, row_group INTEGER);
+    peer TEXT, shard INTEGER, row_group INTEGER);
 CREATE INDEX groups_by_id ON groups(id);
 """
-_NEW = """SELECT finished_seq, group_id, task, admitted_version, step + 1, steps.version, reason FROM groups
+_NEW = """SELECT finished_seq, group_id, task, groups.admitted_version, step + 1, steps.version, reason, peer_id
+FROM groups LEFT JOIN started USING (group_id)
 LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) LEFT JOIN ended USING (group_id)"""
 _BODY = """COALESCE((SELECT body FROM log.rollouts WHERE finished_seq = seq AND log.rollouts.position = found.position),
 archived_value(shard, row_group, seq, found.position))"""
@@ -130,6 +131,8 @@ class GroupFound:
     version: int | None
     """That it was consumed under."""
     dropped: str | None
+    peer: str | None
+    """None of an own group."""
     task: bytes
     bodies: tuple[bytes, ...]
 
@@ -210,7 +213,7 @@ class RolloutIndex:
         """One group. Raises `RunDirError` when it is not there."""
         with self._reading() as connection:
             row = connection.execute(
-                "SELECT seq, id, admitted, step, version, dropped, COALESCE((SELECT task FROM log.groups WHERE "
+                "SELECT seq, id, admitted, step, version, dropped, peer, COALESCE((SELECT task FROM log.groups WHERE "
                 "finished_seq = seq), archived_value(shard, row_group, seq, NULL)) FROM groups WHERE seq = ?",
                 (seq,),
             ).fetchone()
@@ -307,7 +310,7 @@ class RolloutIndex:
         shard = len(self._shards)
         known = {seq for (seq,) in index.execute("SELECT seq FROM groups")}
         groups: dict[int, tuple[Any, ...]] = {}
-        seen: dict[str, dict[Any, Any]] = {"consumed": {}, "ended": {}, "steps": {}}
+        seen: dict[str, dict[Any, Any]] = {"started": {}, "consumed": {}, "ended": {}, "steps": {}}
         index.execute("BEGIN")
         for table, number, rows in archive.row_groups(file):
             if self._stop.is_set():
@@ -317,7 +320,7 @@ class RolloutIndex:
                 place = "seq = ? AND position = ?" if table == "rollouts" else "seq = ?"
                 index.executemany(f"UPDATE {table} SET shard = ?, row_group = ? WHERE {place}", there)
             if table in seen:
-                seen[table] |= {row[0]: row for row in rows}
+                seen[table] |= {row[table == "started"]: row for row in rows}
             elif table == "groups":
                 # Consumed and ended rows follow; the group is completed when its rollouts come.
                 groups |= {row[0]: (*row[:4], number) for row in rows if row[0] not in known}
@@ -351,13 +354,14 @@ def _joined(group: tuple[Any, ...], seen: dict[str, dict[Any, Any]]) -> tuple[An
     step = seen["consumed"].get(seq, (None, None))[1]
     version = seen["steps"].get(step, (None, None))[1]
     dropped = seen["ended"].get(group_id, (None, None, None))[2]
-    return seq, group_id, task, admitted, None if step is None else step + 1, version, dropped
+    peer = seen["started"][group_id][5]
+    return seq, group_id, task, admitted, None if step is None else step + 1, version, dropped, peer
 
 
 def _insert_group(index: sqlite3.Connection, group: Sequence[Any], shard: int | None, row_group: int | None) -> None:
-    seq, group_id, _, admitted, step, version, dropped = group
-    row = (seq, group_id, admitted, step, version, dropped, shard, row_group)
-    index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    seq, group_id, _, *rest = group
+    row = (seq, group_id, *rest, shard, row_group)
+    index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def _insert_rollouts(

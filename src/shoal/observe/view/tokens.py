@@ -38,9 +38,19 @@ def tokens_of(
     """All tokens of the rollout at a position of a group."""
     ids, mask, logprobs, versions = streams(rollout.turns)
     raw = RawGroup(
-        group.seq, group.id, group.task, group.admitted, group.dropped, None, group.step, group.version, None, None,
-        group.bodies,
-    )  # fmt: skip
+        finished_seq=group.seq,
+        id=group.id,
+        task=group.task,
+        admitted_version=group.admitted,
+        peer_id=group.peer,
+        ended_reason=group.dropped,
+        ended_after=None,
+        step=group.step,
+        version=group.version,
+        trained_from=None,
+        masked_tokens=None,
+        bodies=group.bodies,
+    )
     known = extras.advantages(raw)
     values = None if known is None else known[position]
     sampled = iter(values or ())
