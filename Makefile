@@ -62,7 +62,7 @@ tito: $(VENV)/dev-installed
 	$(BIN)/python -m experiments.tito
 
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
-PURE := experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
+PURE := turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
 	trainer/micro_batch engine/scheduler engine/sampling swarm/strategy swarm/trust
 PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from shoal.turn_tree import check_parents
+
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
@@ -160,12 +162,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the engine had in context, and what it drew from there."""
+    """One completion of a rollout, with the tokens that were rendered between its parent turn and it."""
 
-    prompt_ids: tuple[int, ...]  # [P]
+    rendered_ids: tuple[int, ...]  # [P] the whole prompt of a turn without a parent
     completion: Completion
     reward: float = 0.0
     """What this answer earned by itself, beside the rollout's reward."""
+    parent: int | None = None
+    """Index of the earlier turn whose prompt and completion come before `rendered_ids`.
+
+    None begins anew: a first or single turn, an edited or compacted history, a sub-agent, a peer's answer.
+    """
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -246,8 +253,8 @@ class External:
 class Rollout:
     """One generator's whole work on one task. `reason` says why unless the status is `FINISHED`.
 
-    Turns are in the order in which they were begun. One whose prompt begins with all tokens of an earlier row goes on
-    with that row, any other begins a row of its own: a rollout with branches gives several rows.
+    Turns are in the order in which they were begun, and form a tree (`shoal.turn_tree`): a rollout with branches gives
+    several token rows.
     """
 
     id: str
@@ -258,6 +265,9 @@ class Rollout:
     reason: str = ""
     external: External | None = None
     """Of a peer's answer."""
+
+    def __post_init__(self) -> None:
+        check_parents(self.turns)
 
     @property
     def oldest_version(self) -> int | None:

@@ -46,9 +46,17 @@ def with_completion(*streams):
 async def two_turns_of_two_engines(run_dir):
     turns = (
         Turn((1, 2), Completion((3, 4), (-0.5, -0.5), (5, 5), FinishReason.STOP)),
-        Turn((1, 2, 3, 4, 6), Completion((7,), (-0.5,), (0,), FinishReason.STOP)),
+        Turn((6,), Completion((7,), (-0.5,), (0,), FinishReason.STOP), parent=0),
     )
     await logged(run_dir, lambda rollout: replace(rollout, turns=turns))
+
+
+async def a_turn_that_goes_on_from_itself(run_dir):
+    def knotted(rollout):
+        object.__setattr__(rollout.turns[0], "parent", 0)
+        return rollout
+
+    await logged(run_dir, knotted)
 
 
 class Twice(Buffer):
@@ -316,6 +324,7 @@ SEEDED = {
     Check.STREAMS: [
         lambda run_dir: logged(run_dir, with_completion((1, 2), (-0.5,), (0, 0))),
         lambda run_dir: logged(run_dir, with_completion((1,), (-0.5,), (0, 0))),
+        a_turn_that_goes_on_from_itself,
     ],
     Check.VERSIONS: [
         lambda run_dir: logged(run_dir, with_completion((1, 2), (-0.5, -0.5), (1, 0))),

@@ -33,7 +33,7 @@ from shoal.types import (
 
 FIELDS = [
     *("group_id", "rollout_id", "task", "receipt", "answer", "messages", "tokens", "mask", "logprobs", "versions"),
-    *("advantages", "texts", "reward", "parts", "evidence", "turn_rewards", "peer"),
+    *("advantages", "texts", "reward", "parts", "evidence", "turn_rewards", "turn_parents", "peer"),
     *("status", "reason", "finished_seq", "admitted_version", "consumed_version", "consumed_step"),
 ]
 
@@ -84,6 +84,7 @@ def test_a_line_per_rollout_has_the_promised_fields_in_order(run_dir, tmp_path):
         "parts": [],
         "evidence": "",
         "turn_rewards": [0.0],
+        "turn_parents": [None],
         "peer": None,
         "status": "finished",
         "reason": "",
@@ -113,12 +114,12 @@ def test_rollouts_of_a_dropped_group_say_why_and_unscored_ones_have_no_reward(tm
     assert (first["reward"], first["status"], first["reason"]) == (None, "finished", "stale")
 
 
-def turn(prompt, *drawn):
-    return RawTurn(list(prompt), RawCompletion(list(drawn), [-0.5] * len(drawn), [4] * len(drawn)))
+def turn(rendered, *drawn, parent=None):
+    return RawTurn(list(rendered), RawCompletion(list(drawn), [-0.5] * len(drawn), [4] * len(drawn)), parent=parent)
 
 
 def test_a_turn_that_extends_what_came_before_goes_on_in_the_same_stream():
-    tokens, mask, logprobs, versions = streams([turn([1, 2], 10, 11), turn([1, 2, 10, 11, 3], 12)])
+    tokens, mask, logprobs, versions = streams([turn([1, 2], 10, 11), turn([3], 12, parent=0)])
     assert tokens == [1, 2, 10, 11, 3, 12]
     assert mask == [0, 0, 1, 1, 0, 1]
     assert logprobs == [0.0, 0.0, -0.5, -0.5, 0.0, -0.5]
@@ -126,7 +127,7 @@ def test_a_turn_that_extends_what_came_before_goes_on_in_the_same_stream():
 
 
 def test_a_turn_with_an_edited_history_is_appended_with_its_whole_prompt():
-    tokens, mask, *_ = streams([turn([1, 2], 10), turn([1, 9], 11), turn([1, 9, 11, 3], 12)])
+    tokens, mask, *_ = streams([turn([1, 2], 10), turn([1, 9], 11), turn([3], 12, parent=1)])
     assert tokens == [1, 2, 10, 1, 9, 11, 3, 12]
     assert mask == [0, 0, 1, 0, 0, 1, 0, 1]
 
@@ -187,7 +188,7 @@ def said_with_a_tool(rollout_id: str, reward: Reward) -> Rollout:
         Message(Role.TOOL, "2", tool_call_id="c1"),
         Message(Role.ASSISTANT, "2"),
     )
-    turns = (Turn((1, 2), first, 0.25), Turn((1, 2, 5, 6, 7), second))
+    turns = (Turn((1, 2), first, 0.25), Turn((7,), second, parent=0))
     return Rollout(rollout_id, messages, turns, reward)
 
 
@@ -218,6 +219,7 @@ def test_nothing_that_an_agent_or_a_scorer_said_is_left_out(tmp_path):
     assert called["tool_calls"] == [{"id": "c1", "name": "add", "arguments": '{"a": 1}'}]
     assert (called["reasoning"], told["tool_call_id"]) == ("I have a tool", "c1")
     assert row["turn_rewards"] == [0.25, 0.0]
+    assert row["turn_parents"] == [None, 0]
     assert row["parts"] == [{"name": "exact", "value": 1.0}, {"name": "length", "value": 0.5}]
     assert row["evidence"] == "as asked"
 

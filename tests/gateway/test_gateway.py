@@ -15,6 +15,7 @@ from gateway_engine import CONTEXT, Served, served
 from shoal.gateway import SessionLimits
 from shoal.gateway.token_tree import HistoryPolicy, TokenTree
 from shoal.trainer.advantage import rows
+from shoal.turn_tree import prompt_ids
 from shoal.types import Reward, Rollout, Sampling
 
 ASK: list[Any] = [{"role": "user", "content": "what is 3 + 4?"}]
@@ -43,9 +44,10 @@ def check_exact(one: Served, tree: TokenTree) -> None:
     trained = rows(Rollout("r", tree.messages(), tree.turns(), Reward(1.0)), 1.0)
     kept = [turn.completion for turn in tree.turns()]
     assert sum(sum(row.mask) for row in trained) == sum(len(completion.token_ids) for completion in kept)
-    for turn in tree.turns():
+    turns = tree.turns()
+    for i, turn in enumerate(turns):
         assert any(
-            turn.prompt_ids == prompt and turn.completion == completion
+            prompt_ids(turns, i) == prompt and turn.completion == completion
             for (prompt, _), completion in zip(one.engine.received, one.engine.drawn, strict=True)
         )
 

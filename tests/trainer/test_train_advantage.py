@@ -2,11 +2,13 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reference import token_rows
 from shoal.config import TrainConfig
 from shoal.trainer.advantage import (
     STD_EPS,
@@ -21,6 +23,7 @@ from shoal.trainer.advantage import (
     samples,
     step_samples,
 )
+from shoal.turn_tree import prompt_ids
 from shoal.types import Completion, FinishReason, Group, Reward, Rollout, RolloutStatus, Sample, Task, Turn
 
 KINDS: tuple[Kind, ...] = ("grpo", "grpo_no_std", "rloo")
@@ -182,7 +185,8 @@ def test_a_group_whose_answers_differ_in_being_too_long_only_is_informative() ->
 
 
 def test_a_turn_that_extends_the_conversation_extends_the_row() -> None:
-    (row,) = rows(rollout(1.0, turn((1, 2), (3, 4), version=5), turn((1, 2, 3, 4, 9, 9), (6,), version=7)), 0.5)
+    later = replace(turn((9, 9), (6,), version=7), parent=0)
+    (row,) = rows(rollout(1.0, turn((1, 2), (3, 4), version=5), later), 0.5)
     assert row == Sample(
         tokens=(1, 2, 3, 4, 9, 9, 6),
         mask=(0, 0, 1, 1, 0, 0, 1),
@@ -220,14 +224,53 @@ def conversations(draw: st.DrawFn) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Turn, ...]:
+    """Turns that go on from any earlier turn or begin anew; sampled tokens are numbered from 100."""
+    turns: list[Turn] = []
+    number = 100
+    for i in range(draw(st.integers(1, 8))):
+        parent = draw(st.sampled_from([None, *range(i)]))
+        rendered = tuple(draw(st.lists(st.integers(1, 9), min_size=parent is None, max_size=3)))
+        sampled = tuple(range(number, number + draw(st.integers(0, 3))))
+        number += len(sampled)
+        turns.append(replace(turn(rendered, sampled, version=i), parent=parent))
+    return tuple(turns)
+
+
+@given(trees())
+def test_the_rows_of_a_tree_are_those_that_comparing_prompts_would_find(turns: tuple[Turn, ...]) -> None:
+    values = [float(i) for i in range(len(turns))]
+    prompts = [prompt_ids(turns, i) for i in range(len(turns))]
+    found = token_rows.rows(prompts, [one.completion for one in turns], values)
+    assert rows(rollout(1.0, *turns), values) == found
+    assert rows(rollout(1.0, *token_rows.linked(*map(Turn, prompts, (t.completion for t in turns)))), values) == found
+
+
+@given(trees())
+def test_what_came_after_an_ancestor_follows_the_ancestor_s_tokens(turns: tuple[Turn, ...]) -> None:
+    for i, one in enumerate(turns):
+        before, whole = one.parent, prompt_ids(turns, i)
+        while before is not None:
+            known = prompt_ids(turns, before) + turns[before].completion.token_ids
+            assert known + prompt_ids(turns, i, before) == whole
+            before = turns[before].parent
+
+
+@pytest.mark.parametrize("parent", [1, 2, -1])
+def test_a_turn_goes_on_from_an_earlier_turn_or_from_none(parent: int) -> None:
+    with pytest.raises(ValueError, match=f"turn 1 has turn {parent} as its parent"):
+        rollout(1.0, turn((1,), (2,)), replace(turn((3,), (4,)), parent=parent), turn((5,), (6,)))
+
+
 @given(conversations())
 def test_every_drawn_token_is_trained_in_exactly_one_row_with_its_own_context(turns: tuple[Turn, ...]) -> None:
-    result = rows(rollout(1.0, *turns), 1.0)
+    result = rows(rollout(1.0, *token_rows.linked(*turns)), 1.0)
     trained = [
         (row.tokens[:i], row.tokens[i], row.logprobs[i]) for row in result for i in range(len(row.mask)) if row.mask[i]
     ]
     drawn = [
-        (t.prompt_ids + t.completion.token_ids[:i], t.completion.token_ids[i], t.completion.logprobs[i])
+        (t.rendered_ids + t.completion.token_ids[:i], t.completion.token_ids[i], t.completion.logprobs[i])
         for t in turns
         for i in range(len(t.completion.token_ids))
     ]
@@ -235,7 +278,8 @@ def test_every_drawn_token_is_trained_in_exactly_one_row_with_its_own_context(tu
 
 
 def test_late_tokens_lose_their_advantage_but_stay_in_the_denominator() -> None:
-    (row,) = rows(rollout(1.0, turn((1,), (2, 3), version=4), turn((1, 2, 3), (5,), version=6)), 2.0)
+    later = replace(turn((), (5,), version=6), parent=0)
+    (row,) = rows(rollout(1.0, turn((1,), (2, 3), version=4), later), 2.0)
     (kept,), late_tokens = mask_tokens([row], oldest_version=5)
     assert late_tokens == 2
     assert kept.advantages == (0.0, 0.0, 0.0, 2.0)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference.token_rows import linked
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.trainer.advantage import STD_EPS, batch_advantages, rows, step_samples, turn_advantages, turn_returns
@@ -18,11 +19,10 @@ PLAYED = st.tuples(st.lists(REWARDS, min_size=1, max_size=5), REWARDS)  # of the
 
 def rollout(name: str, turn_rewards: list[float], reward: float) -> Rollout:
     """A conversation of one token per turn."""
-    turns, context = [], (1,)
+    turns = []
     for i, earned in enumerate(turn_rewards):
         drawn = Completion((10 + i,), (-0.5,), (0,), FinishReason.STOP)
-        turns.append(Turn(context, drawn, earned))
-        context = (*context, 10 + i, 2)
+        turns.append(Turn((2,), drawn, earned, i - 1) if i else Turn((1,), drawn, earned))
     return Rollout(name, (), tuple(turns), Reward(reward))
 
 
@@ -98,7 +98,7 @@ def test_turns_of_two_conversations_begun_by_turns_give_a_row_each() -> None:
         return Turn(prompt, Completion((token,), (-1.0,), (0,), FinishReason.STOP))
 
     turns = (turn((1,), 5), turn((2,), 6), turn((1, 5, 3), 7), turn((2, 6, 3), 8), turn((1, 5, 4), 9))
-    main, other, branch = rows(Rollout("r", (), turns, Reward(1.0)), [1.0, 2.0, 3.0, 4.0, 5.0])
+    main, other, branch = rows(Rollout("r", (), linked(*turns), Reward(1.0)), [1.0, 2.0, 3.0, 4.0, 5.0])
     assert (main.tokens, main.mask) == ((1, 5, 3, 7), (0, 1, 0, 1))
     assert (other.tokens, other.mask) == ((2, 6, 3, 8), (0, 1, 0, 1))
     assert (branch.tokens, branch.mask) == ((1, 5, 4, 9), (0, 0, 0, 1))

@@ -169,7 +169,12 @@ def _check_rollout(rollout: RawRollout, report: AuditReport) -> None:
         if not all(map(math.isfinite, drawn.logprobs)) or max(drawn.logprobs, default=0.0) > 0:
             bad = next(lp for lp in drawn.logprobs if not math.isfinite(lp) or lp > 0)
             report.found(Check.LOGPROBS, rollout.id, f"has a logprob of {bad}")
-    for versions in rollout.row_versions:
+    try:
+        rows = rollout.row_versions
+    except ValueError as error:
+        report.found(Check.STREAMS, rollout.id, str(error))
+        return
+    for versions in rows:
         if versions != sorted(versions):
             later, earlier = next((b, a) for a, b in pairwise(versions) if b < a)
             report.found(Check.VERSIONS, rollout.id, f"drew a token under version {later} after one under {earlier}")

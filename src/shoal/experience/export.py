@@ -10,14 +10,15 @@
     reward                 null where the scorer did not answer
     parts, evidence        the reward's parts by name, and what the scorer says for it
     turn_rewards           of each turn, beside the reward
+    turn_parents           of each turn, the index of the one that it goes on from; null where it begins anew
     peer                   id of the peer that sampled it; null for the run's own
     status, reason         of the rollout: "finished", or "failed" and why. A finished rollout whose group was not
                            trained on carries the group's reason, such as "stale"
     finished_seq           order of commit of the group
     admitted_version consumed_version consumed_step   the last two null where never consumed
 
-A turn whose prompt extends all that came before it goes on in the same stream, so that each token is there once. Any
-other turn (an edited or compacted history) is appended with its whole prompt.
+A turn whose parent is the turn before goes on in the same stream, so that each token is there once. Any other turn (an
+edited or compacted history, another branch) is appended with its whole prompt.
 """
 
 import os
@@ -33,9 +34,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal import wire
-from shoal.errors import RunDirError
+from shoal.errors import RunDirError, WireError
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawGroup, RawRollout, RawTask, RawTurn, read_groups
+from shoal.turn_tree import check_parents, prompt_ids
 from shoal.types import Message, Receipt
 
 ROWS_PER_SHARD = 1024
@@ -81,6 +83,7 @@ class ExportRow(msgspec.Struct):
     parts: list[NamedValue]
     evidence: str
     turn_rewards: list[float]
+    turn_parents: list[int | None]
     peer: str | None
     status: str
     reason: str
@@ -151,6 +154,7 @@ def _row(
         parts=[NamedValue(name, value) for name, value in rollout.reward.parts],
         evidence=rollout.reward.evidence,
         turn_rewards=[turn.reward for turn in rollout.turns],
+        turn_parents=[turn.parent for turn in rollout.turns],
         peer=group.peer_id,
         status=rollout.status,
         reason=rollout.reason or group.ended_reason or "",
@@ -162,19 +166,23 @@ def _row(
 
 
 def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
-    """tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length."""
+    """tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length.
+
+    Raises `WireError` for a turn whose parent is no earlier one.
+    """
+    try:
+        check_parents(turns)
+    except ValueError as error:
+        raise WireError(str(error)) from error
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    start = 0
-    for turn in turns:
-        known = len(tokens) - start
-        if turn.prompt_ids[:known] != tokens[start:]:
-            start, known = len(tokens), 0
-        given = turn.prompt_ids[known:]
+    for index, turn in enumerate(turns):
+        goes_on = turn.parent is not None and turn.parent == index - 1
+        given = turn.rendered_ids if goes_on else prompt_ids(turns, index)
         drawn = turn.completion
-        tokens += given + drawn.token_ids
+        tokens += [*given, *drawn.token_ids]
         mask += [0] * len(given) + [1] * len(drawn.token_ids)
         logprobs += [0.0] * len(given) + drawn.logprobs
         versions += [-1] * len(given) + drawn.versions
@@ -229,6 +237,7 @@ _PARQUET = pa.schema(
         ("parts", pa.list_(_struct(name=_TEXT, value=pa.float64()))),
         ("evidence", _TEXT),
         ("turn_rewards", pa.list_(pa.float64())),
+        ("turn_parents", pa.list_(pa.int32())),
         ("peer", _TEXT),
         ("status", _TEXT),
         ("reason", _TEXT),

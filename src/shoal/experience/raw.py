@@ -9,6 +9,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
+from shoal.turn_tree import check_parents, turns_of_rows
 from shoal.types import Message, Receipt
 
 
@@ -23,9 +24,10 @@ class RawCompletion(msgspec.Struct):
 class RawTurn(msgspec.Struct):
     """See `types.Turn`."""
 
-    prompt_ids: list[int]
+    rendered_ids: list[int]
     completion: RawCompletion
     reward: float = 0.0
+    parent: int | None = None
 
 
 class RawReward(msgspec.Struct):
@@ -54,20 +56,15 @@ class RawRollout(msgspec.Struct):
 
     @property
     def row_versions(self) -> list[list[int]]:
-        """The Versions of each row; a turn goes on with the longest row that its prompt begins with.
+        """The Versions of each row. Raises `ValueError` for a turn whose parent is no earlier one.
 
-        Rows are drawn side by side, so only within one does a later turn mean a later token.
+        Rows are sampled side by side, so only within one does a later turn mean a later token.
         """
-        rows: list[tuple[list[int], list[int]]] = []  # tokens, versions
-        for turn in self.turns:
-            begun = [row for row in rows if turn.prompt_ids[: len(row[0])] == row[0]]
-            row = max(begun, key=lambda one: len(one[0]), default=None)
-            if row is None:
-                row = ([], [])
-                rows.append(row)
-            row[0][:] = turn.prompt_ids + turn.completion.token_ids
-            row[1].extend(turn.completion.versions)
-        return [versions for _, versions in rows]
+        check_parents(self.turns)
+        return [
+            [version for index in row for version in self.turns[index].completion.versions]
+            for row in turns_of_rows(self.turns)
+        ]
 
 
 class RawTask(msgspec.Struct):

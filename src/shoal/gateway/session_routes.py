@@ -37,6 +37,8 @@ class SampledTurn(msgspec.Struct):
     versions: list[int]
     finish_reason: str
     ill_formed: bool
+    parent: int | None = None
+    """Index of the turn whose tokens `prompt_ids` begins with; None where it begins anew."""
 
 
 class Export(msgspec.Struct):
@@ -50,6 +52,7 @@ class Export(msgspec.Struct):
 def export(session: Session) -> Export:
     """Export of the session's generations."""
     tree = session.tree
+    sampled = sorted(tree.exported(), key=lambda generation: generation.id)
     return Export(
         tree.messages(),
         [
@@ -60,8 +63,9 @@ def export(session: Session) -> Export:
                 list(one.completion.versions),
                 one.completion.finish_reason,
                 one.ill_formed,
+                turn.parent,
             )
-            for one in sorted(tree.exported(), key=lambda generation: generation.id)
+            for one, turn in zip(sampled, tree.turns(), strict=True)
         ],
         tree.truncated,
     )

@@ -14,7 +14,7 @@ Between `open` and `commit` other calls may come and go: concurrent calls become
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -231,9 +231,19 @@ class TokenTree:
         """Turns of a `Rollout`, in the order in which they began.
 
         `trainer.advantage.rows` makes one row of each leaf; a shared generation trains only in the first of its leaves.
+        A conversation rendered anew goes on from the generation whose path its prompt begins with, if there is one.
         """
-        drawn = sorted(self.exported(), key=lambda generation: generation.id)
-        return tuple(Turn(self.prompt_ids(one), one.completion) for one in drawn)
+        sampled = sorted(self.exported(), key=lambda generation: generation.id)
+        index = {generation.id: i for i, generation in enumerate(sampled)}
+        turns = []
+        for one in sampled:
+            parent, rendered = one.parent, one.rendered_ids
+            if parent not in index:
+                whole = self.prompt_ids(one)
+                parent, known = self._begun(whole, index.keys() & range(one.id))
+                rendered = whole[known:]
+            turns.append(Turn(rendered, one.completion, parent=None if parent is None else index[parent]))
+        return tuple(turns)
 
     def messages(self) -> tuple[Message, ...]:
         """Conversation that ends in the newest answer; empty when nothing was sampled."""
@@ -303,6 +313,20 @@ class TokenTree:
         self._hash_before[generation.id] = before
         for key in keys:
             self._by_hash.setdefault(key, []).append(generation.id)
+
+    def _begun(self, prompt: tuple[int, ...], among: Set[int]) -> tuple[int | None, int]:
+        """Generation with the longest path that a prompt begins with, and the number of tokens of that path."""
+        found, known = None, 0
+        pending = [(root, 0) for root in reversed(self._children[None])]
+        while pending:
+            at, start = pending.pop()
+            own = self._generations[at].rendered_ids + self._generations[at].completion.token_ids
+            end = start + len(own)
+            if prompt[start:end] == own:
+                if at in among and end > known:
+                    found, known = at, end
+                pending += [(child, end) for child in reversed(self._children[at])]
+        return found, known
 
     def _superseded(self, generation: Generation) -> bool:
         """Whether the client received another answer to an equal request instead of this one."""

@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 
 from shoal.config import TrainConfig
 from shoal.trainer.own_advantage import own_advantage
-from shoal.types import Group, Rollout, Sample, Turn
+from shoal.turn_tree import prompt_ids, turns_of_rows
+from shoal.types import Group, Rollout, Sample
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
 
@@ -89,7 +90,7 @@ def turn_returns(rollout: Rollout, discount: float = 1.0, penalty: float = 0.0) 
 
     >>> from shoal.types import Completion, FinishReason, Reward, Turn
     >>> drawn = Completion((5,), (-1.0,), (0,), FinishReason.STOP)
-    >>> turns = (Turn((1,), drawn, 0.25), Turn((1, 5, 2), drawn))
+    >>> turns = (Turn((1,), drawn, 0.25), Turn((2,), drawn, parent=0))
     >>> turn_returns(Rollout("r", (), turns, Reward(1.0)), discount=0.5)
     [0.75, 1.0]
     """
@@ -201,40 +202,36 @@ def normalised_after_kl(config: TrainConfig) -> bool:
 def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
     """Token rows of the rollout's turns: every sampled token has mask 1 in exactly one row.
 
-    `advantage` is one number for all turns, or a number for each. A turn whose prompt begins with all tokens of earlier
-    rows extends the longest of these rows; the tokens between have mask 0. Any other turn opens a new row. Turns
-    without sampled tokens add nothing.
+    `advantage` is one number for all turns, or a number for each. A turn extends the row that ends in its parent; the
+    tokens between have mask 0. Any other turn opens a new row with its whole prompt. Turns without sampled tokens add
+    nothing.
 
     Raises ValueError for a turn with an empty prompt, because nothing could predict its first token.
     """
-    result: list[Sample] = []
     each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
-    for turn, value in zip(rollout.turns, each, strict=False):  # without turns there still is a return
-        if not turn.completion.token_ids:
-            continue
-        if not turn.prompt_ids:
+    return [_row(rollout, indices, each) for indices in turns_of_rows(rollout.turns)]
+
+
+def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) -> Sample:
+    """Row of the turns at `indices`, each of which goes on from the one before."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    reinforced: list[float] = []
+    before = None
+    for index in indices:
+        given, sampled = prompt_ids(rollout.turns, index, before), rollout.turns[index].completion
+        if not tokens and not given:
             raise ValueError(f"rollout {rollout.id}: expected a prompt of at least one token, got an empty one")
-        begun = [i for i, row in enumerate(result) if turn.prompt_ids[: len(row.tokens)] == row.tokens]
-        if begun:
-            longest = max(begun, key=lambda i: len(result[i].tokens))
-            result[longest] = _extended(result[longest], turn, value)
-        else:
-            result.append(_extended(None, turn, value))
-    return result
-
-
-def _extended(row: Sample | None, turn: Turn, advantage: float) -> Sample:
-    """Row extended by the rest of the turn's prompt and its completion; the row's tokens begin the prompt."""
-    start = 0 if row is None else len(row.tokens)
-    drawn = turn.completion
-    gap, n = len(turn.prompt_ids) - start, len(drawn.token_ids)
-    return Sample(
-        tokens=turn.prompt_ids + drawn.token_ids,
-        mask=(() if row is None else row.mask) + (0,) * gap + (1,) * n,
-        logprobs=(() if row is None else row.logprobs) + (0.0,) * gap + drawn.logprobs,
-        versions=(() if row is None else row.versions) + (-1,) * gap + drawn.versions,
-        advantages=(() if row is None else row.advantages) + (0.0,) * gap + (advantage,) * n,
-    )
+        gap, n = len(given), len(sampled.token_ids)
+        tokens += (*given, *sampled.token_ids)
+        mask += [0] * gap + [1] * n
+        logprobs += ([0.0] * gap) + list(sampled.logprobs)
+        versions += ([-1] * gap) + list(sampled.versions)
+        reinforced += [0.0] * gap + [advantages[index]] * n
+        before = index
+    return Sample(tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced))
 
 
 def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Sample, ...], int]:

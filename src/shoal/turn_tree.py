@@ -1,0 +1,74 @@
+"""The tree of a rollout's turns: the prompt of each turn, and the rows that turns are trained in. Pure.
+
+A turn holds the tokens after its parent's only, so that a conversation of n turns holds each token once, not n times.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+
+class SampledTokens(Protocol):
+    """The tokens of a completion, checked or not."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class TreeTurn(Protocol):
+    """A turn of `shoal.types`, checked or not."""
+
+    @property
+    def rendered_ids(self) -> Sequence[int]: ...
+
+    @property
+    def completion(self) -> SampledTokens: ...
+
+    @property
+    def parent(self) -> int | None: ...
+
+
+def check_parents(turns: Sequence[TreeTurn]) -> None:
+    """Check that parents are earlier turns. Raises `ValueError`."""
+    for index, turn in enumerate(turns):
+        if turn.parent is not None and not 0 <= turn.parent < index:
+            raise ValueError(f"turn {index} has turn {turn.parent} as its parent, expected an earlier one")
+
+
+def prompt_ids(turns: Sequence[TreeTurn], index: int, after: int | None = None) -> tuple[int, ...]:
+    """Tokens that the engine had in context for a turn, from the end of the ancestor `after` where one is given.
+
+    >>> from shoal.types import Completion, FinishReason, Turn
+    >>> sampled = Completion((5,), (-1.0,), (0,), FinishReason.STOP)
+    >>> turns = (Turn((1, 2), sampled), Turn((3,), sampled, parent=0))
+    >>> prompt_ids(turns, 1), prompt_ids(turns, 1, after=0)
+    ((1, 2, 5, 3), (3,))
+    """
+    parts, at = [turns[index].rendered_ids], turns[index].parent
+    while at is not None and at != after:
+        parts += [turns[at].completion.token_ids, turns[at].rendered_ids]
+        at = turns[at].parent
+    return tuple(chain.from_iterable(reversed(parts)))
+
+
+def turns_of_rows(turns: Sequence[TreeTurn]) -> list[list[int]]:
+    """Indices of the turns of each row: every turn that sampled a token is in exactly one row.
+
+    A turn goes on with the row that ends in its parent; where another turn did so before, it begins a row of its own.
+    A turn that sampled nothing ends no row: its children go on from where it did.
+    """
+    rows: list[list[int]] = []
+    ends: dict[int | None, list[int]] = {}
+    for index, turn in enumerate(turns):
+        if not turn.completion.token_ids:
+            continue
+        before = turn.parent
+        while before is not None and not turns[before].completion.token_ids:
+            before = turns[before].parent
+        row = ends.pop(before, None)
+        if row is None:
+            row = []
+            rows.append(row)
+        row.append(index)
+        ends[index] = row
+    return rows
