@@ -150,7 +150,7 @@ class Replaying:
     async def step(self, rows: object, version: int, since_push: int) -> None:
         self.trained += 1
 
-    async def publish(self, path: Path | None, *, push: bool = True) -> float:
+    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
         self.pushes += push
         if path is not None:
             path.write_text(str(self.trained))  # noqa: ASYNC240
