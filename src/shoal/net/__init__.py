@@ -1,1 +1,1 @@
-"""Servers, clients and child processes: each with the one set of limits, deadlines and retries that the house has."""
+"""Servers, clients and child processes, with Shoal's one set of limits, deadlines and retries."""

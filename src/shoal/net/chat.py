@@ -1,4 +1,4 @@
-"""Asking a model behind a URL that speaks OpenAI's chat completions: a judge, a frozen model, a session's own."""
+"""Client of OpenAI's chat completions at a URL: a judge, a frozen model, or a session's model."""
 
 from collections.abc import Mapping
 
@@ -6,20 +6,20 @@ import aiohttp
 import msgspec
 
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.net.client import Retry, authorization, exchanged
+from shoal.net.client import Retry, authorization, exchange
 from shoal.types import Message, Role, ToolCall
 
 MOST_BYTES = 4 * 1024 * 1024
-"""Of an answer."""
+"""Bytes of an answer."""
 TIMEOUT_S = 3600.0
-"""Of one answer, queueing included; callers with less patience cancel."""
+"""Seconds for one answer, queueing included; callers with less patience cancel."""
 FIRST_PAUSE_S = 0.5
 REFUSED_FOR_NOW = frozenset({408, 409, 425, 429})
-"""Of HTTP's 4xx; the others would be the same the next time."""
+"""HTTP 4xx statuses worth a retry; other refusals would repeat."""
 
 
 class ChatRefused(RequestRefused):
-    """The server's no, and the code of its error, where it gave one."""
+    """Refusal by the server, with its error code where it gave one."""
 
     def __init__(self, text: str, code: str = "") -> None:
         super().__init__(text)
@@ -37,7 +37,7 @@ class _Call(msgspec.Struct):
 
 
 class ChatReply(msgspec.Struct):
-    """A message of the model as it is sent."""
+    """Message of the model in OpenAI's form."""
 
     content: str | None = None
     tool_calls: list[_Call] | None = None
@@ -45,13 +45,13 @@ class ChatReply(msgspec.Struct):
 
     @property
     def message(self) -> Message:
-        """The same as our own."""
+        """Message in Shoal's form."""
         calls = tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or [])
         return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
 
 
 class ChatChoice(msgspec.Struct):
-    """What a model answered."""
+    """One choice of a completion."""
 
     message: ChatReply
     finish_reason: str | None = None
@@ -70,7 +70,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def wire_of(message: Message) -> dict[str, object]:
-    """A message as OpenAI's clients send it.
+    """Message in the form of OpenAI's clients.
 
     >>> wire_of(Message(Role.USER, "Hello"))
     {'role': 'user', 'content': 'Hello'}
@@ -97,12 +97,13 @@ async def completion(
     tries: int = 1,
     pause_s: float = FIRST_PAUSE_S,
 ) -> ChatChoice:
-    """The first choice of a completion. `url` is up to and including /v1; a pause is twice as long as the one before.
+    """Requests a chat completion and returns its first choice.
 
-    Raises `ChatRefused` for what would be refused again, and `EngineUnavailable` when all tries got no answer.
+    `url` is up to and including /v1; each pause is twice as long as the one before it. Raises `ChatRefused` for a
+    refusal that would repeat, and `EngineUnavailable` when no try got an answer.
     """
     retry = Retry(tries, pause_s, timeouts=True, statuses=lambda status: status >= 500 or status in REFUSED_FOR_NOW)
-    status, body = await exchanged(
+    status, body = await exchange(
         http,
         "POST",
         f"{url.rstrip('/')}/chat/completions",

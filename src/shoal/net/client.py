@@ -1,7 +1,7 @@
-"""HTTP as a client: the only place that tries again, with a deadline and a bound on the answer each time.
+"""HTTP client: the only place with retries, with a deadline and a size bound for each answer.
 
-aiohttp instead of httpx, which spends 2 ms of CPU on a request over an idle connection here and more with every
-connection it holds; an engine is asked hundreds of times a second by one event loop that has other work.
+Shoal uses aiohttp, because httpx spends 2 ms of CPU on a request over an idle connection, and more with every
+connection it holds. An event loop with other work sends an engine hundreds of requests a second.
 """
 
 import asyncio
@@ -20,33 +20,33 @@ MOST_ANSWER_BYTES = 1 << 30
 LONGEST_PAUSE_S = 30.0
 LONGEST_WORDS = 400
 RETRY_HEADER = "x-stainless-retry-count"
-"""OpenAI's: a session gives the answer that it has, where only its way back was lost."""
+"""Header of OpenAI's retries: a session returns the answer that it has when only the reply was lost."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding foreign JSON raises: another shape, no UTF-8, deep nesting."""
+"""Errors that decoding foreign JSON raises: another shape, no UTF-8, deep nesting."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and when a request is sent again, which must be harmless."""
+    """Number and timing of a request's retries; the request must be safe to repeat."""
 
     tries: int | None = 3
-    """In all; None goes on for ever, and whoever asks is cancelled instead."""
+    """Tries in all; None retries until the caller cancels."""
     pause_s: float = 0.1
     growth: float = 2.0
-    """Of each pause over the one before."""
+    """Factor between consecutive pauses."""
     timeouts: bool = False
-    """Whether a missing answer is asked for again, and not only one whose connection broke."""
+    """Whether a timeout is retried, besides a broken connection."""
     statuses: Callable[[int], bool] = lambda status: False
-    """Which answers are none."""
+    """Predicate of the statuses that are retried."""
 
 
 ONCE = Retry(tries=1)
 
 
 def session(limit: int = 0) -> aiohttp.ClientSession:
-    """Kept-alive connections, as many as there are requests under way, or up to `limit`."""
+    """Session that keeps connections alive: up to `limit`, or without a bound for 0."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -54,11 +54,11 @@ def session(limit: int = 0) -> aiohttp.ClientSession:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """The header that a token travels in; none without one."""
+    """Header that carries a token; empty without a token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-async def exchanged(
+async def exchange(
     http: aiohttp.ClientSession,
     method: str,
     url: str,
@@ -69,9 +69,9 @@ async def exchanged(
     most_bytes: int = MOST_ANSWER_BYTES,
     retry: Retry = Retry(),
 ) -> tuple[int, bytes]:
-    """Status and body of an answer; `timeout_s` is of each try.
+    """Sends a request and returns status and body of the answer; `timeout_s` bounds each try.
 
-    Raises `EngineUnavailable` when there is none after all tries.
+    Raises `EngineUnavailable` when no try got an answer.
     """
     last = None
     for tried in itertools.count(1):
@@ -83,7 +83,7 @@ async def exchanged(
                 last = reply.status, await _bounded(reply, most_bytes)
             if not retry.statuses(last[0]):
                 return last
-        except (aiohttp.ClientError, OSError) as error:  # as when a server closes a connection that was idle
+        except (aiohttp.ClientError, OSError) as error:  # for example, the server closed an idle connection
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 failure, last = f"no answer from {url} in {timeout_s:g} s", None
                 if not retry.timeouts:
@@ -108,7 +108,7 @@ async def _bounded(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
 
 
 class Client:
-    """Questions to one server, as JSON."""
+    """JSON client of one server."""
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0, retry: Retry = Retry()) -> None:
         """`timeout_s` bounds the wait for one answer, queueing included."""
@@ -119,11 +119,14 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def status(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-        """Status and body of an answer, whatever they are. Raises `EngineUnavailable` when there is none."""
+        """Sends a request and returns status and body, whatever they are.
+
+        Raises `EngineUnavailable` without an answer.
+        """
         if self._session is None:  # it belongs to the running loop, so it cannot be made earlier
             self._session = session()
         data = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
-        return await exchanged(
+        return await exchange(
             self._session,
             method,
             self.url + path,
@@ -134,7 +137,10 @@ class Client:
         )
 
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
-        """The answer as `kind`. Raises `RequestRefused` (4xx) or `EngineUnavailable` (anything else)."""
+        """Sends a request and returns the answer as `kind`.
+
+        Raises `RequestRefused` (4xx) or `EngineUnavailable` (otherwise).
+        """
         status, data = await self.status(method, path, body)
         if status == 200:
             return decoded(data, kind, self.url + path)
@@ -148,7 +154,7 @@ class Client:
         await self.ask("POST", path, msgspec.Raw, body)
 
     async def has_route(self, path: str) -> bool:
-        """Whether the server has a POST route: asked with GET, FastAPI answers 405 for one and 404 otherwise."""
+        """Whether the server has a POST route: to a GET, FastAPI answers 405 if so and 404 otherwise."""
         status, _ = await self.status("GET", path)
         return status != 404
 
@@ -160,7 +166,7 @@ class Client:
 
 
 def decoded(data: bytes, kind: type[T], url: str) -> T:
-    """The JSON answer of `url` as `kind`. Raises `EngineUnavailable` when it is none."""
+    """JSON answer of `url` as `kind`. Raises `EngineUnavailable` for an answer of another shape."""
     try:
         return msgspec.json.decode(data, type=kind)
     except UNREADABLE as error:
@@ -168,7 +174,7 @@ def decoded(data: bytes, kind: type[T], url: str) -> T:
 
 
 def words(data: bytes) -> str:
-    """What an error's body says, in any of the shapes that servers use."""
+    """Message in an error's body, in any of the shapes that servers use."""
     text = data.decode(errors="replace")
     try:
         value = msgspec.json.decode(data)

@@ -1,4 +1,4 @@
-"""Where servers listen: on loopback, unless the user says otherwise."""
+"""Listening sockets of servers: on loopback, unless the user chooses another address."""
 
 import errno
 import ipaddress
@@ -8,7 +8,7 @@ from shoal.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host name or address.
+    """Whether a host name or address is reachable from this machine only.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "", "example.org")]
     [True, True, True, False, False, False]
@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that is ready to be served on. Raises `ConfigError`."""
+    """Socket that listens at an address. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
@@ -34,6 +34,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where clients find what is served on a socket."""
+    """URL at which clients reach a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if listening.family is socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,8 +1,8 @@
-"""Child processes: spawned, in process groups of their own, and dead when their parent is.
+"""Child processes: spawned, in process groups of their own, and killed with their parent.
 
-A child is `python -m module ...`. It never shares memory that was touched by torch, and one socket joins it to its
-parent: frames with a size and the number of the request that they belong to, or just the lines in which parent and
-server tell each other token and URL. `Child` is for event loops, `BlockingChild` for callers without one.
+A child is `python -m module ...`. It never shares memory that torch touched, and one socket joins it to its parent. The
+socket carries frames with a size and a request number, or just the lines that exchange token and URL with a server.
+`Child` is for event loops, `BlockingChild` for callers without one.
 """
 
 import asyncio
@@ -28,33 +28,34 @@ PR_SET_PDEATHSIG = 1
 PARENT = "SHOAL_PARENT_PID"
 RANK_GPUS = "SHOAL_RANK_GPUS"
 FRAME_HEADER = struct.Struct(">IQ")
-"""Size of the frame, and the number of the request that it asks or answers; 0 before the first."""
+"""Size of the frame, and the number of the request that it asks or answers; 0 before the first request."""
 MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
 BUFFERED_GRACE_S = 0.2
-"""After a deadline, what has come is still read: an answer that came while the event loop was busy is not late."""
+"""Seconds after a deadline in which buffered bytes are still read: an answer that came while the event loop was busy
+is not late."""
 
 
 def cores() -> int:
-    """How many this process may use; where the system does not tell, how many there are."""
+    """Number of cores that this process may use, or that exist where the system does not tell."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends; called first thing in a child (Linux only)."""
+    """Asks the kernel to kill this process when its parent ends; children call it first (Linux only)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = int(os.environ.pop(PARENT, os.getppid()))  # taken out, so that this process's own children do not read it
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    parent = int(os.environ.pop(PARENT, os.getppid()))  # removed, so that this process's own children do not read it
+    if os.getppid() != parent:  # the parent ended before the request reached the kernel
         os._exit(1)
 
 
 def collect_rarely() -> None:
-    """For a process whose event loop must not stand still: looks for cyclic garbage only after much has piled up.
+    """Makes garbage collection rare, for a process whose event loop must not pause.
 
-    By default Python looks at everything that a request leaves behind, every id of every token, again and again. With
-    a thousand conversations open that stops the loop for 2.5 % of the time, in pieces of 20 to 100 ms.
+    By default Python scans all objects that a request leaves behind, every id of every token, again and again. With a
+    thousand open conversations the scans stop the loop for 2.5 % of the time, in pieces of 20 to 100 ms.
     """
     gc.collect()
     gc.freeze()
@@ -62,13 +63,13 @@ def collect_rarely() -> None:
 
 
 def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """The environment of a process that computes with torch on `threads` cores, and on the first of `gpus` if any.
+    """Environment of a process that computes with torch on `threads` cores, and on the first of `gpus` if given.
 
-    The other GPUs are for the processes that it starts itself, each of which has one: `rank_environment`.
+    The other GPUs are for the ranks that the process starts itself: `rank_environment`.
 
-    Idle OpenMP threads sleep instead of spinning (spinning collapses when processes share cores), and glibc keeps the
-    memory it frees instead of giving it back to the kernel, which would have to clear it again for the next tensor. But
-    not what is as large as a chunk of logits: small tensors would settle in its place, and each chunk take a new one.
+    Idle OpenMP threads sleep instead of spinning, because spinning collapses when processes share cores. glibc keeps
+    freed memory instead of returning it to the kernel, which would clear it again for the next tensor. Blocks as large
+    as a chunk of logits are returned: small tensors would settle in their place, and each chunk would take new memory.
     """
     return {
         **os.environ,
@@ -87,20 +88,20 @@ def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
 
 
 def rank_environment(rank: int) -> dict[str, str]:
-    """The environment of another rank of this process: the same, with a GPU of its own if ranks have such."""
+    """Environment of another rank of this process: a copy, with a GPU of its own if ranks have GPUs."""
     gpus = os.environ.get(RANK_GPUS, "")
     return {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus.split(",")[rank]} if gpus else {})}
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended."""
+    """End of a child."""
 
     name: str
     returncode: int
     last_words: str
     advice: str = ""
-    """To the user."""
+    """Advice to the user."""
 
     def __str__(self) -> str:
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"code {self.returncode}"
@@ -109,10 +110,10 @@ class Exit:
 
 
 class Child:
-    """One running child and the socket to it. Use as an async context manager; leaving it ends the child.
+    """One running child and the socket to it, as an async context manager; leaving it ends the child.
 
-    Invariant: `receive` returns answers to the newest request only, so that an answer to an `ask` that was cancelled is
-    never taken for the next one's.
+    Invariant: `receive` returns only answers to the newest request. The answer to a cancelled `ask` is therefore never
+    taken for the next answer.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Child:
     ) -> None:
         """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket.
 
-        `advice` ends the sentence about a death of the child.
+        `advice` ends the error message about a death of the child.
         """
         self.name = name
         self._module = module
@@ -130,10 +131,10 @@ class Child:
         self._advice = advice
         self._turn = asyncio.Lock()
         self._asked = 0
-        self._header: tuple[int, int] | None = None  # of the frame whose header has come
+        self._header: tuple[int, int] | None = None  # size and request number of a frame whose header has come
 
     def command(self, fd: int) -> list[str]:
-        """What is run; descriptor `fd` is the child's end of the socket."""
+        """Command of the child; descriptor `fd` is its end of the socket."""
         return [sys.executable, "-m", self._module, *self._arguments, "--fd", str(fd)]
 
     async def __aenter__(self) -> Self:
@@ -161,11 +162,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._process.pid
 
     async def line(self, timeout_s: float) -> bytes:
-        """One line from the child. Raises `ChildDied` when it ends or stays silent for `timeout_s`."""
+        """One line from the child. Raises `ChildDied` when the child ends or stays silent for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._reader.readline()
@@ -174,7 +175,7 @@ class Child:
             raise ChildDied(
                 f"the {self.name} process was not ready in {timeout_s:.0f} s; its log ends: {log}"
             ) from None
-        except ConnectionError:  # it was killed before it had read what it was sent
+        except ConnectionError:  # killed before it read all that was sent
             raise await self._death() from None
         if not line.endswith(b"\n"):
             raise await self._death()
@@ -183,7 +184,7 @@ class Child:
     async def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Sends one frame and returns the answer; callers take turns, and the deadline begins with the turn.
 
-        Raises `ChildDied`, and `TimeoutError` for a child that has not answered by then; it is killed.
+        Raises `ChildDied`. After the deadline it kills the child and raises `TimeoutError`.
         """
         async with self._turn:
             self.send(frame)
@@ -194,12 +195,12 @@ class Child:
                 raise
 
     def send(self, frame: bytes) -> None:
-        """Sends one request; what the child has still to say to earlier ones is skipped from here on."""
+        """Sends one request; later answers to earlier requests are skipped."""
         self._asked += 1
         self._writer.write(FRAME_HEADER.pack(len(frame), self._asked) + frame)
 
     async def receive(self, timeout_s: float) -> bytes:
-        """The next frame in answer to the newest request. Raises `TimeoutError` when none came by then, `ChildDied`."""
+        """Next frame that answers the newest request. Raises `TimeoutError` at the deadline, `ChildDied`."""
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -210,7 +211,7 @@ class Child:
             raise await self._death() from None
 
     async def _answer(self) -> bytes:
-        """The next answer to the newest request. Cancelling loses no byte: a header that was read is kept."""
+        """Next answer to the newest request. Cancelling loses no byte: a header already read is kept."""
         while True:
             if self._header is None:
                 self._header = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
@@ -221,12 +222,12 @@ class Child:
                 return frame
 
     async def died(self) -> Exit:
-        """Returns when the child has ended, however it ends. Who waits here watches it for as long as it is needed."""
+        """Waits until the child has ended, in whatever way; returns how."""
         code = await self._process.wait()
         return Exit(self.name, code, self._last_words(), self._advice)
 
     async def _death(self) -> ChildDied:
-        """The error for a child that closed its socket; it is killed when it lives on."""
+        """Error for a child that closed its socket; a child that lives on is killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 return ChildDied(str(await self.died()))
@@ -235,7 +236,7 @@ class Child:
         return ChildDied(how + (f"; {self._advice}" if self._advice else ""))
 
     def _last_words(self) -> str:
-        """The last line that this process wrote to its log; earlier lives wrote to the same file."""
+        """Last line of this process in its log; earlier processes wrote to the same file."""
         with self._log.open("rb") as file:
             file.seek(self._log_begins_at)
             lines = file.read().decode(errors="replace").strip().splitlines()
@@ -251,9 +252,9 @@ class Child:
                 os.killpg(self._process.pid, number)
 
     async def end(self) -> None:
-        """Ends the child: asks its process group to terminate, and kills it when it takes longer than the grace.
+        """Ends the child: terminates its process group, and kills it after the grace.
 
-        What was not sent yet is thrown away: a child that hangs would never read it.
+        Unsent bytes are discarded: a child that hangs would never read them.
         """
         self._writer.transport.abort()
         try:
@@ -268,7 +269,7 @@ class Child:
 
 
 class BlockingChild:
-    """A child for callers without an event loop, one caller at a time: `Child`'s frames and deadlines."""
+    """Child for callers without an event loop, one caller at a time, with `Child`'s frames and deadlines."""
 
     def __init__(
         self,
@@ -279,9 +280,9 @@ class BlockingChild:
         output: int | None = None,
         own_group: bool = True,
     ) -> None:
-        """Starts `python -m module arguments... --fd N`. It writes to `output`, the caller's own where that is None.
+        """Starts `python -m module arguments... --fd N`, which writes to `output`, or to the caller's output when None.
 
-        Without a process group of its own it gets the signals of the caller's.
+        Without a process group of its own the child gets the signals of the caller's group.
         """
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -299,7 +300,7 @@ class BlockingChild:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._process.pid
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
@@ -314,7 +315,7 @@ class BlockingChild:
         send_frame(self._socket, frame, self._asked)
 
     def receive(self, timeout_s: float) -> bytes:
-        """The next frame in answer to the newest request. Raises `TimeoutError` and `ConnectionError`."""
+        """Next frame that answers the newest request. Raises `TimeoutError` and `ConnectionError`."""
         deadline_s = time.monotonic() + timeout_s
 
         def before() -> None:
@@ -327,7 +328,7 @@ class BlockingChild:
         raise ConnectionResetError(f"it ended with code {self.end()}")
 
     def end(self) -> int:
-        """Closes the socket, which ends a child that lives, and kills it after the grace; its exit code."""
+        """Closes the socket, which ends the child, and kills it after the grace; returns its exit code."""
         self._socket.close()
         try:
             return self._process.wait(GRACE_S)
@@ -335,7 +336,7 @@ class BlockingChild:
             return self.kill()
 
     def kill(self) -> int:
-        """Ends the child at once; its exit code."""
+        """Kills the child at once; returns its exit code."""
         self._socket.close()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -355,12 +356,12 @@ def serve(connection: socket.socket, answers: Callable[[bytes], Iterable[bytes]]
 
 
 def send_frame(connection: socket.socket, frame: bytes, number: int = 0) -> None:
-    """Sends one frame that belongs to the request with that number; the first, 0, says that a child is ready."""
+    """Sends one frame for the request `number`; number 0, the first, reports that a child is ready."""
     connection.sendall(FRAME_HEADER.pack(len(frame), number) + frame)
 
 
 def receive_frame(connection: socket.socket, before: Callable[[], None] = lambda: None) -> tuple[int, bytes] | None:
-    """The number of the next frame's request and the frame; None when the other side closed the socket.
+    """Next frame and the number of its request; None when the other side closed the socket.
 
     `before` is called before each wait.
     """

@@ -1,8 +1,8 @@
-"""One set of limits for every HTTP server here: who may ask, how much and how slowly, and how a no is told.
+"""Limits and refusals of every HTTP server: who may ask, how much and how slowly.
 
-`guarded` wraps an application: it checks the Host header, the token and the content type before anything is read.
-`body` and `decoded` read a request within a size and a time. `uvicorn_config` runs an application with bounds on
-connections, headers and idleness. The errors of `shoal.errors` name their own HTTP status.
+`guarded` wraps an application: it checks the Host header, the token and the content type before reading anything.
+`body` and `decoded` read a request within a size and a time. `uvicorn_config` bounds an application's connections,
+headers and idleness. The errors of `shoal.errors` name their own HTTP status.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from shoal.errors import ShoalError
 
 JSON = "application/json"
 HOSTS_VARIABLE = "SHOAL_HOSTS"
-"""Names, separated by commas, under which servers here are reached besides this machine's own."""
+"""Environment variable with more names, separated by commas, under which clients reach these servers."""
 PROXIES_VARIABLE = "FORWARDED_ALLOW_IPS"
-"""uvicorn's: addresses of proxies whose X-Forwarded-For is believed; nobody's is by default."""
+"""Environment variable of uvicorn: addresses of proxies whose X-Forwarded-For is believed; none by default."""
 HEADERS_TIMEOUT_S = 15.0
-"""From a connection's begin, or from the first byte of a later request, to the end of its headers."""
+"""Seconds from a connection's start, or from the first byte of a later request, to the end of its headers."""
 BODY_TIMEOUT_S = 60.0
 MOST_HEADER_BYTES = 1 << 16
 DESCRIPTORS = 1 << 16
-"""As many as the system allows, up to these; three quarters of them may be connections."""
+"""Descriptors at most, if the system allows so many; three quarters of them may be connections."""
 PER_ADDRESS = 64
-"""Connections that one address may hold to a server that is open to the world."""
+"""Connections that one address may hold to a public server."""
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 T = TypeVar("T")
 
 
 class Refused(ShoalError):
-    """A request that is not granted, with HTTP's status."""
+    """Refusal of a request, with its HTTP status."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -52,12 +52,12 @@ class Refused(ShoalError):
 
 
 def json(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """JSON response."""
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
 def refusal(error: Exception) -> Response:
-    """The answer to a request that failed: `{"error": {"message": ..., "code": ...}}`."""
+    """Response to a request that failed: `{"error": {"message": ..., "code": ...}}`."""
     if isinstance(error, HTTPException):
         status, why = error.status_code, error.detail
     elif isinstance(error, ShoalError):
@@ -72,7 +72,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPException: _refused}
-"""Starlette's `exception_handlers`."""
+"""Handlers for Starlette's `exception_handlers`."""
 
 
 async def body(
@@ -81,9 +81,9 @@ async def body(
     timeout_s: float = BODY_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> bytes:
-    """What a client sent. Raises `Refused` at the first byte too many, or when the last takes too long.
+    """Reads a request's body. Raises `Refused` at the first byte too many, or when reading takes too long.
 
-    `on_bytes` is called with the size of each part as it comes, and may refuse it.
+    `on_bytes` is called with the size of each part as it comes, and may refuse the part.
     """
     data = bytearray()
     try:
@@ -99,7 +99,7 @@ async def body(
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
-    """A JSON body as `kind`; none is `{}`. Raises `Refused`, naming the field."""
+    """JSON body as `kind`; an empty body is `{}`. Raises `Refused`, naming the field."""
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -107,17 +107,20 @@ def decoded(data: bytes, kind: type[T]) -> T:
 
 
 class guarded:  # noqa: N801 - an ASGI middleware, used as a function
-    """An application that only those reach who may.
+    """Application that only permitted requests reach.
 
-    A page of another site can have a browser send what needs no preflight, or send anything to a name that was made to
-    point here. So a body must be JSON, and the Host header must be an address, this machine's name, or one of
-    `SHOAL_HOSTS`; who has the token may use any.
+    A page of another site can make a browser send requests that need no preflight, or any request to a name that
+    resolves here. So a body must be JSON, and the Host header must be an address, this machine's name, or one of
+    `SHOAL_HOSTS`. A request with the token may use any host.
     """
 
     def __init__(
         self, app: ASGIApp, *, token: str = "", free: Collection[str] = (), media_type: str = JSON, host: str = ""
     ) -> None:
-        """With a `token`, all paths but the `free` ones want it. `host` is where the user has the server listen."""
+        """With a `token`, all paths but the `free` ones require it.
+
+        `host` is the address on which the user has the server listen.
+        """
         self._app = app
         self._token = f"Bearer {token}".encode() if token else b""
         self._free = frozenset(free)
@@ -126,7 +129,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
         self._hosts = {name.strip().lower() for name in ("localhost", socket.gethostname(), host, *given)} - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or passes it on."""
+        """Refuses one request, or passes it on."""
         if scope["type"] == "http":
             try:
                 self._check(scope)
@@ -151,12 +154,12 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
 
     def _check_host(self, header: str) -> None:
         name = header.lower()
-        if not name.endswith("]"):  # the port; an IPv6 address without one has colons as well
+        if not name.endswith("]"):  # the port; an IPv6 address without a port has colons as well
             name = name.rpartition(":")[0] or name
-        if not name or name in self._hosts:  # browsers always send one
+        if not name or name in self._hosts:  # browsers always send a Host
             return
         try:
-            ipaddress.ip_address(name.strip("[]"))  # no name can be made to point elsewhere where none is used
+            ipaddress.ip_address(name.strip("[]"))  # an address, unlike a name, cannot be made to point elsewhere
         except ValueError:
             known = ", ".join(sorted(self._hosts))
             why = f"host: expected an address or one of {known}; {HOSTS_VARIABLE} adds names; got {header[:80]!r}"
@@ -171,7 +174,7 @@ def uvicorn_config(
     per_address: int | None = None,
     headers_timeout_s: float = HEADERS_TIMEOUT_S,
 ) -> uvicorn.Config:
-    """How to serve `app` so that nobody can occupy it: bounded connections, headers and idleness; no proxy is believed.
+    """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy.
 
     A connection may be idle for `idle_s`; ending waits at most `grace_s` for answers under way.
     """
@@ -192,7 +195,7 @@ def uvicorn_config(
 
 
 def _descriptors() -> int:
-    """Raises this process's limit on descriptors to what the system allows; what it is then."""
+    """Raises this process's descriptor limit as far as the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -202,7 +205,7 @@ def _descriptors() -> int:
 
 
 class _Bounded(HttpToolsProtocol):
-    """uvicorn's connection, which waits for headers for so long only, and is refused when there are too many."""
+    """Connection of uvicorn that limits the wait for headers and the number of connections."""
 
     most: int
     per_address: int | None
@@ -227,9 +230,9 @@ class _Bounded(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._begun()
+            self._end_wait()
             return
-        if self.cycle is None or not self.cycle.more_body:  # else it is the rest of a body that was refused
+        if self.cycle is None or not self.cycle.more_body:  # otherwise it is the rest of a refused body
             self._head_bytes += len(data)
         if self._head_bytes > MOST_HEADER_BYTES:
             self.transport.abort()
@@ -237,11 +240,11 @@ class _Bounded(HttpToolsProtocol):
             self._late = self.loop.call_later(self.headers_timeout_s, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._begun()
+        self._end_wait()
         super().connection_lost(exc)
 
-    def _begun(self) -> None:
-        """Notes that a request's headers are there, or that nobody waits for any."""
+    def _end_wait(self) -> None:
+        """Ends the wait for a request's headers."""
         self._head_bytes = 0
         if self._late is not None:
             self._late.cancel()

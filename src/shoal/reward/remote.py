@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.checker import Spec
 from shoal.errors import EngineUnavailable
-from shoal.net.client import ONCE, authorization, exchanged, session, words
+from shoal.net.client import ONCE, authorization, exchange, session, words
 from shoal.reward.http import ScoreReply, ScoreRequest
 from shoal.types import Reward, RewardStatus, Task
 
@@ -77,7 +77,7 @@ class RemoteScorer:
         server.running += 1
         try:
             url = f"{server.url}/score"  # another server is asked instead of the same one again
-            return await exchanged(self._session, "POST", url, body, self._headers, timeout_s=TIMEOUT_S, retry=ONCE)
+            return await exchange(self._session, "POST", url, body, self._headers, timeout_s=TIMEOUT_S, retry=ONCE)
         finally:
             server.running -= 1
 

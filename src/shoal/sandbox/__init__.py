@@ -1,5 +1,5 @@
-"""Untrusted programs in a box: no network, no files but a work folder, no other processes, and limits on all they use.
+"""Sandboxes for untrusted programs: no network, no files but a work folder, no other processes, and resource limits.
 
-`program` says what runs and how it ended, `runner` runs it, `rungs` finds the strongest box this machine can build. The
-rest runs inside, before the program does.
+`program` describes a program and its result, `runner` runs it, and `backends` finds the strongest sandbox of this
+machine. The other modules run inside the sandbox before the program does.
 """

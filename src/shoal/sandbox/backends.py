@@ -1,4 +1,4 @@
-"""Which sandboxes this machine can build: each is tried, not looked up."""
+"""Sandbox backends that work on this machine, found by running a trial program in each."""
 
 import sys
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _LIMITS = ProgramLimits(wall_s=20.0)
 
 @cache
 def why_not(backend: Backend) -> str:
-    """Why this machine has no such sandbox; empty when a program ran in one."""
+    """Reason why this machine lacks a backend; empty when a program ran in it."""
     if sys.platform != "linux":
         return "needs Linux"
     try:
@@ -28,13 +28,13 @@ def why_not(backend: Backend) -> str:
 
 
 def probe() -> Mapping[Backend, str]:
-    """`why_not` of every rung, strongest first."""
+    """Reasons (`why_not`) of every backend, strongest first."""
     return {backend: why_not(backend) for backend in Backend}
 
 
 @cache
 def backend() -> Backend:
-    """The strongest that works. Raises `SandboxUnavailable` when none does."""
+    """Strongest backend that works. Raises `SandboxUnavailable` when none works."""
     for candidate in Backend:
         if not why_not(candidate):
             return candidate
@@ -43,7 +43,7 @@ def backend() -> Backend:
 
 
 def in_use() -> str:
-    """The name of the strongest that works, or `none`."""
+    """Name of the strongest backend that works, or `none`."""
     try:
         return backend().value
     except SandboxUnavailable:

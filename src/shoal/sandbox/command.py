@@ -1,4 +1,4 @@
-"""The command line that boxes a program: what a rung needs to know of this machine and this Python."""
+"""Command line that runs a program in a sandbox: the facts of this machine and this Python that a backend needs."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ from shoal.sandbox.launch_spec import NONE, LaunchSpec, pack
 from shoal.sandbox.mounts import DEVICES
 from shoal.sandbox.program import Backend
 
-WORK_FOLDER = "/shoal-work"  # no path that anything readable lies below
+WORK_FOLDER = "/shoal-work"  # no readable file lies below this path
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _BOOT = f"import sys; sys.path.append(sys.argv[1]); from {launcher.__name__} import main; main(*sys.argv[2:])"
 _NOBODY = "65534"
@@ -23,13 +23,13 @@ _UIDS = 1 << 20
 
 @cache
 def interpreter() -> str:
-    """The Python that programs run on: the one behind this environment, free of links."""
+    """Python interpreter for programs: the one behind this environment, with links resolved."""
     return os.path.realpath(sys.executable)
 
 
 @cache
 def runtime() -> tuple[str, ...]:
-    """What a bare Python needs to read: itself, its standard library and the system's shared libraries."""
+    """Paths that a bare Python reads: the interpreter, its standard library and the system's shared libraries."""
     standard_library = os.path.dirname(os.path.realpath(os.__file__))
     own = sorted(str(path) for path in Path(sys.base_prefix, "lib").glob("libpython*.so*"))
     candidates = (*_LIBRARIES, interpreter(), standard_library, *own)
@@ -38,15 +38,15 @@ def runtime() -> tuple[str, ...]:
 
 @cache
 def installed_packages() -> tuple[Path, ...]:
-    """The folders that installed packages are imported from, those of PYTHONPATH and of .pth files included."""
+    """Folders from which installed packages are imported, including those of PYTHONPATH and .pth files."""
     sites = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     return package_folders(sys.path, sites, os.environ.get("PYTHONPATH", ""))
 
 
 def package_folders(path: Sequence[str], sites: Sequence[str], python_path: str) -> tuple[Path, ...]:
-    """Of a `sys.path`, the folders that the user named or installed into: not the current one, nor the script's.
+    """Folders of a `sys.path` that the user named or installed into, without the current folder and the script's.
 
-    Python puts what a .pth file names behind the folder that the file lies in.
+    Python places the entries of a .pth file after the folder that contains the file.
     """
     first = next((number for number, folder in enumerate(path) if folder in sites), len(path))
     named = [os.path.abspath(folder) for folder in python_path.split(os.pathsep) if folder]
@@ -56,19 +56,19 @@ def package_folders(path: Sequence[str], sites: Sequence[str], python_path: str)
 
 @cache
 def own_package() -> Path:
-    """The folder of `shoal` itself."""
+    """Folder of the package `shoal`."""
     return Path(__file__).resolve().parents[1]
 
 
 def visible(*more: Path) -> list[str]:
-    """What a program may read: the bare Python and these, which must exist."""
+    """Paths that a program may read: the bare Python and `more`, which must exist."""
     return outermost([*runtime(), *(str(path.resolve()) for path in more)])
 
 
 def other_uid() -> int:
-    """A user to run one program as, when root starts it: nobody else's, so that it has no rights and is counted alone.
+    """Unused user id to run one program as root's child, so that the program has no rights and is counted alone.
 
-    `NONE` for whoever is not root, or is root where there is nobody else.
+    The result is `NONE` when this process is not root, or when root has no other user ids.
     """
     if os.geteuid() != 0:
         return NONE
@@ -79,38 +79,38 @@ def other_uid() -> int:
     return last - secrets.randbelow(available) if available else NONE
 
 
-def boxed(plan: LaunchSpec, info_fd: int = NONE) -> list[str]:
-    """The command that runs a plan. bubblewrap names its child's process on `info_fd`."""
-    if plan.backend != Backend.BUBBLEWRAP:
-        return _launcher("outside", plan)
+def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
+    """Command that runs a launch specification. bubblewrap writes its child's process id to `info_fd`."""
+    if spec.backend != Backend.BUBBLEWRAP:
+        return _launcher("outside", spec)
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--die-with-parent", "--as-pid-1"]
-    if plan.uid == NONE:
+    if spec.uid == NONE:
         arguments += ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY]
-    else:  # root, who needs no user namespace; the launcher becomes another user and loses these as well
+    else:  # root needs no user namespace; the launcher drops these capabilities when it changes user
         arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if info_fd != NONE:
         arguments += ["--info-fd", str(info_fd)]
     launcher = (str(own_package() / "__init__.py"), str(own_package() / "sandbox"))
-    paths = outermost((*plan.readable, *launcher))
+    paths = outermost((*spec.readable, *launcher))
     for parent in _parents((*paths, *DEVICES)):
-        arguments += ["--perms", "0755", "--dir", parent]  # without it, root's are closed to others
+        arguments += ["--perms", "0755", "--dir", parent]  # root's umask would close these folders to others
     for path in paths:
         arguments += ["--ro-bind", path, path]
     for path in DEVICES:
         arguments += ["--dev-bind", path, path]
-    if plan.folder:
-        arguments += ["--perms", "0777", "--size", str(plan.file_bytes), "--tmpfs", plan.folder]
+    if spec.folder:
+        arguments += ["--perms", "0777", "--size", str(spec.file_bytes), "--tmpfs", spec.folder]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
-    return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", plan)]
+    return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", spec)]
 
 
-def _launcher(place: str, plan: LaunchSpec) -> list[str]:
-    return [interpreter(), "-I", "-S", "-B", "-c", _BOOT, str(own_package().parent), place, pack(plan)]
+def _launcher(place: str, spec: LaunchSpec) -> list[str]:
+    return [interpreter(), "-I", "-S", "-B", "-c", _BOOT, str(own_package().parent), place, pack(spec)]
 
 
 def outermost(paths: Sequence[str]) -> list[str]:
-    """The paths without those inside another one, each once."""
+    """Paths without duplicates and without paths inside another."""
     kept: list[str] = []
     for path in sorted({os.path.normpath(path) for path in paths}, key=lambda path: (path.count("/"), path)):
         if not any(path == other or path.startswith(other.rstrip("/") + "/") for other in kept):
@@ -119,11 +119,11 @@ def outermost(paths: Sequence[str]) -> list[str]:
 
 
 def _parents(paths: Sequence[str]) -> list[str]:
-    """Every folder above the paths, outer ones first."""
+    """Folders above the paths, outer ones first."""
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
 
 
 def environment_of(variables: Mapping[str, str], packages: Sequence[Path]) -> list[str]:
-    """NAME=value of all that a program gets."""
+    """Environment of a program as NAME=value."""
     more = {"PYTHONPATH": os.pathsep.join(map(str, packages))} if packages else {}
     return [f"{name}={value}" for name, value in {**more, **variables}.items()]

@@ -1,7 +1,7 @@
-"""What only the kernel can be asked for: namespaces, mounts, capabilities, Landlock, seccomp.
+"""Calls that only the kernel offers: namespaces, mounts, capabilities, Landlock, seccomp.
 
-Here and in every module that runs before the program does: no import that takes milliseconds (no dataclasses, enum, re,
-json, typing), as each program waits for it.
+Modules that run before the program, such as this one, import nothing that takes milliseconds (no dataclasses, enum, re,
+json, typing). Each program waits for them.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(what: str, result: int) -> int:
-    """The result. Raises `OSError` when it is negative, saying what was asked for."""
+    """Result of a call. Raises `OSError` naming the call when it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -46,18 +46,18 @@ def _syscall(what: str, number: int, *arguments: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Puts this process (its children, for processes) into new namespaces."""
+    """Moves this process (for process namespaces: its children) into new namespaces."""
     _checked("unshare", _libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """mount(2)."""
+    """Calls mount(2)."""
     words = [os.fsencode(word) for word in (source, target, kind, data)]
     _checked(f"mount {target}", _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
 
 
 def set_mount_attributes(path: str, attributes: int, *, recursive: bool) -> None:
-    """Adds attributes to a mount and, when recursive, to all below it; takes none away."""
+    """Adds attributes to a mount and, when recursive, to all mounts below it; removes none."""
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     name = ctypes.c_char_p(os.fsencode(path))
@@ -74,17 +74,17 @@ def enter_root(path: str) -> None:
 
 
 def control(option: int, value: int = 0) -> None:
-    """prctl(2)."""
+    """Calls prctl(2)."""
     zero = ctypes.c_ulong(0)
     _checked(f"prctl {option}", _libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero))
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability, for good."""
+    """Drops every capability, permanently."""
     for capability in range(64):
         try:
             control(PR_CAPBSET_DROP, capability)
-        except OSError:  # beyond the last one, or not allowed: no_new_privs keeps what is dropped from coming back
+        except OSError:  # beyond the last one, or not allowed: no_new_privs keeps dropped ones from returning
             break
     control(PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
@@ -93,7 +93,7 @@ def drop_capabilities() -> None:
 
 
 def install_filter(instructions: bytes) -> None:
-    """Puts a seccomp filter on this process and all that come from it. Needs no_new_privs."""
+    """Installs a seccomp filter on this process and its descendants. Requires no_new_privs."""
 
     class Filter(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
@@ -104,7 +104,7 @@ def install_filter(instructions: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 without."""
+    """Version of the kernel's Landlock; 0 without Landlock."""
     try:
         return _syscall("landlock", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     except OSError:
@@ -112,14 +112,14 @@ def landlock_version() -> int:
 
 
 def landlock_ruleset(files: int, net: int, scoped: int) -> int:
-    """A descriptor of a ruleset that denies these accesses; 0 for what the kernel does not know yet."""
+    """Descriptor of a ruleset that denies these accesses; pass 0 for accesses that the kernel does not know."""
     size = 24 if scoped else 16 if net else 8
     request = (ctypes.c_uint64 * 3)(files, net, scoped)
     return _syscall("landlock_create_ruleset", _LANDLOCK_CREATE, ctypes.byref(request), size, 0)
 
 
 def landlock_allow(ruleset: int, path: str, files: int) -> None:
-    """Allows accesses to a file, or to a folder and all below it."""
+    """Allows accesses to a file, or to a folder and everything below it."""
 
     class Beneath(ctypes.Structure):
         _pack_ = 1
@@ -135,5 +135,5 @@ def landlock_allow(ruleset: int, path: str, files: int) -> None:
 
 
 def landlock_enter(ruleset: int) -> None:
-    """Puts the ruleset on this process and all that come from it. Needs no_new_privs."""
+    """Applies the ruleset to this process and its descendants. Requires no_new_privs."""
     _syscall("landlock_restrict_self", _LANDLOCK_RESTRICT, ruleset, 0)

@@ -1,4 +1,4 @@
-"""What a program may do with files, by Landlock. Runs before the program."""
+"""File access of a program, restricted by Landlock. Runs before the program."""
 
 import os
 
@@ -6,7 +6,7 @@ from shoal.sandbox import kernel
 from shoal.sandbox.mounts import DEVICES
 
 OLDEST = 3
-"""Linux 6.2: from there on truncating a file counts as writing it."""
+"""Version of Landlock (Linux 6.2) from which truncating a file counts as writing."""
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
@@ -18,7 +18,7 @@ _NET, _SCOPES = 3, 3  # TCP bind and connect; abstract sockets and signals
 
 
 def restrict(readable: list[str], folder: str) -> None:
-    """Leaves what is readable, the devices and, unless it is "", a folder to write to. Raises `OSError`."""
+    """Restricts access to readable paths, the devices and, unless it is "", a writable folder. Raises `OSError`."""
     version = kernel.landlock_version()
     if version < OLDEST:
         raise OSError(f"Landlock {OLDEST} (Linux 6.2) or newer is needed, the kernel has {version or 'none'}")

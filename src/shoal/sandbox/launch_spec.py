@@ -1,11 +1,11 @@
-"""What the main process tells the launcher, as one word of a command line; and the files, as one stream of bytes."""
+"""Launch specification, passed to the launcher as one command-line word; and the program's files as one byte stream."""
 
 BUBBLEWRAP, NAMESPACES, LANDLOCK = "bubblewrap", "namespaces", "landlock"
 NONE = -1
 
 
 class LaunchSpec:
-    """How one program is to be boxed and started."""
+    """Specification of one program's sandbox and start."""
 
     __slots__ = (
         *(
@@ -39,11 +39,10 @@ class LaunchSpec:
         file_bytes: int,
         open_files: int,
     ) -> None:
-        """A limit of 0 is none.
+        """A limit of 0 means no limit.
 
-        `folder` is where the program may write: a mount point in the sandbox, under Landlock a folder that exists;
-        empty when it may write nowhere. `uid` is whom it runs as, `NONE` for whoever starts it. `environment` holds
-        NAME=value.
+        `folder` is the only writable place: a mount point in the sandbox, an existing folder under Landlock, or "" for
+        none. `uid` is the user id of the program; `NONE` keeps the starter's. `environment` holds NAME=value.
         """
         self.backend = backend
         self.argv = argv
@@ -64,17 +63,17 @@ _LISTS = ("argv", "environment", "readable")
 _WORDS = ("backend", "folder")
 
 
-def pack(plan: LaunchSpec) -> str:
-    """The plan as one word; `unpack` reads it."""
+def pack(spec: LaunchSpec) -> str:
+    """Specification as one word; `unpack` reads it."""
     words: list[str] = []
     for name in LaunchSpec.__slots__:
-        value = getattr(plan, name)
+        value = getattr(spec, name)
         words += [str(len(value)), *value] if name in _LISTS else [str(value)]
     return "\0".join(words).encode(errors="surrogateescape").hex()
 
 
 def unpack(word: str) -> LaunchSpec:
-    """The plan that `pack` was given."""
+    """Specification that `pack` encoded."""
     words = iter(bytes.fromhex(word).decode(errors="surrogateescape").split("\0"))
     values: dict[str, object] = {}
     for name in LaunchSpec.__slots__:
@@ -93,7 +92,7 @@ def pack_files(files: dict[str, bytes]) -> bytes:
 
 
 def unpack_files(stream: bytes) -> list[tuple[str, bytes]]:
-    """Paths and contents."""
+    """Paths and contents of a stream."""
     files, at = [], 0
     while at < len(stream):
         name_end = stream.index(b"\0", at)

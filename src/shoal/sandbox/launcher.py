@@ -1,11 +1,12 @@
-"""The launcher: a fresh process that boxes itself and becomes the program.
+"""Launcher: a fresh process that confines itself and becomes the program.
 
-`outside` is where it starts: under Landlock it boxes itself and becomes the program; with namespaces it makes them,
-and its child is their first process. `inside` is where it starts when bubblewrap has made them. The first process
-starts the program, reports how that ended, and with its own end takes along whatever the program has left running.
+The launcher starts at the place `outside`. Under Landlock it confines itself and becomes the program. With namespaces
+it makes them, and its child is their first process. Under bubblewrap, which makes the namespaces, the launcher starts
+at the place `inside`. The first process starts the program and reports how the program ended. Its own end kills every
+process that the program left running.
 
-It tells the main process through a pipe: `{"child-pid": N}`, the first process, in bubblewrap's words; `started`;
-`ended STATUS CPU_S`, in wait(2)'s terms; or `failed WHY`, when there can be no program.
+The launcher reports through a pipe. `{"child-pid": N}` names the first process, in bubblewrap's words. `started` and
+`ended STATUS CPU_S` (in wait(2)'s terms) report the program, and `failed WHY` a sandbox that could not be set up.
 """
 
 import _signal  # type: ignore[import-not-found]  # as signal, without the milliseconds
@@ -29,7 +30,7 @@ _NAMESPACES = (
 
 
 def main(place: str, word: str) -> None:
-    """Never returns normally."""
+    """Confines this process and starts the program; never returns normally."""
     wanted = launch_spec.unpack(word)
     try:
         kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
@@ -55,7 +56,7 @@ def _files(wanted: LaunchSpec) -> list[tuple[str, bytes]]:
         return launch_spec.unpack_files(stream.read())
 
 
-def _tell(wanted: LaunchSpec, text: str) -> None:
+def _report(wanted: LaunchSpec, text: str) -> None:
     if wanted.status_fd != NONE:
         os.write(wanted.status_fd, f"{text}\n".encode(errors="replace"))
 
@@ -64,12 +65,12 @@ def _fail(wanted: LaunchSpec, error: OSError) -> None:
     why = f"failed {error}".replace("\n", " ")
     if wanted.status_fd == NONE:
         os.write(2, f"the sandbox {why}\n".encode(errors="replace"))
-    _tell(wanted, why)
+    _report(wanted, why)
     os._exit(1)
 
 
 def _make_namespaces(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
-    """With a user to become this process has root's rights; without one it gets them in a user namespace."""
+    """Makes the namespaces. A `uid` implies root's rights; otherwise a user namespace gives them."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(sum(_NAMESPACES) | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
     if wanted.uid == NONE:
@@ -84,7 +85,7 @@ def _make_namespaces(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None
             _be_first_process(wanted, files)
         except OSError as error:
             _fail(wanted, error)
-    _tell(wanted, f'{{"child-pid": {child}}}')
+    _report(wanted, f'{{"child-pid": {child}}}')
     os.closerange(0, _MOST_DESCRIPTORS)
     _, status = os.waitpid(child, 0)
     os._exit(_exit_code(status))
@@ -102,13 +103,13 @@ def _be_first_process(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> Non
             _be_program(wanted, files)
         except OSError as error:
             _fail(wanted, error)
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # a first process hears what it handles only
-    _close_all_but(wanted.status_fd, 0)  # the program's pipes are the program's alone: others wait for their end
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # a first process receives only the signals that it handles
+    _close_all_but(wanted.status_fd, 0)  # the program alone holds its pipes: readers wait for their end
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == program:
             total = resource.getrusage(resource.RUSAGE_CHILDREN)
-            _tell(wanted, f"ended {status} {total.ru_utime + total.ru_stime}")
+            _report(wanted, f"ended {status} {total.ru_utime + total.ru_stime}")
             os._exit(_exit_code(status))
 
 
@@ -124,7 +125,7 @@ def _exit_code(status: int) -> int:
 
 def _be_program(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
     alone = wanted.backend == LANDLOCK
-    if wanted.status_fd != NONE:  # without one it is a module of ours, which talks to its parent
+    if wanted.status_fd != NONE:  # without a status pipe the program is a module of Shoal, which talks to its parent
         _close_all_but(wanted.status_fd, 3)
     os.umask(0o022)
     os.chdir(wanted.folder or "/")
@@ -140,7 +141,7 @@ def _be_program(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
         landlock.restrict(wanted.readable, wanted.folder)
     kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid() if alone else None))
     environment = dict(entry.split("=", 1) for entry in wanted.environment)
-    _tell(wanted, "started")
+    _report(wanted, "started")
     try:
         os.execve(wanted.argv[0], wanted.argv, environment)
     except (FileNotFoundError, PermissionError) as error:
@@ -158,7 +159,7 @@ def _unpack(files: list[tuple[str, bytes]]) -> None:
 
 
 def _limits(wanted: LaunchSpec) -> list[tuple[int, tuple[int, int]]]:
-    """Soft and hard; the hard limit of time comes a second later, for programs that ignore the signal."""
+    """Soft and hard limits; the hard CPU limit is a second later, for programs that ignore the signal."""
     pairs = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -168,8 +169,8 @@ def _limits(wanted: LaunchSpec) -> list[tuple[int, tuple[int, int]]]:
     ]
     if wanted.memory_bytes:
         pairs.append((resource.RLIMIT_AS, wanted.memory_bytes))
-    if wanted.processes and wanted.backend != LANDLOCK:  # there it would count all that the user runs
-        pairs.append((resource.RLIMIT_NPROC, wanted.processes + (wanted.uid == NONE)))  # the first process is this user
+    if wanted.processes and wanted.backend != LANDLOCK:  # under Landlock it would count all processes of the user
+        pairs.append((resource.RLIMIT_NPROC, wanted.processes + (wanted.uid == NONE)))  # as is the first process
     limits = [(limit, (value, value)) for limit, value in pairs]
     if wanted.cpu_s:
         limits.append((resource.RLIMIT_CPU, (wanted.cpu_s, wanted.cpu_s + 1)))

@@ -1,4 +1,4 @@
-"""The file system that a program sees, in namespaces of its own. Runs before the program."""
+"""File system of a program in namespaces of its own. Runs before the program."""
 
 import os
 
@@ -6,13 +6,13 @@ from shoal.sandbox import kernel
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 MOST_FILES = 4096
-"""Files and folders in the work folder: each costs the kernel memory, however short it is."""
+"""Files and folders allowed in the work folder: each costs kernel memory, however short it is."""
 
-_BASE = "/proc"  # where the new root is built: a folder that is always there, and that nothing is taken from
+_BASE = "/proc"  # the new root is built here: the folder always exists, and nothing in it is bound
 
 
 def enter_own_root(readable: list[str], folder: str, size_bytes: int) -> None:
-    """Leaves nothing to see but what is readable, the devices and, unless it is "", an empty folder to write to."""
+    """Replaces the root by readable paths, the devices and, unless it is "", an empty writable folder."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _BASE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
     for path in readable:

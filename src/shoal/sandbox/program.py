@@ -1,4 +1,4 @@
-"""What runs in a sandbox, within which limits, and how it ended."""
+"""Programs in a sandbox, their limits and their results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ MAIN = "main.py"
 
 
 class Backend(StrEnum):
-    """What a sandbox is built from, strongest first."""
+    """Sandbox backends, strongest first."""
 
     BUBBLEWRAP = "bubblewrap"
-    """The `bwrap` program: namespaces and mounts, set up by code that many eyes have seen."""
+    """Namespaces and mounts, set up by the widely reviewed program `bwrap`."""
     NAMESPACES = "namespaces"
-    """The same namespaces and mounts, set up here."""
+    """Namespaces and mounts, set up by Shoal's launcher."""
     LANDLOCK = "landlock"
     """Landlock and seccomp alone, where namespaces are refused: one process; names of files outside can be guessed."""
 
 
 class Ended(StrEnum):
-    """How a program ended."""
+    """Ways in which a program ends."""
 
     EXITED = "exited"
-    """By itself, with an exit code."""
+    """The program exited by itself, with an exit code."""
     SIGNALLED = "signalled"
-    """By a signal that no limit sent, such as a crash."""
+    """A signal that no limit sent, such as a crash, ended the program."""
     KILLED_WALL = "killed_wall"
     KILLED_CPU = "killed_cpu"
     KILLED_MEMORY = "killed_memory"
@@ -36,20 +36,20 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """What a program may use. What it can be refused, it is refused (an error inside); for the rest it is killed."""
+    """Limits of a program. Where possible, exceeding a limit is an error inside; otherwise the program is killed."""
 
     wall_s: float = 10.0
-    """From the program's own start; setting up the sandbox does not count."""
+    """Seconds from the program's own start; setting up the sandbox does not count."""
     cpu_s: float = 10.0
-    """Of all its processes together."""
+    """Seconds of all its processes together."""
     memory_bytes: int = 256 << 20
-    """Address space of each process, and resident memory of all together."""
+    """Bytes of address space for each process, and of resident memory for all together."""
     processes: int = 16
     """Processes and threads together; under `Backend.LANDLOCK` threads only."""
     output_bytes: int = 1 << 20
-    """Standard output and standard error together; what came until then is kept."""
+    """Bytes of standard output and standard error together; output up to the limit is kept."""
     file_bytes: int = 16 << 20
-    """Of all files in the work folder together."""
+    """Bytes of all files in the work folder together."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -59,25 +59,25 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python source or a command, and what it finds in its work folder, which is its current directory.
+    """Python source or a command, and its files in the work folder, which is its current directory.
 
     >>> Program("print(input())", stdin=b"hello").command
     ('python', '-s', '-S', '-B', '-X', 'utf8', 'main.py')
     """
 
     source: str | None = None
-    """Python; becomes main.py."""
+    """Python source; becomes main.py."""
     argv: tuple[str, ...] = ()
-    """A command instead; "python" is the interpreter, and nothing else is there but what `readable` brings."""
+    """Command in place of source; "python" is the interpreter, and only `readable` brings other programs."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Content by relative path."""
+    """Content of files by relative path."""
     stdin: bytes = b""
     packages: tuple[Path, ...] = ()
     """Folders to import from, such as a site-packages."""
     readable: tuple[Path, ...] = ()
-    """Files and folders that it may read, under their own path."""
+    """Files and folders that the program may read, under their own paths."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The whole of it, but for PYTHONPATH when there are packages."""
+    """Whole environment; packages add PYTHONPATH."""
 
     def __post_init__(self) -> None:
         if (self.source is None) == (not self.argv):
@@ -93,27 +93,27 @@ class Program:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is executed."""
+        """Command that is executed."""
         return self.argv or ("python", "-s", "-S", "-B", "-X", "utf8", MAIN)
 
     @property
     def all_files(self) -> Mapping[str, bytes]:
-        """The files, and the source as one of them."""
+        """Files, including the source."""
         return self.files if self.source is None else {**self.files, MAIN: self.source.encode(errors="replace")}
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a program ended and what it wrote.
+    """Result of a program and its output.
 
-    Whatever it printed, it may have printed to deceive: compare outside of the sandbox.
+    Output may be printed to deceive: compare it outside the sandbox.
     """
 
     ended: Ended
     exit_code: int | None
-    """When it exited."""
+    """Exit code, if the program exited."""
     signal: int | None
-    """When it was signalled."""
+    """Number of the signal, if a signal ended the program."""
     stdout: bytes
     stderr: bytes
     wall_s: float
@@ -122,5 +122,5 @@ class Finished:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with code 0."""
+        """Whether the program exited with code 0."""
         return self.ended is Ended.EXITED and self.exit_code == 0

@@ -1,4 +1,4 @@
-"""Runs programs on the strongest sandbox of this machine."""
+"""Runner of programs on the strongest sandbox of this machine."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ _FOLDER_BYTES = 16 << 20
 
 
 def run(program: Program, limits: ProgramLimits = _DEFAULT, backend: Backend | None = None) -> Finished:
-    """Runs a program to its end, on the strongest rung unless one is named. Any thread may call it; it blocks.
+    """Runs a program to its end, on the strongest backend unless one is named.
 
-    Raises `SandboxUnavailable` when this machine has no such sandbox.
+    Any thread may call it; it blocks. Raises `SandboxUnavailable` when this machine lacks the backend.
 
     >>> run(Program("print(6 * 7)")).stdout
     b'42\\n'
@@ -36,7 +36,7 @@ async def run_async(
     backend: Backend | None = None,
     channel: socket.socket | None = None,
 ) -> Finished:
-    """`run` in a thread of its own; when cancelled, the program is gone before this returns.
+    """Runs a program in a thread of its own; after a cancellation the program is gone before this returns.
 
     A `channel` becomes the program's standard input, and is closed here.
     """
@@ -48,7 +48,7 @@ async def run_async(
         try:
             stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.callback(os.close, stop)
-            thread = ThreadPoolExecutor(1, "sandbox")  # not asyncio's own, where others would wait for this program
+            thread = ThreadPoolExecutor(1, "sandbox")  # not asyncio's pool, where others would wait for this program
             stack.callback(thread.shutdown, wait=False)
             running = asyncio.get_running_loop().run_in_executor(thread, work)
         except (OSError, RuntimeError) as error:  # no descriptor, no thread
@@ -71,13 +71,14 @@ def confined(
     packages: Sequence[Path],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """A command that runs a Python module of ours in a sandbox with namespaces, for as long as its parent wants.
+    """Command that runs a module of Shoal in a sandbox with namespaces, for as long as its parent wants.
 
-    It keeps the descriptors it inherits, and `WORK_FOLDER` is an empty folder. Its parent watches over its time, and
-    kills its whole process group. A sandbox that cannot be set up ends with code 1 and says why on standard error.
+    The module keeps the descriptors it inherits, and `WORK_FOLDER` is an empty folder. The parent enforces its time and
+    kills its whole process group. A sandbox that cannot be set up ends with code 1 and reports the reason on standard
+    error.
     """
     assert backend is not Backend.LANDLOCK, "it has no folder of its own to be given"
-    plan = LaunchSpec(
+    spec = LaunchSpec(
         backend=backend,
         argv=[interpreter(), "-s", "-S", "-B", "-P", "-m", module, *arguments],
         environment=environment_of(environment, packages),
@@ -92,4 +93,4 @@ def confined(
         file_bytes=_FOLDER_BYTES,
         open_files=open_files,
     )
-    return boxed(plan)
+    return boxed(spec)

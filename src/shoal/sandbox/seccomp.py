@@ -1,14 +1,14 @@
-"""The system calls that a program in a sandbox does not get, as a filter that the kernel runs. Pure.
+"""Seccomp filter of the system calls that a sandboxed program may not make. Pure.
 
-Everything goes but what is named here, and what is newer than this list: the kernel keeps getting new ways out. Of what
-goes, files are the mounts' or Landlock's business, and resources the limits'.
+Calls are allowed unless this list names them or the kernel added them after this list: new calls open new ways out.
+Mounts or Landlock restrict files, and limits restrict resources.
 """
 
 import errno
 import struct
 
 NEWEST = 462
-"""mseal. Numbers above answer "not implemented"; both machines number alike from 424 on."""
+"""Number of mseal. Larger numbers answer "not implemented"; both architectures use equal numbers from 424 on."""
 
 _DENIED: dict[str, tuple[int, int]] = {
     # name: number on x86_64, on aarch64 (-1 where there is none)
@@ -55,7 +55,7 @@ _DENIED: dict[str, tuple[int, int]] = {
     "mount_setattr": (442, 442),
     "statmount": (457, 457),
     "listmount": (458, 458),
-    # Wide doors of the kernel.
+    # Large attack surfaces of the kernel.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -113,7 +113,7 @@ _DENIED: dict[str, tuple[int, int]] = {
     "fanotify_mark": (301, 263),
 }
 _DENIED_WITHOUT_MOUNTS: dict[str, tuple[int, int]] = {
-    # What Landlock leaves open on files that the program may not read: modes, owners, times, attributes.
+    # Calls on unreadable files that Landlock does not restrict: modes, owners, times, attributes.
     "chmod": (90, -1),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -137,7 +137,7 @@ _DENIED_WITHOUT_MOUNTS: dict[str, tuple[int, int]] = {
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "flock": (73, 32),
-    # What would be a second process, or a signal to one.
+    # Calls that make a second process, or signal one.
     "fork": (57, -1),
     "vfork": (58, -1),
     "tkill": (200, 130),
@@ -149,7 +149,7 @@ _SOCKETPAIR, _PRCTL, _FCNTL, _IOCTL, _PRLIMIT = (53, 199), (157, 167), (72, 25),
 _NEW_NAMESPACES, _THREAD = 0x7E02_0000, 0x0001_0000
 _AF_UNIX = 1
 _DENIED_PRCTL = (1, 0x59616D61)  # PR_SET_PDEATHSIG, PR_SET_PTRACER
-_DENIED_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others by way of a file
+_DENIED_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes by way of a file
 _DENIED_IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
@@ -160,12 +160,12 @@ _NUMBER_AT, _ARCHITECTURE_AT = 0, 4
 
 
 def program_filter(machine: str, own_pid: int | None) -> bytes:
-    """The filter's instructions for a machine.
+    """Instructions of the filter for a machine.
 
-    `own_pid` is of a program that shares its processes' names and its files with others (no namespaces): it gets no
-    second process, no signals but to itself, and none of the calls that Landlock does not look at.
+    `own_pid` names a program that shares process ids and files with others (no namespaces). Such a program gets no
+    second process, no signals but to itself, and no calls that Landlock ignores.
 
-    Raises `ValueError` for a machine whose system calls are not known here.
+    Raises `ValueError` for a machine whose system calls are unknown here.
     """
     if machine not in _ARCHITECTURES:
         raise ValueError(f"expected {' or '.join(_ARCHITECTURES)}, got {machine}")
@@ -175,7 +175,7 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
     numbers = sorted({pair[column] for pair in denied if pair[column] >= 0})
     code = [_word(_LOAD, _ARCHITECTURE_AT), _jump(_EQUAL, architecture, 1, 0), _word(_RETURN, _KILL_PROCESS)]
     code += [_word(_LOAD, _NUMBER_AT), _jump(_GREATER, NEWEST, 0, 1), _word(_RETURN, _MISSING)]
-    code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # its flags cannot be seen here; libraries fall back to clone
+    code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # the filter cannot see its flags; libraries fall back to clone
     code += _when(_CLONE[column], _clone(alone=alone))
     code += _when(_SOCKETPAIR[column], _only(0, (_AF_UNIX,)))
     code += _when(_PRCTL[column], _without(0, _DENIED_PRCTL))
@@ -199,12 +199,12 @@ def _jump(code: int, value: int, if_true: int, if_false: int) -> bytes:
 
 
 def _when(number: int, body: list[bytes]) -> list[bytes]:
-    """The body, which must return, for one system call only."""
+    """Instructions that apply `body`, which must return, to one system call only."""
     return [_jump(_EQUAL, number, 0, len(body)), *body]
 
 
 def _argument(index: int) -> bytes:
-    """Loads the lower half of an argument; the upper one means nothing to calls that take an int."""
+    """Loads the lower half of an argument; calls that take an int ignore the upper half."""
     return _word(_LOAD, 16 + 8 * index)
 
 

@@ -1,4 +1,4 @@
-"""Runs one program on one rung, watches over its limits, and leaves nothing of it behind."""
+"""Supervisor: runs one program in one backend, enforces its limits, and removes all its traces."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimi
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
 
 START_TIMEOUT_S = 20.0
-"""For setting up the sandbox, on however busy a machine."""
+"""Seconds to set up the sandbox, on however busy a machine."""
 END_TIMEOUT_S = 10.0
-"""For the kernel to take away what was killed."""
+"""Seconds for the kernel to remove killed processes."""
 WATCH_EVERY_S = 0.025
 OPEN_FILES = 64
 _CHUNK_BYTES = 1 << 16
@@ -42,8 +42,8 @@ def run_on(
 ) -> Finished:
     """Runs a program to its end, or until the eventfd `stop` is written to.
 
-    A `channel` becomes its standard input, and is closed here. Raises `SandboxUnavailable` when there can be no such
-    sandbox, `ValueError` for files beyond the limit.
+    A `channel` becomes its standard input, and is closed here. Raises `SandboxUnavailable` when the sandbox cannot be
+    set up, `ValueError` for files beyond the limit.
     """
     size_bytes = sum(map(len, program.all_files.values()))
     if size_bytes > limits.file_bytes:
@@ -52,12 +52,12 @@ def run_on(
         )
     with contextlib.ExitStack() as stack:
         try:
-            return stack.enter_context(_started(stack, backend, program, limits, stop, channel)).finished()
+            return stack.enter_context(_start(stack, backend, program, limits, stop, channel)).run()
         except OSError as error:  # no process, no descriptor, no memory, no space
             raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
 
 
-def _started(
+def _start(
     stack: contextlib.ExitStack,
     backend: Backend,
     program: Program,
@@ -65,7 +65,7 @@ def _started(
     stop: int | None,
     channel: socket.socket | None,
 ) -> "_Watch":
-    """Starts the launcher; the stack ends what it needs. Raises `OSError`."""
+    """Starts the launcher; the stack cleans up after it. Raises `OSError`."""
     folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
     files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
     stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
@@ -78,7 +78,7 @@ def _started(
         info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
         theirs.callback(os.close, info_fd)
         process = subprocess.Popen(
-            boxed(_plan(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
+            boxed(_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
             stdin=stdin_fd if channel is None else channel.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -103,7 +103,7 @@ def _work_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _memory_file(name: str, content: bytes) -> Iterator[int]:
-    """A file in memory that nobody can change, at its start."""
+    """Sealed file in memory, at its start."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(content)
@@ -117,7 +117,7 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _plan(
+def _spec(
     backend: Backend, program: Program, limits: ProgramLimits, folder: str, status_fd: int, files_fd: int
 ) -> LaunchSpec:
     first, *rest = program.command
@@ -140,9 +140,9 @@ def _plan(
 
 @dataclass(slots=True)
 class _Watch:
-    """One running program. Use as a context manager; leaving it leaves nothing of the program.
+    """One running program, as a context manager; leaving it removes the program.
 
-    Invariant: `ended` says why it was killed, and is set before anything is killed.
+    Invariant: `ended` gives the reason for a kill, and is set before the kill.
     """
 
     process: subprocess.Popen[bytes]
@@ -151,14 +151,14 @@ class _Watch:
     folder: str
     status_fd: int
     stop: int | None
-    said: bytearray = field(default_factory=bytearray)
-    """By the launcher."""
+    reports: bytearray = field(default_factory=bytearray)
+    """Reports of the launcher."""
     outputs: dict[int, bytearray] = field(default_factory=dict)
-    """By file descriptor: standard output, then standard error."""
+    """Output by file descriptor: standard output, then standard error."""
     launcher: int = NONE
-    """A pidfd of the process that was started here."""
+    """Descriptor (pidfd) of the process started here."""
     first: int = NONE
-    """A pidfd of the sandbox's first process; of the program where it is alone."""
+    """Descriptor (pidfd) of the sandbox's first process; under Landlock, of the program."""
     first_pid: int = NONE
     started_s: float | None = None
     ended: Ended | None = None
@@ -181,7 +181,7 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.returncode is None:  # an error of our own, or Ctrl-C
+        if self.process.returncode is None:  # an internal error, or Ctrl-C
             self._kill()
             self._kill_launcher()
             self.process.wait()
@@ -191,8 +191,8 @@ class _Watch:
         for descriptor in {self.launcher, self.first} - {NONE}:
             os.close(descriptor)
 
-    def finished(self) -> Finished:
-        """Watches until the end."""
+    def run(self) -> Finished:
+        """Watches until the program ends, and returns its result."""
         began_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             stops = () if self.stop is None else (self.stop,)
@@ -200,27 +200,27 @@ class _Watch:
                 selector.register(descriptor, selectors.EVENT_READ)
             self._watch(selector, began_s)
         _, status, usage = os.wait4(self.process.pid, 0)
-        self.process.returncode = os.waitstatus_to_exitcode(status)  # taken here for its usage
+        self.process.returncode = os.waitstatus_to_exitcode(status)  # waited for here, to get its usage
         wall_s = time.monotonic() - (self.started_s or began_s)
-        while self._listen():  # writers are gone: what the pipes hold is all there will be
+        while self._read_reports():  # writers are gone: the pipes hold all that remains
             pass
         for descriptor in self.outputs:
             while self._read(descriptor):
                 pass
         if self.backend is Backend.LANDLOCK:
             return self._finished(status, usage.ru_utime + usage.ru_stime, wall_s)
-        report = _ENDED.search(self.said)
+        report = _ENDED.search(self.reports)
         if report is None and self.started_s is not None and not (self.ended or self.stopped):
             raise SandboxUnavailable(f"the {self.backend.value} sandbox was ended from outside")
         status, cpu_s = (int(report[1]), float(report[2])) if report else (int(signal.SIGKILL), self.cpu_s)
         return self._finished(status, cpu_s, wall_s)
 
     def _watch(self, selector: selectors.BaseSelector, began_s: float) -> None:
-        """Returns when the launcher has ended, and with it all that it started."""
+        """Returns when the launcher has ended, and with it all processes that it started."""
         killed_s, next_s = None, began_s
         while True:
             ready = {key.fd for key, _ in selector.select(WATCH_EVERY_S)}
-            if self.status_fd in ready and self._listen() == b"":
+            if self.status_fd in ready and self._read_reports() == b"":
                 selector.unregister(self.status_fd)
             for descriptor in ready & self.outputs.keys():
                 if self._read(descriptor) == b"":
@@ -241,24 +241,24 @@ class _Watch:
                 killed_s = now_s
                 self._kill()
 
-    def _listen(self) -> bytes | None:
-        """What the launcher says; None for nothing yet, nothing for its end."""
+    def _read_reports(self) -> bytes | None:
+        """Reads the launcher's reports; None when nothing has come yet, b"" at the end."""
         try:
-            said = os.read(self.status_fd, _CHUNK_BYTES)
+            reports = os.read(self.status_fd, _CHUNK_BYTES)
         except BlockingIOError:
             return None
-        self.said += said
-        child = _CHILD.search(self.said)
+        self.reports += reports
+        child = _CHILD.search(self.reports)
         if self.first == NONE and child is not None:
             self.first_pid = int(child[1])
             with contextlib.suppress(ProcessLookupError):  # it has ended already
                 self.first = os.pidfd_open(self.first_pid)
-        if self.started_s is None and b"started\n" in self.said:
+        if self.started_s is None and b"started\n" in self.reports:
             self.started_s = time.monotonic()
-        return said
+        return reports
 
     def _read(self, descriptor: int) -> bytes | None:
-        """What the program writes; None for nothing yet, nothing for its end. Keeps what the limit leaves room for."""
+        """Reads the program's output within its limit; None when nothing has come yet, b"" at the end."""
         try:
             chunk = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -280,7 +280,7 @@ class _Watch:
             return Ended.KILLED_CPU
         if usage.memory_bytes > self.limits.memory_bytes and unshared_bytes(usage.pids) > self.limits.memory_bytes:
             return Ended.KILLED_MEMORY
-        own = self.backend is not Backend.LANDLOCK  # the first process, which is not the program's
+        own = self.backend is not Backend.LANDLOCK  # the first process is not the program's
         if usage.tasks - own > self.limits.processes:
             return Ended.KILLED_PROCESSES
         return Ended.KILLED_FILES if self._files_broken() else None
@@ -288,14 +288,14 @@ class _Watch:
     def _files_broken(self) -> bool:
         if self.backend is Backend.LANDLOCK:
             return folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
-        if self.backend is Backend.BUBBLEWRAP:  # has no option for the number of files
+        if self.backend is Backend.BUBBLEWRAP:  # bubblewrap has no option for the number of files
             with contextlib.suppress(OSError):
                 mount = os.statvfs(f"/proc/{self.first_pid}/root{self.folder}")
                 return mount.f_files - mount.f_ffree > MOST_FILES
         return False
 
     def _kill(self) -> None:
-        """Kills the sandbox's first process, and so all that is in it; the launcher outside then ends by itself."""
+        """Kills the sandbox's first process and thereby everything in it; the launcher outside then ends by itself."""
         if self.first == NONE:
             self._kill_launcher()
         else:
@@ -320,7 +320,7 @@ class _Watch:
         return Finished(ended, exit_code, number, stdout, stderr, wall_s, cpu_s, self.backend)
 
     def _why_not_started(self) -> str:
-        said = self.said.decode(errors="replace").partition("failed ")[2].strip()
+        reports = self.reports.decode(errors="replace").partition("failed ")[2].strip()
         words = [bytes(output).decode(errors="replace").strip() for output in self.outputs.values()]
-        why = said or " ".join(filter(None, words))[-500:] or f"nothing was heard for {START_TIMEOUT_S:g} s"
+        why = reports or " ".join(filter(None, words))[-500:] or f"no report came in {START_TIMEOUT_S:g} s"
         return f"the {self.backend.value} sandbox could not be set up: {why}"

@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use, seen from outside of it."""
+"""Resource usage of a sandbox's processes, measured from outside."""
 
 import os
 from contextlib import suppress
@@ -8,29 +8,29 @@ from pathlib import Path
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LONGEST_PATH = 2048
-"""A work folder nested deeper than this is as bad as one that is full."""
+"""Characters; a deeper work folder counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """Of a process and all that came from it."""
+    """Resources used by a process and its descendants."""
 
     cpu_s: float
     memory_bytes: int
-    """Resident; pages that processes share are counted for each of them."""
+    """Resident bytes; shared pages count for each process."""
     tasks: int
     """Processes and threads."""
     pids: tuple[int, ...]
 
 
 def usage_of(root: int) -> ResourceUsage:
-    """Of the process `root`, its children, and so on; what ends meanwhile may be missed."""
+    """Usage of the process `root` and its descendants; a process that ends meanwhile may be missed."""
     cpu_s, memory_bytes, tasks = 0.0, 0, 0
     pids, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
         with suppress(OSError, ValueError):
-            # After the name, which may hold anything: state is field 3 of proc(5).
+            # Fields are counted after the name, which may hold anything: state is field 3 of proc(5).
             fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
             ended_children = fields[13:15] if pid == root else ()
             cpu_s += sum(map(int, (*fields[11:13], *ended_children))) / _TICKS_PER_S
@@ -43,7 +43,7 @@ def usage_of(root: int) -> ResourceUsage:
 
 
 def unshared_bytes(pids: tuple[int, ...]) -> int:
-    """Resident memory of these processes, shared pages counted once between them; the larger sum where it is hidden."""
+    """Resident bytes of these processes, counting shared pages once; where that is hidden, the larger plain sum."""
     total = 0
     for pid in pids:
         with suppress(OSError, ValueError):
@@ -56,7 +56,7 @@ def unshared_bytes(pids: tuple[int, ...]) -> int:
 
 
 def folder_holds_more(folder: str, size_bytes: int, count: int) -> bool:
-    """Whether the files below a folder are larger or more than this. Follows no links; stops where it knows."""
+    """Whether the files below a folder exceed a size or number. Follows no links; stops early."""
     waiting = [folder]
     while waiting:
         with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
@@ -72,7 +72,7 @@ def folder_holds_more(folder: str, size_bytes: int, count: int) -> bool:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes a folder that a program filled as it pleased: however deep, and whatever modes it set."""
+    """Removes a folder that a program filled, however deep, and whatever modes it set."""
     moved = 0
     waiting = [folder]
     while waiting:
@@ -83,7 +83,7 @@ def remove_tree(folder: str) -> None:
                 target = os.path.join(os.path.dirname(folder), f"{os.path.basename(folder)}-{moved}")
                 moved += 1
                 os.chmod(entry.path, 0o700)
-                os.rename(entry.path, target)  # up, so that no path grows and no recursion is needed
+                os.rename(entry.path, target)  # moved up, so that no path grows and no recursion is needed
                 waiting.append(target)
             else:
                 os.unlink(entry.path)

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import ChatRefused, completion, wire_of
-from shoal.net.client import Retry, authorization, exchanged, session, words
+from shoal.net.client import Retry, authorization, exchange, session, words
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     Acknowledged,
@@ -134,7 +134,7 @@ class RemoteWorker:
         hello = msgspec.json.encode(
             Hello(served.name, served.version, served.capabilities, served.max_running, served.timeout_s)
         )
-        status, body = await exchanged(
+        status, body = await exchange(
             http, "POST", f"{self._url}/v1/members", hello, self._headers, timeout_s=JOIN_TIMEOUT_S, retry=FOR_EVER
         )
         if status == 200:
@@ -179,7 +179,7 @@ class RemoteWorker:
 
     async def _post(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
         """Posts a request and returns the answer, with retries while the orchestrator is away. Raises `Gone`."""
-        status, answer = await exchanged(
+        status, answer = await exchange(
             http, "POST", url, msgspec.json.encode(body), self._headers, timeout_s=timeout_s, retry=FOR_EVER
         )
         if status != 200:

@@ -11,7 +11,7 @@ from shoal import wire
 from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.model.answer import written
-from shoal.net.client import ONCE, exchanged, words
+from shoal.net.client import ONCE, exchange, words
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.commitment import opens
@@ -198,7 +198,7 @@ async def _exchanged(
 ) -> bytes:
     """Requests a URL and returns the body of a 200. Raises `JudgeError` with the judge's message."""
     try:
-        status, body = await exchanged(
+        status, body = await exchange(
             http,
             "GET" if message is None else "POST",
             url,
