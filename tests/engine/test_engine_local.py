@@ -19,11 +19,10 @@ from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.request import choice as whole_choice
 from shoal.engine.sampling import SamplingRows, Uniforms, sample
 from shoal.engine.step_engine import StepEngine
-from shoal.engine.weight_loading import checksum_of
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling
-from shoal.weights.store import checksum
+from shoal.wire import checksum
 
 VOCABULARY = 97
 MAX_MODEL_LEN = 160
@@ -343,7 +342,7 @@ def test_weights_that_are_not_right_are_refused_and_change_nothing(
     (tmp_path / "checksum").write_text("11")
     with pytest.raises(RequestRefused, match="expected checksum 11"):
         served.slots.staged(1, good, None)
-    assert served.slots.staged(1, good, checksum_of(good)).checksum == checksum(good)
+    assert served.slots.staged(1, good, checksum(good)).checksum == checksum(good)
     assert all(torch.equal(tensor, before[name]) for name, tensor in served.model.state_dict().items())
 
 

@@ -18,11 +18,12 @@ from types import FrameType
 import torch
 import uvicorn
 
+from shoal import wire
 from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import EngineLimits, OnUpdate
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
 from shoal.engine.step_engine import StepEngine
-from shoal.engine.weight_loading import checksum_of, weight_file
+from shoal.engine.weight_loading import weight_file
 from shoal.errors import ConfigError, ShoalError
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.net.listening import listening_socket, url_of
@@ -106,7 +107,7 @@ def _engine(options: argparse.Namespace) -> StepEngine:
         ),
         on_update=OnUpdate(options.on_update),
         version=options.version,
-        checksum=checksum_of(weight_file(path)) if weight_file(path).is_file() else "",
+        checksum=wire.checksum(weight_file(path)) if weight_file(path).is_file() else "",
         seed=options.seed if options.seed is not None else secrets.randbits(63),
     )
 

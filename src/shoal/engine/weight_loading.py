@@ -1,6 +1,5 @@
 """Loading of weights from disk into a served model: all checks precede the first change of a number."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shoal import wire
 from shoal.errors import RequestRefused
-from shoal.model.checkpoint_names import packed
+from shoal.model.checkpoint_names import model_tensors
 
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,12 +26,6 @@ class StagedWeights:
     version: int
     checksum: str
     tensors: dict[str, Tensor]
-
-
-def checksum_of(path: Path) -> str:
-    """BLAKE2b-128 of a file's bytes in hex, equal to `shoal.weights.store.checksum`."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def weight_file(path: Path) -> Path:
@@ -80,7 +74,7 @@ class WeightSlots:
         """
         try:
             file = _regular(weight_file(path))
-            actual = checksum_of(file)
+            actual = wire.checksum(file)
             beside = file.with_name("checksum")
             expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
             if actual != expected:
@@ -91,7 +85,7 @@ class WeightSlots:
             raise RequestRefused(f"weights {path} cannot be read: {error}") from error
         if not tensors.keys() <= self._tensors.keys():
             try:
-                tensors = packed(self._model, tensors)
+                tensors = model_tensors(self._model, tensors)
             except (RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise RequestRefused(f"weights {file}: experts cannot be packed: {reason}") from error

@@ -1,9 +1,9 @@
-"""Thought and answer of a completion, parted in one place for every path. Pure.
+"""Separation of thought and answer in a completion, in one place for every path. Pure.
 
-    token ids --ChatRenderer.message--> Message --written--> text --parted--> thought and answer --tagged, boxed--> ...
+token ids --ChatRenderer.message--> Message --written--> text --parted--> thought and answer --tagged, boxed--> ...
 
-Between nodes and before scorers a text has one form, whatever marks its model has: `<think>`, the thought, `</think>`,
-the answer. A thought that was cut off has no end, and a text with such a thought has no answer.
+Between nodes and before scorers a text has one form, whatever marks its model uses: `<think>`, the thought, `</think>`,
+the answer. A truncated thought has no end, and a text with such a thought has no answer.
 """
 
 import re
@@ -19,7 +19,7 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""What opens and closes a thought, as chat templates write it."""
+"""Pairs of marks that open and close a thought in chat templates."""
 CHANNEL, BODY = "<|channel|>", "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|start|return|call|channel)\|>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{|[{}]")
@@ -29,7 +29,7 @@ _ORNAMENT = " \t*_`$.!"
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """What was thought, and what was answered."""
+    """Thought and answer of a text."""
 
     thought: str
     answer: str
@@ -38,9 +38,9 @@ class Parted:
 
 
 def parted(text: str, marks: tuple[str, str] = THINK, *, opened: bool = False) -> Parted:
-    """The thought and the answer of a text; the last closing mark is between them, as in chat templates.
+    """Splits a text into thought and answer at the last closing mark, as chat templates do.
 
-    `opened` says that the prompt has opened the thought already.
+    `opened` means that the prompt has already opened the thought.
 
     >>> parted("<think>\\n2 + 3\\n</think>\\n\\n5")
     Parted(thought='2 + 3', answer='5', complete=True)
@@ -59,9 +59,9 @@ def _bare(thought: str, marks: tuple[str, str]) -> str:
 
 
 def harmony(text: str, *, opened: bool = False) -> Parted:
-    """The thought and the answer of a text with GPT-OSS's channels: what is final is the answer.
+    """Splits a text with GPT-OSS's channels into thought and answer: the final channel is the answer.
 
-    `opened` says that it goes on with a thought that was cut short.
+    `opened` means that the text continues a truncated thought.
 
     >>> harmony("<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>")
     Parted(thought='2 + 3', answer='5', complete=True)
@@ -78,7 +78,7 @@ def harmony(text: str, *, opened: bool = False) -> Parted:
 
 
 def written(message: Message) -> str:
-    """What an assistant's message says, thought and answer, as scorers and peers read it.
+    """Text of an assistant's message, thought and answer, in the form for scorers and peers.
 
     >>> from shoal.types import Role
     >>> written(Message(Role.ASSISTANT, "5", reasoning="2 + 3"))
@@ -90,21 +90,21 @@ def written(message: Message) -> str:
 
 
 def in_form(said: Parted, marks: tuple[str, str] = THINK, *, opened: bool = False) -> str:
-    """The text that has this thought and this answer; without the opening mark where the prompt has it."""
+    """Text of a thought and an answer; `opened` omits the opening mark, which the prompt has."""
     opening, closing = marks
     head = said.thought if opened else f"{opening}\n{said.thought}"
     return f"{head}\n{closing}\n\n{said.answer}" if said.complete else head
 
 
 def in_channels(said: Parted) -> str:
-    """The completion that has this thought and this answer under GPT-OSS's template."""
+    """Completion with this thought and answer under GPT-OSS's template."""
     thought = f"{CHANNEL}analysis{BODY}{said.thought}" if said.thought or not said.complete else ""
     between = "<|end|><|start|>assistant" if thought and said.complete else ""
     return thought + between + (f"{CHANNEL}final{BODY}{said.answer}" if said.complete else "")
 
 
 def tagged(text: str) -> str | None:
-    """The last `<answer>` of a text, found as reasoning-gym's `extract_answer` finds it; None without one.
+    """Content of the last `<answer>` of a text, found as reasoning-gym's `extract_answer` does; None without one.
 
     >>> tagged("<answer>4</answer> or <answer> 5 </answer>")
     '5'
@@ -116,7 +116,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\\\boxed{} or \\\\fbox{} whose braces match.
+    """Content of the last \\\\boxed{} or \\\\fbox{} whose braces match.
 
     >>> boxed("\\\\boxed{1} then \\\\boxed{\\\\frac{2}{3}} and \\\\boxed{")
     '\\\\frac{2}{3}'
@@ -132,7 +132,7 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """The rest of the line behind the last "answer:" or #### that something follows; None where there is none.
+    """Rest of the line after the last "answer:" or #### that text follows; None without such a mark.
 
     >>> stated("First 3. The answer is: 42."), stated("42")
     ('42.', None)
@@ -147,7 +147,7 @@ def stated(text: str) -> str | None:
 
 
 def final_line(text: str) -> str:
-    """What the last line of a text states, without ornament.
+    """Statement of a text's last line, without ornament.
 
     >>> final_line("Adding both:\\nSo, the answer is **2**."), final_line("2")
     ('2', '2')

@@ -11,18 +11,18 @@ import tokenizers
 
 from shoal.errors import SessionError
 from shoal.model.answer import BODY, CHANNEL, MARKS, THINK, Parted, harmony, in_channels, in_form, parted
-from shoal.model.tool_calls import CallFormat, DrawnCall, call_format, split_calls
+from shoal.model.tool_calls import CallFormat, SampledCall, call_format, split_calls
 from shoal.types import Json, Message, Role, ToolCall
 
-# They stand for what was said before a bridge: no template changes them, and no conversation says them.
+# Stand-ins for the messages before a bridge: no template changes them, and no conversation contains them.
 ASKED, ANSWERED = "shoal0asked0", "shoal0answered0"
 BASES_KEPT = 32
 HEADER_TOKENS = 16
-"""At the end of a prompt, among which a mark that opens a thought is looked for."""
+"""Tokens at the end of a prompt that are searched for a mark that opens a thought."""
 
 
 class _Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """Part of a Hugging Face tokenizer that the renderer uses."""
 
     eos_token_id: int | None
     chat_template: str | None
@@ -36,18 +36,18 @@ class _Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a drawn answer says."""
+    """Parsed answer."""
 
     content: str
     reasoning: str = ""
-    calls: tuple[DrawnCall, ...] = ()
+    calls: tuple[SampledCall, ...] = ()
     ill_formed: bool = False
-    """Something in `content` looks like a call and is none."""
+    """Whether `content` has text that looks like a call but is not well-formed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a template can do. Where it has no bridge, each turn is rendered in full, as a new row."""
+    """Abilities of a template. Without a bridge each turn is rendered in full, as a new row."""
 
     call_format: CallFormat
     bridges_user: bool
@@ -60,7 +60,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: _Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        # Its own `encode` goes through a batch of one, which wakes a thread pool for every text.
+        # The tokenizer's own `encode` uses a batch of one, which wakes a thread pool for every text.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -71,18 +71,18 @@ class ChatRenderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an assistant's turn."""
+        """Tokens that end an assistant's turn."""
         return self._stop_token_ids
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template can show tools and the calls of its model can be read."""
+        """Whether the template can show tools and the parser can read its model's calls."""
         return self.call_format is not CallFormat.NONE
 
     def prompt_ids(self, messages: Sequence[Message], tools: str = "", template: str = "") -> list[int]:
-        """The conversation up to and including the header of the assistant's turn.
+        """Tokens of the conversation up to and including the header of the assistant's turn.
 
-        `tools` is a JSON array, `template` a JSON object of further template arguments; empty ones are none. A
+        `tools` is a JSON array, `template` a JSON object of further template arguments; empty strings mean none. A
         tokenizer without a chat template (a base model) gets the contents joined by blank lines. Raises `SessionError`
         for messages that the template refuses.
         """
@@ -95,29 +95,29 @@ class ChatRenderer:
             raise SessionError(f"messages: the model's chat template refuses them: {error}") from error
 
     def bridge_ids(self, tail: Sequence[Message], tools: str = "", template: str = "") -> list[int] | None:
-        """What comes between a drawn answer and the next one, beginning with the token that closes the answer.
+        """Tokens between a sampled answer and the next one, beginning with the token that closes the answer.
 
-        The tail is rendered after a dialogue that stands for whatever came before. None when that cannot be told
-        apart from it: the caller then renders the whole conversation, never a guess.
+        The tail is rendered after a stand-in for the earlier dialogue. None when the bridge cannot be separated from
+        the stand-in: the caller then renders the whole conversation, never a guess.
         """
         text = self._bridge(tail, tools, template)
         return None if text is None else self._closed(text)
 
     def token_ids(self, text: str) -> list[int]:
-        """The tokens of a text by itself."""
+        """Tokens of a text by itself."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What was said, without special tokens."""
+        """Text of tokens, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def answer(
         self, token_ids: Sequence[int], *, tools: bool, template: str = "", after: Message | None = None
     ) -> Answer:
-        """What a drawn answer says; calls are looked for when the conversation has `tools`.
+        """Parses a sampled answer; calls are parsed when the conversation has `tools`.
 
-        `template` are the template arguments that the conversation was rendered with, as for `prompt_ids`; `after` is
-        what the same answer said before, when it was cut short and goes on.
+        `template` holds the template arguments of the conversation, as for `prompt_ids`. `after` is the earlier part of
+        a truncated answer that this one continues.
         """
         opened = self._opens_thought(template)
         if after is not None and (after.reasoning or after.content):
@@ -126,7 +126,7 @@ class ChatRenderer:
         if not (tools and self.takes_tools):
             said = self._parted(ids, opened)
             return Answer(said.answer, said.thought)
-        # Marks of calls may be special tokens, which are left out of plain text.
+        # Marks of calls may be special tokens, which plain text lacks.
         raw = self._raw(ids)
         said = harmony(raw, opened=opened) if self._channels else Parted("", raw)
         if self._marks is not None:
@@ -138,15 +138,15 @@ class ChatRenderer:
         return Answer(said.answer, said.thought)
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
-        """What a drawn answer to a prompt says, thought and answer apart."""
+        """Message of a sampled answer to a prompt, with thought and answer apart."""
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
         said = self._parted(ids, self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:]))))
         return Message(Role.ASSISTANT, said.answer, reasoning=said.thought)
 
     def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
-        """The tokens of a text in `answer.written`'s form, as this template's model would say it, but for the stop.
+        """Tokens of a text in `answer.written`'s form, as this template's model would write it, without the stop token.
 
-        None for a text that does not read back as it was written.
+        None for a text that does not parse back to itself.
         """
         opened = self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:])))
         said = parted(text) if self._reasons or opened else Parted("", text)
@@ -163,7 +163,7 @@ class ChatRenderer:
         return ids if (back.reasoning, back.content) == (said.thought, said.answer) else None
 
     def self_test(self) -> TemplateReport:
-        """What the template can do, tried. Raises `SessionError` when it cannot even render a question."""
+        """Abilities of the template, found by trial. Raises `SessionError` when it cannot even render a question."""
         self.prompt_ids([Message(Role.USER, "question")])
         call = Message(Role.TOOL, "result", tool_call_id="000000000")
         return TemplateReport(
@@ -193,7 +193,8 @@ class ChatRenderer:
             return None
         asked_end = full.find(ASKED) + len(ASKED)
         unique = all(text.count(mark) == 1 for text in (base, full) for mark in (ASKED, ANSWERED))
-        # What a template puts before the answer must not depend on what comes after it. What it puts into the answer's
+        # A template's text before the answer must not depend on later messages. Its text in the answer's head may (Qwen
+        # 3 shows an empty thought in the last answer only), because the sampled tokens replace it.
         # head may (Qwen 3 shows an empty thought in the last one only): the drawn tokens stand there.
         if not unique or base[:asked_end] != full[:asked_end]:
             return None
@@ -202,7 +203,7 @@ class ChatRenderer:
         return full[min(closes) :] if closes else None
 
     def _base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
-        """The stand-in dialogue by itself; the same for all tails that a user begins."""
+        """Stand-in dialogue by itself, cached; all tails that a user begins share it."""
         key = (before, tools, template)
         if key not in self._bases:
             while len(self._bases) >= BASES_KEPT:
@@ -211,7 +212,7 @@ class ChatRenderer:
         return self._bases[key]
 
     def _bridges(self, tail: Sequence[Message]) -> bool:
-        """Whether the tail has a bridge that is tokenised by itself as it is within the whole."""
+        """Whether the tail has a bridge whose tokens alone equal its tokens within the whole."""
         text = self._bridge(tail, "", "")
         if text is None:
             return False
@@ -219,19 +220,21 @@ class ChatRenderer:
         return self.token_ids(full) == self.token_ids(full.removesuffix(text)) + self._closed(text)
 
     def _closed(self, text: str) -> list[int]:
-        """The tokens of a bridge. Its close is the stop token, by itself: merged with what follows it would be another,
-        and a drawn close would be written twice."""
+        """Tokens of a bridge, whose close is the stop token by itself.
+
+        Merging the close with later text would give another token, and a sampled close would be written twice.
+        """
         stop, mark = max(zip(self._stop_token_ids, self._stops, strict=True), key=lambda pair: _begins(text, pair[1]))
         return [stop, *self.token_ids(text[len(mark) :])]
 
     @cached_property
     def _stops(self) -> tuple[str, ...]:
-        """The stop tokens as templates write them."""
+        """Stop tokens as templates write them."""
         return tuple(self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._stop_token_ids)
 
     @cached_property
     def _reasons(self) -> bool:
-        """Whether the template sets thoughts apart from answers."""
+        """Whether the template separates thoughts from answers."""
         return self._channels or self._marks is not None
 
     def _opening(self, template: str) -> bool:
@@ -243,22 +246,22 @@ class ChatRenderer:
 
     @cached_property
     def _channels(self) -> bool:
-        """Whether the template speaks in channels, as GPT-OSS's."""
+        """Whether the template uses channels, as GPT-OSS's does."""
         template = self._tokenizer.chat_template or ""
         return CHANNEL in template and BODY in template
 
     @cached_property
     def _marks(self) -> tuple[str, str] | None:
-        """How the template marks a thought; None where it knows none."""
+        """Marks of a thought in the template; None without any."""
         template = self._tokenizer.chat_template or ""
         return next((marks for marks in MARKS if marks[1] in template), None)
 
     def _raw(self, ids: list[int]) -> str:
-        """What was said, special tokens included."""
+        """Text of tokens, special tokens included."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _parted(self, ids: list[int], opened: bool) -> Parted:
-        """Thought and answer of drawn tokens, where the template or the prompt speaks of thoughts."""
+        """Thought and answer of sampled tokens, where the template or the prompt marks thoughts."""
         if self._channels:
             return harmony(self._raw(ids), opened=opened)
         if self._marks is None and not opened:
@@ -267,7 +270,7 @@ class ChatRenderer:
         said, raw = (parted(text, marks, opened=opened) for text in (self.text(ids), self._raw(ids)))
         if raw.thought == said.thought and raw.complete == said.complete:
             return said
-        # The marks are special tokens, which plain text has not.
+        # The marks are special tokens, which plain text lacks.
         return Parted(self._plain(raw.thought), self._plain(raw.answer), raw.complete)
 
     def _plain(self, text: str) -> str:
@@ -275,12 +278,12 @@ class ChatRenderer:
 
 
 def _begins(text: str, mark: str) -> int:
-    """How much of the text the mark is, when it begins with it."""
+    """Length of the mark if the text begins with it, else 0."""
     return len(mark) if text.startswith(mark) else 0
 
 
 def _stand_in(tail: Sequence[Message]) -> Message:
-    """An answer to stand before the tail: one with a call before a tool's result."""
+    """Stand-in answer before the tail; before a tool's result it has a call."""
     if not tail or tail[0].role is not Role.TOOL:
         return Message(Role.ASSISTANT, ANSWERED)
     call = ToolCall(tail[0].tool_call_id, "tool", json.dumps({"argument": ANSWERED}))
@@ -288,7 +291,7 @@ def _stand_in(tail: Sequence[Message]) -> Message:
 
 
 def _entry(message: Message) -> dict[str, Json]:
-    """A message as templates read it."""
+    """Message in the form that templates read."""
     entry: dict[str, Json] = {"role": message.role.value, "content": message.content}
     if message.reasoning:
         entry["reasoning_content"] = message.reasoning
@@ -300,7 +303,7 @@ def _entry(message: Message) -> dict[str, Json]:
 
 
 def _call_entry(call: ToolCall) -> Json:
-    """Arguments as an object, for templates write them as JSON themselves; what is no JSON stays text."""
+    """Call in the form that templates read: arguments are an object, or text when they are not JSON."""
     try:
         arguments: Json = json.loads(call.arguments or "{}")
     except ValueError:

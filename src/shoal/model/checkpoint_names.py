@@ -1,8 +1,8 @@
-"""Weights by the names that checkpoints have for them.
+"""Names of weights in checkpoints.
 
-transformers computes with some weights under other names than they are saved under: experts are one packed tensor in
-the model, and a tensor for each expert in the checkpoint. What is published has the checkpoint's names, which every
-engine reads; the own engine packs them again.
+transformers renames some weights at loading: experts are one packed tensor in the model, and a tensor for each expert
+in the checkpoint. A written Version has the checkpoint's names, which every engine reads; Shoal's engine packs the
+experts again.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from transformers.core_model_loading import (
 
 
 @torch.no_grad()
-def published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's whole tensors as `save_pretrained` names and splits them."""
+def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a whole model as `save_pretrained` names and splits them."""
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 @torch.no_grad()
-def packed(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors as the model has them; those that it has not, by the names that they came with."""
+def model_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint in the model's form; tensors that the model lacks keep their names."""
     own = model.state_dict()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]

@@ -1,4 +1,4 @@
-"""`python -m shoal.model.dequantise DIRECTORY FILE`: writes the Hugging Face directory of a GGUF file."""
+"""Command `python -m shoal.model.dequantise DIRECTORY FILE`: writes the Hugging Face directory of a GGUF file."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from shoal.net.process import die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the directory of a GGUF file; ends with 1 and a sentence when it cannot be read."""
+    """Writes the directory of a GGUF file; prints an error and returns 1 when the file cannot be read."""
     die_with_parent()
     torch.set_num_threads(1)
     directory, file = Path(arguments[0]), Path(arguments[1])
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         sys.stderr.write(f"{file}: cannot be read as a model: {str(error).splitlines()[0]}\n")
         return 1
-    model.hf_quantizer = None  # nothing is quantised any more, and what is cannot be saved
+    model.hf_quantizer = None  # nothing is quantised any more, and a quantised model cannot be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)

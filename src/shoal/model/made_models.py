@@ -1,4 +1,4 @@
-"""Models that are made on this machine: directories in the user's cache that appear whole or not at all."""
+"""Models made on this machine: directories in the user's cache that appear whole or not at all."""
 
 import os
 import shutil
@@ -14,15 +14,15 @@ from shoal.net.process import torch_environment
 
 
 def cache_directory() -> Path:
-    """Where models made here are kept: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
+    """Folder of models made here: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
-def made(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]:
-    """The model of that name and the seconds that making it took: 0 when it was there.
+def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]:
+    """Directory of the model `name`, and the seconds spent making it: 0 when the cache has it.
 
-    Another one is made by `python -m MODULE DIRECTORY ARGUMENTS`. Raises `ModelError`.
+    The command `python -m MODULE DIRECTORY ARGUMENTS` makes a missing model. Raises `ModelError`.
     """
     directory = cache_directory() / name
     if (directory / "config.json").is_file():
@@ -48,7 +48,7 @@ def made(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
 
 
 def _rename(unfinished: Path, directory: Path) -> None:
-    """Gives a model its name, unless another process was sooner: then that one's is used."""
+    """Renames a finished model, unless another process was sooner: its model is used then."""
     try:
         unfinished.rename(directory)
     except OSError as error:

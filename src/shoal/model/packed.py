@@ -1,6 +1,6 @@
 """Packed rows through a model: attention of each row over itself, and logprobs of their tokens.
 
-Tokens are laid end to end in one row of the batch, `input_ids` is [1, T], and common beginnings are computed once.
+Tokens lie end to end in one row of the batch, `input_ids` is [1, T], and common beginnings are computed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from shoal.model.prefix_tree import PrefixTree, prefix_tree
 
 
 class PackedRows:
-    """The nodes of a prefix tree side by side; each sees its own path up to itself.
+    """Nodes of a prefix tree side by side; each node attends to its own path up to itself.
 
-    Attention runs on whole paths padded to the longest of their bucket, so that pads and shared beginnings cost
-    attention only: no linear layer sees a pad, or a shared token twice. Pads need no mask: they come after every real
-    token of their path.
+    Attention runs on whole paths, padded to the longest of their bucket. Padding and shared beginnings thus cost
+    attention only: no linear layer computes padding, or a shared token twice. Padding needs no mask, because it follows
+    every real token of its path.
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
@@ -53,12 +53,12 @@ class PackedRows:
             self._buckets.append((padded, torch.tensor(index).to(device)))
         self._inverse_T = inverse_T.to(device)
         self.positions = base
-        """How many attention computes, with pads and each path's shared beginning."""
+        """Positions that attention computes, with padding and each path's shared beginning."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Causal attention within each row."""
+        """Attends causally within each row."""
         outs = []
         for length, index in self._buckets:
             q, k, v = (
@@ -93,7 +93,7 @@ def _buckets_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] true where a query may look: at most `window` tokens back, itself included."""
+    """Mask [L, L], true on visible positions: at most `window` tokens back, the token itself included."""
     i = torch.arange(length, device=device)
     distance = i[:, None] - i[None, :]
     return (distance >= 0) & (distance < window)
@@ -109,17 +109,17 @@ def packed_logprobs(
     entropy_gradient: bool = False,
     at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprobs (nats, float32, differentiable) of tokens given those before them in their row.
+    """Logprobs (nats, float32, differentiable) of tokens given the tokens before them in their row.
 
-    `tokens_T` holds rows of the given lengths end to end. `at` [N] are the token positions that are wanted, none of
-    them the first of its row; without it every token is, and the first of each row gets 0. Common beginnings of rows
-    are computed once, and only what predicts a wanted token passes through the language-model head. The entropies
-    (nats, of the distributions the tokens were drawn from) are None unless asked for; they carry a gradient only with
-    `entropy_gradient`, for which more of the size of the logits is kept.
+    `tokens_T` holds rows of the given lengths end to end. `at` [N] selects token positions, none of them the first of
+    its row. Without `at` every token is selected, and the first of each row gets 0. Common beginnings of rows are
+    computed once, and only hidden states that predict a selected token pass through the language-model head.
+    `with_entropy` adds the entropies (nats) of the sampling distributions. `entropy_gradient` gives them a gradient,
+    which keeps more memory of the size of the logits.
     """
     wanted_N = at
     if at is None:
-        # The first token of each row is predicted by nothing.
+        # No token predicts the first token of a row.
         firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
         wanted_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long)
         wanted_N = wanted_N.to(tokens_T.device)
@@ -145,14 +145,14 @@ def packed_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What the model says of N tokens, float32."""
+    """Outputs of the model for N tokens, float32."""
 
     logp_N: Tensor
-    """Logprobs, nats."""
+    """Nats: logprobs of the tokens."""
     entropy_N: Tensor | None
-    """Nats, of the distributions the tokens were drawn from; None unless asked for."""
+    """Nats: entropy of the distribution of each token; None unless asked for."""
     value_N: Tensor | None
-    """What the value head gives for the text before each token; None without one."""
+    """Output of the value head for the text before each token; None without a value head."""
 
 
 def packed_outputs(
@@ -166,9 +166,9 @@ def packed_outputs(
     entropy_gradient: bool = False,
     value_head: nn.Module | None = None,
 ) -> TokenOutputs:
-    """`packed_logprobs` of the tokens at the positions `at` [N], and their values if there is a `value_head`.
+    """Logprobs of the tokens at the positions `at` [N] as in `packed_logprobs`, and their values with a `value_head`.
 
-    A value head maps hidden states [U, D], as the language-model head sees them, to [U, 1].
+    A value head maps hidden states [U, D], the inputs of the language-model head, to [U, 1].
     """
     device = tokens_T.device
     if not len(at):
@@ -178,7 +178,7 @@ def packed_outputs(
     ends = list(accumulate(lengths))
     tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
     node_T = torch.tensor(tree.node_of, device=device)
-    # Several tokens may be predicted from one node: the first tokens of all answers to a prompt are.
+    # One node may predict several tokens, such as the first tokens of all answers to a prompt.
     heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
     with _hidden_states(model) as hidden:
         model(
@@ -210,10 +210,10 @@ def _head_outputs(
     temperature: float,
     entropy: Literal["value", "gradient"] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each token and the entropy where it was drawn; `head_N` says which hidden state predicts it.
+    """Logprob and entropy of each token; `head_N` names the hidden state that predicts it.
 
-    The language-model head is computed for a chunk of hidden states at a time, and again in the backward pass, so that
-    no more logits are ever kept than `MOST_LOGITS`, however many tokens there are.
+    The language-model head runs on a chunk of hidden states at a time, and again in the backward pass. So never more
+    than `MOST_LOGITS` logits are kept, however many tokens there are.
     """
     head, config = model.get_output_embeddings(), model.config
 
@@ -245,7 +245,7 @@ def _head_outputs(
 
 
 def _scaled(logits: Tensor, config: PretrainedConfig) -> Tensor:
-    """The head's logits as the architecture publishes them; what it does to them otherwise, loading refuses."""
+    """Logits of the head, scaled as the architecture defines; loading refuses any other change of logits."""
     if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * factor
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
@@ -257,7 +257,7 @@ def _scaled(logits: Tensor, config: PretrainedConfig) -> Tensor:
 
 @contextmanager
 def _hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collects what the language-model head sees [U, D] in the forwards inside, and lets it see the first one only."""
+    """Collects the inputs [U, D] of the language-model head in the forwards inside; the head gets only the first."""
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

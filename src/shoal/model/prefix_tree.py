@@ -1,38 +1,38 @@
-"""Token rows as a tree that keeps every common beginning once. Pure."""
+"""Prefix tree of token rows, which keeps every common beginning once. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 END_LAST = 1 << 62
-"""Sorts after every token id."""
+"""Number that sorts after every token id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
+    """Row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
 
     nodes: tuple[int, ...]
     shared: int
-    """How many nodes at the beginning belong to a path before it; those after are numbered consecutively."""
+    """Number of first nodes that an earlier path owns; the later nodes are numbered consecutively."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """Token rows with every common beginning kept once.
 
-    What a causal model computes at a token depends on the tokens before it only, so a prompt that many rows share, or
-    two equal answers, need be computed once. A row's last token is no node: nothing is predicted from it.
+    A causal model's output at a token depends only on the tokens before it. So a prompt that many rows share, or two
+    equal answers, are computed once. A row's last token is no node, because it predicts nothing.
     """
 
     tokens: tuple[int, ...]  # [M]
     positions: tuple[int, ...]  # [M] depth
     paths: tuple[Branch, ...]
-    """Of the rows that have nodes of their own, so that every node is the own node of exactly one path."""
-    node_of: tuple[int, ...]  # [T] of each token of the rows laid end to end; -1 for the last of each row
+    """Paths of the rows that have nodes of their own; every node is the own node of exactly one path."""
+    node_of: tuple[int, ...]  # [T] node of each token of the rows laid end to end; -1 for the last of each row
 
 
 def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
-    """The tree of the given token rows, whatever their order.
+    """Tree of the given token rows, in any order.
 
     >>> tree = prefix_tree([[5, 6, 7, 9], [5, 6, 8], [5, 6, 7, 9]])
     >>> tree.tokens, tree.positions, tree.node_of
@@ -44,7 +44,7 @@ def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     nodes_of: list[tuple[int, ...]] = [()] * len(rows)
     before: Sequence[int] = ()
     nodes: tuple[int, ...] = ()
-    # A row comes after those that begin with it, so that it adds nothing to them.
+    # A row comes after the rows that begin with it, so that it adds nothing to them.
     for row in sorted(range(len(rows)), key=lambda i: [*rows[i][:-1], END_LAST]):
         inner = rows[row][:-1]
         shared = next((i for i, (a, b) in enumerate(zip(inner, before, strict=False)) if a != b), None)

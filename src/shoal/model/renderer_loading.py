@@ -1,7 +1,7 @@
-"""The tokenizer and chat template of a Hugging Face model directory.
+"""Loading of the tokenizer and chat template of a Hugging Face model directory.
 
 `PreTrainedTokenizerFast` reads `tokenizer.json` and renders the template in a sandboxed environment, both without
-importing torch: the main process has none.
+torch, which the main process lacks.
 """
 
 import json
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.gguf import converted, gguf_file
+from shoal.model.gguf import convert, gguf_file
 
 
 def local_directory(path: str) -> Path:
-    """The directory of a model: the one named, what a GGUF file became, or the download of a hub name.
+    """Directory of a model: the named directory, a converted GGUF file, or the download of a hub name.
 
     Raises `ModelError`.
     """
     file = gguf_file(path)
     if file is not None:
-        return converted(file)
+        return convert(file)
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -40,14 +40,14 @@ def local_directory(path: str) -> Path:
 
 
 def load_renderer(path: Path) -> ChatRenderer:
-    """The renderer of a model directory. Raises `ModelError` when there is no tokenizer."""
+    """Renderer of a model directory. Raises `ModelError` without a tokenizer."""
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"model directory {str(path)!r} has no tokenizer.json")
     from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which imports torch
 
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    except Exception as error:  # what transformers does with a damaged file is anything
+    except Exception as error:  # a damaged file makes transformers raise anything
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {str(path)!r} has no usable tokenizer: {why}") from error
     stops = _stop_token_ids(path, tokenizer.eos_token_id)
@@ -57,7 +57,7 @@ def load_renderer(path: Path) -> ChatRenderer:
 
 
 def _stop_token_ids(path: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token, and those that the generation config adds."""
+    """End-of-sequence token of the tokenizer, and the tokens that the generation config adds."""
     stops = [] if eos_token_id is None else [eos_token_id]
     generation = path / "generation_config.json"
     if generation.is_file():

@@ -1,6 +1,6 @@
-"""Tool calls in drawn text, as the families of chat templates write them. Pure.
+"""Tool calls in sampled text, in the formats of the families of chat templates. Pure.
 
-Text is never repaired: a call that is not well-formed stays what it is, text, and the answer is flagged.
+The parser never repairs text: an ill-formed call stays text, and the answer is flagged.
 """
 
 import json
@@ -11,30 +11,30 @@ from enum import StrEnum
 from shoal.types import Json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# Possessive: a text that does not match is refused in linear time.
+# Possessive quantifiers refuse text that does not match in linear time.
 _NAMED = re.compile(r"\s*+([\w.-]++)\[ARGS\]\s*+")
 _BETWEEN = re.compile(r"[; \n]*+")
 _decoder = json.JSONDecoder()
 
 
 class CallFormat(StrEnum):
-    """How a template has its model write tool calls."""
+    """Formats of tool calls in a template."""
 
     NONE = "none"
     """The template knows no tools."""
     TAGGED_JSON = "tagged_json"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3."""
+    """Tags around JSON, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3."""
     TAGGED_PAIRS = "tagged_pairs"
-    """`<tool_call>name` and an `<arg_key>`, `<arg_value>` pair per argument, as GLM 4.5."""
+    """Tag `<tool_call>name` and an `<arg_key>`, `<arg_value>` pair per argument, as GLM 4.5."""
     BARE_JSON = "bare_json"
-    """The whole answer is `{"name": ..., "parameters": {...}}`, as Llama 3."""
+    """Whole answer of the form `{"name": ..., "parameters": {...}}`, as Llama 3."""
     LISTED = "listed"
-    """`[TOOL_CALLS]` and a JSON list of calls, or `name[ARGS]{...}`, as Mistral."""
+    """Mark `[TOOL_CALLS]` and a JSON list of calls, or `name[ARGS]{...}`, as Mistral."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnCall:
-    """A call as it was drawn; `arguments` is a JSON object."""
+class SampledCall:
+    """Call as it was sampled; `arguments` is a JSON object."""
 
     name: str
     arguments: str
@@ -42,15 +42,15 @@ class DrawnCall:
 
 @dataclass(frozen=True, slots=True)
 class TextAndCalls:
-    """The text that is not of well-formed calls, and the calls in order."""
+    """Text outside well-formed calls, and the calls in order."""
 
     content: str
-    calls: tuple[DrawnCall, ...] = ()
+    calls: tuple[SampledCall, ...] = ()
     ill_formed: bool = False
 
 
 def call_format(template: str | None) -> CallFormat:
-    """Which format a template's text speaks of."""
+    """Call format of a template, found in its text."""
     if template is None or "tools" not in template:
         return CallFormat.NONE
     if "<arg_key>" in template:
@@ -63,7 +63,7 @@ def call_format(template: str | None) -> CallFormat:
 
 
 def split_calls(text: str, form: CallFormat) -> TextAndCalls:
-    """The calls in a drawn text.
+    """Splits a sampled text into text and calls.
 
     >>> split_calls('so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', CallFormat.TAGGED_JSON).calls
     (DrawnCall(name='f', arguments='{"x": 1}'),)
@@ -83,7 +83,7 @@ def split_calls(text: str, form: CallFormat) -> TextAndCalls:
 
 def _tagged(text: str, form: CallFormat) -> TextAndCalls:
     read = _from_json if form is CallFormat.TAGGED_JSON else _from_pairs
-    calls: list[DrawnCall] = []
+    calls: list[SampledCall] = []
     parts: list[str] = []
     end = 0
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
@@ -96,14 +96,14 @@ def _tagged(text: str, form: CallFormat) -> TextAndCalls:
     return TextAndCalls(content.rstrip() if calls else content, tuple(calls), ill_formed)
 
 
-def _from_json(text: str) -> DrawnCall | None:
+def _from_json(text: str) -> SampledCall | None:
     try:
         return _call(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _from_pairs(text: str) -> DrawnCall | None:
+def _from_pairs(text: str) -> SampledCall | None:
     name, *pairs = text.split("<arg_key>")
     name, arguments = name.strip(), {}
     for pair in pairs:
@@ -115,7 +115,7 @@ def _from_pairs(text: str) -> DrawnCall | None:
         arguments[key] = _value(value)
     if not name or any(c.isspace() for c in name):
         return None
-    return _drawn(name, arguments)
+    return _sampled_call(name, arguments)
 
 
 def _value(text: str) -> Json:
@@ -130,7 +130,7 @@ def _bare(text: str) -> TextAndCalls:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return TextAndCalls(text, ill_formed="<|python_tag|>" in text)
-    calls: list[DrawnCall | None] = []
+    calls: list[SampledCall | None] = []
     at = 0
     try:
         while at < len(body):
@@ -163,9 +163,9 @@ def _listed(text: str) -> TextAndCalls:
     return TextAndCalls(content.rstrip(), tuple(call for call in calls if call))
 
 
-def _named(text: str) -> list[DrawnCall | None]:
-    """Raises ValueError for what is not `name[ARGS]{...}`, again and again."""
-    calls: list[DrawnCall | None] = []
+def _named(text: str) -> list[SampledCall | None]:
+    """Calls of the form `name[ARGS]{...}`, repeated. Raises ValueError for any other text."""
+    calls: list[SampledCall | None] = []
     text = text.replace("[TOOL_CALLS]", "").rstrip()
     at = 0
     while at < len(text):
@@ -177,21 +177,21 @@ def _named(text: str) -> list[DrawnCall | None]:
     return calls
 
 
-def _call(value: Json) -> DrawnCall | None:
-    """A call from `{"name": ..., "arguments" or "parameters": {...}}`; None when it is none."""
+def _call(value: Json) -> SampledCall | None:
+    """Call from `{"name": ..., "arguments" or "parameters": {...}}`; None for any other value."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return _drawn(name, arguments)
+    return _sampled_call(name, arguments)
 
 
-def _drawn(name: str, arguments: dict[str, Json]) -> DrawnCall | None:
-    """None for what is no Unicode: JSON can spell half a surrogate pair, which nothing further on can write down."""
+def _sampled_call(name: str, arguments: dict[str, Json]) -> SampledCall | None:
+    """Call with its arguments as JSON; None for half a surrogate pair, which JSON can spell but nothing can encode."""
     text = json.dumps(arguments, ensure_ascii=False)
     try:
         (name + text).encode()
     except UnicodeEncodeError:
         return None
-    return DrawnCall(name, text)
+    return SampledCall(name, text)

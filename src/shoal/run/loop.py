@@ -42,7 +42,7 @@ from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.packing import mixed
 from shoal.types import Group, Sample, Task
-from shoal.weights.store import FILE, PublishedVersion, WeightStore
+from shoal.weights.store import FILE, WeightStore, WrittenVersion
 
 POLL_S = 0.5
 MOST_GROUPS = 16
@@ -87,7 +87,7 @@ class TrainLoop:
         self.totals = RunTotals()
         self._engine_info: EngineInfo | None = None
         self._engine_shares: list[float] = []  # busy ones, since the step before
-        self._to_serve: PublishedVersion | None = None
+        self._to_serve: WrittenVersion | None = None
         self._new_version = asyncio.Event()
         self._served = asyncio.Event()
         self._served.set()

@@ -185,7 +185,7 @@ class Trainer:
             file, settings_file = lora.adapter_paths(path)
             _write(file, adapters)
             settings_file.write_text(settings)
-        named = checkpoint_names.published(self.model, weights)
+        named = checkpoint_names.checkpoint_tensors(self.model, weights)
         _write(path, {name: _as(tensor, self._dtype) for name, tensor in named.items()})
 
     def count_push(self) -> None:

@@ -1,1 +1,1 @@
-"""Published Versions of the weights on disk."""
+"""Versions of the weights on disk."""

@@ -23,7 +23,7 @@ import msgspec
 
 from shoal.config import TaskConfig
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.made_models import made
+from shoal.model.made_models import make
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
@@ -94,7 +94,7 @@ def demo_model(recipe: Recipe | None = None) -> DemoModel:
             del shown[later]  # as before there was a choice, so that models made then are found
     settings = msgspec.json.encode(shown)
     digest = hashlib.blake2b(settings, digest_size=6).hexdigest()
-    return DemoModel(*made(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()]))
+    return DemoModel(*make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()]))
 
 
 def slip(generator: random.Random, answer: str) -> str:
