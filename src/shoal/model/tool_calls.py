@@ -66,7 +66,7 @@ def split_calls(text: str, form: CallFormat) -> TextAndCalls:
     """Splits a sampled text into text and calls.
 
     >>> split_calls('so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', CallFormat.TAGGED_JSON).calls
-    (DrawnCall(name='f', arguments='{"x": 1}'),)
+    (SampledCall(name='f', arguments='{"x": 1}'),)
     >>> split_calls("<tool_call>{oops</tool_call>", CallFormat.TAGGED_JSON)
     TextAndCalls(content='<tool_call>{oops</tool_call>', calls=(), ill_formed=True)
     """
