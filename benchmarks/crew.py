@@ -72,7 +72,7 @@ class Crew:
             taken = await self.buffer.take(self.load.groups_per_step, step)
             await self.buffer.consumed(step, step, [group.id for group in taken], version_after=step + 1)
             self.version = self.engine.version = step + 1
-            self.buffer.publish(self.version)
+            self.buffer.on_loaded(self.version)
             for group in taken:
                 self.trained[group.task.service] += 1
                 self.ids.append(group.id)

@@ -66,8 +66,8 @@ async def stepped(buffer: Buffer, step: int) -> None:
         await buffer.add(group(name, await buffer.admit(name, "chain_sum")))
     taken = await buffer.take(META.groups_per_step, step)
     await buffer.consumed(step, step, [one.id for one in taken], version_after=step + 1)
-    await buffer.published(step + 1, f"{step:032x}")
-    buffer.publish(step + 1)
+    await buffer.record_version(step + 1, f"{step:032x}")
+    buffer.on_loaded(step + 1)
 
 
 async def saved(buffer: Buffer, run_dir: Path, step: int) -> int:
@@ -75,7 +75,7 @@ async def saved(buffer: Buffer, run_dir: Path, step: int) -> int:
     (checkpoint.begin(run_dir, step) / "weights").write_bytes(b"w" * 1000)
     await buffer.sync()
     checkpoint.seal(run_dir, step)
-    await buffer.checkpointed(step)
+    await buffer.record_checkpoint(step)
     return checkpoint.checkpoints(run_dir)[0].step
 
 

@@ -70,7 +70,7 @@ async def trained(run_dir: Path, steps: int) -> None:
         await buffer.add(Group(f"g{step}", Task(f"g{step}", "a", ()), rollouts, admitted))
         (group,) = await buffer.take(1, step)
         await buffer.consumed(step, step, [group.id], version_after=step + 1)
-        buffer.publish(step + 1)
+        buffer.on_loaded(step + 1)
         if step == 2:
             await buffer.archive(1)
     await buffer.close()

@@ -30,8 +30,8 @@ async def some_run(run_dir: Path) -> None:
         ids = [one.id for one in taken]
         foreign = [group(f"{step}peer", (step, step), peer="reef")] if step % 3 == 0 else []
         await buffer.consumed(step, step, ids, version_after=step + 1, external=foreign)
-        await buffer.published(step + 1, f"checksum {step}")
-        buffer.publish(step + 1)
+        await buffer.record_version(step + 1, f"checksum {step}")
+        buffer.on_loaded(step + 1)
     await run_group(buffer, "waits")
     await run_group(buffer, "dropped")
     await buffer.take(2, STEPS)

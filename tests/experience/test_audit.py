@@ -229,7 +229,7 @@ def test_groups_taken_in_two_rounds_for_one_step_are_in_order(tmp_path):
     async def main():
         buffer = open_buffer(tmp_path, RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1))
         await buffer.admit("slow", "chain_sum")
-        buffer.publish(1)
+        buffer.on_loaded(1)
         await run_group(buffer, "quick")
         await buffer.take(1, 1)
         await buffer.add(group("slow", (0, 0)))

@@ -282,7 +282,7 @@ async def weights_that_were_published_before_their_step(run_dir):
     buffer = Buffer.open(run_dir, META, max_running=64)
     await run_group(buffer, "a")
     await buffer.take(1, 0)
-    await buffer.published(1, "aa")
+    await buffer.record_version(1, "aa")
     await buffer.close()
 
 

@@ -293,7 +293,7 @@ def test_places_that_peers_took_let_no_more_own_groups_start_also_after_a_resume
         assert buffer.room == 2 * META.groups_per_step - 2
         (own,) = await buffer.take(1, 0)
         await buffer.consumed(0, 0, [own.id], version_after=1, external=[group("x", peer="reef")])
-        buffer.publish(1)
+        buffer.on_loaded(1)
         room = buffer.room
         await buffer.close()
         return room
@@ -323,10 +323,10 @@ def test_replayed_groups_equal_those_that_were_trained(tmp_path):
 def test_a_replay_that_gives_other_weights_is_noticed(tmp_path):
     async def main():
         buffer = open_buffer(tmp_path)
-        assert await buffer.published(1, "aa")
-        assert await buffer.published(1, "aa")
-        assert not await buffer.published(1, "bb")
-        await buffer.checkpointed(4)
+        assert await buffer.record_version(1, "aa")
+        assert await buffer.record_version(1, "aa")
+        assert not await buffer.record_version(1, "bb")
+        await buffer.record_checkpoint(4)
         await buffer.sync()
         await buffer.close()
 

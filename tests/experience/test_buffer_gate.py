@@ -57,7 +57,7 @@ class Run:
         del self.waiting[: self.wanted]
         self.steps += 1
         self.begin_step()
-        self.gate.publish(self.steps // self.push_every)
+        self.gate.on_loaded(self.steps // self.push_every)
 
     def begin_step(self):
         """Peers take some places of the next step, as the training loop knows before it publishes."""

@@ -110,7 +110,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def serve(self):
         self.served = self.version
-        self.buffer.publish(self.version)
+        self.buffer.on_loaded(self.version)
 
     @rule()
     def crash_and_resume(self):

@@ -57,7 +57,7 @@ async def train(buffer):
         after = (step + 1) // META.push_every
         await buffer.consumed(step, version, ids, version_after=after)
         say("consumed", step, *ids)
-        buffer.publish(after)
+        buffer.on_loaded(after)
         if step % 8 == 7:
             await buffer.archive(step - 6)
         step += 1

@@ -115,7 +115,7 @@ def simulate(
                 groups = await buffer.take(per_step, step)
                 await asyncio.sleep(step_s)
                 await buffer.consumed(step, step, [one.id for one in groups], version_after=step + 1)
-                buffer.publish(step + 1)
+                buffer.on_loaded(step + 1)
                 trained.append(Counter(one.task.service for one in groups))
                 ids += [one.id for one in groups]
                 ends_s.append(asyncio.get_running_loop().time())
@@ -273,7 +273,7 @@ def test_each_reason_of_a_failed_rollout_is_told_once() -> None:
         for step in range(20):
             groups = await buffer.take(6, step)
             await buffer.consumed(step, step, [one.id for one in groups], version_after=step + 1)
-            buffer.publish(step + 1)
+            buffer.on_loaded(step + 1)
         running.cancel()
 
     run_virtual(main())

@@ -33,12 +33,12 @@ async def run_steps(run_dir: Path, first: int, last: int, *, resume: bool = Fals
     for step in range(first, last):
         await run_group(buffer, f"g{step}")
         await train(buffer, step, step, n=1)
-        await buffer.published(step + 1, str(step + 1))
+        await buffer.record_version(step + 1, str(step + 1))
         if step == save:
             (checkpoint.begin(run_dir, step) / "weights").write_text(str(step))
             await buffer.sync()
             checkpoint.seal(run_dir, step)
-            await buffer.checkpointed(step)
+            await buffer.record_checkpoint(step)
     await buffer.close()
 
 

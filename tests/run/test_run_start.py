@@ -72,7 +72,7 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
 
     async def resume() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        await buffer.published(1, sealed.checksum)
+        await buffer.record_version(1, sealed.checksum)
         parts: Any = SimpleNamespace(
             config=config, engine=engine, trainer=LaterWeights(), buffer=buffer, store=store, swarm=None
         )

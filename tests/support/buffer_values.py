@@ -55,7 +55,7 @@ async def train(buffer, step, version, n=2, push=True):
     groups = await buffer.take(n, version)
     after = version + push
     await buffer.consumed(step, version, [g.id for g in groups], version_after=after)
-    buffer.publish(after)
+    buffer.on_loaded(after)
     return [g.id for g in groups]
 
 

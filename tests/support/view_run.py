@@ -65,7 +65,7 @@ class MadeRun:
         await self.buffer.take(GROUPS, version)
         await self.buffer.consumed(self.steps, version, names, version_after=version + 1)
         self.steps += 1
-        self.buffer.publish(version + 1)
+        self.buffer.on_loaded(version + 1)
         share = min(1.0, self.steps / 20)
         numbers = {"reward": share, f"solve_rate/{self.task}": share, "engine_busy": 0.9, "trainer_busy": 0.3}
         rates = {"version": float(version), "tokens_per_s": 100.0, "staleness_mean": 0.5, "length_mean": 9.0}

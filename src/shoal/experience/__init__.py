@@ -1,18 +1,18 @@
-"""The durable experience log of a run: admission, staleness, each group used once; and what is derived from it.
+"""The durable experience log of a run: admission, staleness, each group used once.
 
-gate     when a group may start (pure)
-admission  who waits for that, in order (no I/O)
-balance  which groups a step trains (pure)
-log      the SQLite file, whose tables schema describes
-archive  steps that left it, as Parquet
-writer   the thread that writes it
-uses     what a step trains of them, as the log has it (pure)
-buffer   what generation and training talk to
-counts   what became of the groups of each task
-raw      the rollouts as they are stored, for readers that must not trust them
-audit    the promises of a run, checked from its log alone; audit_rows those that need no rollouts, findings the report
-export   the log as JSON lines or Parquet
-checkpoint  what a resume need not compute again, there whole or not at all
+gate       decides when a group may start (pure)
+admission  queue at the gate, in order of arrival (no I/O)
+balance    picks the groups that a step trains (pure)
+log        the SQLite file; schema describes its tables
+archive    steps that left the log, as Parquet
+writer     the thread that writes the log
+uses       a step's use of its groups, in the form of the log (pure)
+buffer     the interface of generation and training
+counts     numbers of started, finished, dropped and consumed groups of each task
+raw        stored rollouts, for readers that must not trust them
+audit      checks the promises of a run from its log alone; audit_rows without rollouts, findings the report
+export     the log as JSON lines or Parquet
+checkpoint saved state that a resume loads, whole or not at all
 """
 
 from shoal.experience.buffer import STALE, TOO_FEW, Buffer

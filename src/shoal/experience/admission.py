@@ -1,4 +1,4 @@
-"""Those who wait at the admission gate: first come, first served."""
+"""The queue at the admission gate: first come, first served."""
 
 import asyncio
 from collections import deque
@@ -14,7 +14,7 @@ class AdmissionQueue:
         self._queue: deque[asyncio.Future[int]] = deque()
 
     async def place(self) -> int:
-        """The Version under which the gate lets the caller's group start, after those who asked before."""
+        """Waits for its turn and returns the Version under which the gate lets the caller's group start."""
         if self._gate.capacity > 0 and not self._queue:
             return self._gate.admit()
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -30,14 +30,14 @@ class AdmissionQueue:
             raise
 
     def serve(self) -> None:
-        """Lets in whom there is room for by now."""
+        """Admits callers while the gate has room."""
         while self._queue and (self._queue[0].done() or self._gate.capacity > 0):
             place = self._queue.popleft()
             if not place.done():
                 place.set_result(self._gate.admit())
 
     def fail(self, error: Exception) -> None:
-        """Tells everybody who waits that nobody will be let in."""
+        """Fails every waiting caller with an error."""
         while self._queue:
             place = self._queue.popleft()
             if not place.done():

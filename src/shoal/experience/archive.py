@@ -1,13 +1,13 @@
-"""Steps that nobody will replay, moved out of the log into Parquet files, so that the log stops growing.
+"""The archive: steps that no resume replays, moved out of the log into Parquet files, so that the log stops growing.
 
     <run_dir>/archive/steps-0-199.parquet    every row of the log that belongs to these steps and to nothing later
 
-A row of such a file is a row of the table that its column `kind` names. The file is written, synced and renamed first;
-then one transaction removes its rows from the log and names the file in the table `shards`. A file that no row names
-was left by a crash: nobody reads it, and it is written again. So nothing is lost and nothing is there twice.
+A row of such a file is a row of the table that its column `kind` names. The file is written, synced and renamed first.
+Then one transaction removes its rows from the log and names the file in the table `shards`. A file that no row names
+was left by a crash: nobody reads it, and it is written again. So no row is lost, and no row is there twice.
 
-Whoever reads the log (`log.snapshot`) sees both as one: `attach` puts tables of the same names before those of the log.
-Bodies of rollouts and tasks stay in the files until they are asked for.
+Readers of the log (`log.snapshot`) see both as one log: `attach` puts tables of equal names before the log's own.
+Bodies of rollouts and tasks stay in the files until a reader asks for them.
 """
 
 import os
@@ -24,11 +24,11 @@ from shoal.errors import RunDirError
 
 FOLDER = "archive"
 SHARD_BYTES = 256_000_000
-"""Of rollouts in one file, about: a step is never split."""
+"""Bytes of rollouts in one file, about: a step is never split."""
 ROWS_AT_ONCE = 512
-"""Rollouts per row group: what is in memory at a time."""
+"""Number of rollouts per row group, which are in memory at a time."""
 VACUUM_PAGES = 512
-"""Pages given back to the disk between two writes of others."""
+"""Number of pages given back to the disk between two writes of other threads."""
 
 _COLUMNS = {
     "started": ("started_seq", "group_id", "service", "admitted_version", "after_step", "peer_id", "message_id"),
@@ -71,19 +71,19 @@ _WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of the archive."""
+    """A file of the archive."""
 
     name: str
     through: int
-    """Its last step."""
+    """The last step of the file."""
     rows: dict[str, int]
-    """How many it has of each table."""
+    """Number of rows of each table."""
 
 
 def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard | None:
-    """Writes the file of the oldest steps in the log, at most up to `through`; None when there are none. Blocks.
+    """Writes the file of the oldest steps in the log, at most up to `through`; None without such steps. Blocks.
 
-    The newest step stays in the log: a resume goes on after it.
+    The newest step stays in the log, because a resume goes on after it.
     """
     import pyarrow.parquet as pq
 
@@ -114,7 +114,7 @@ def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard 
 
 
 def forget(connection: sqlite3.Connection, shard: Shard) -> None:
-    """Removes what a file has from the log, in the transaction that names the file."""
+    """Removes a file's rows from the log, in the transaction that names the file."""
     through = {"through": shard.through}
     _choose(connection, shard.through)
     for table, where in _WHERE.items():
@@ -124,7 +124,7 @@ def forget(connection: sqlite3.Connection, shard: Shard) -> None:
 
 
 def vacuum(connection: sqlite3.Connection) -> bool:
-    """Gives some free pages of the log back to the disk; whether there are more."""
+    """Gives some free pages of the log back to the disk; returns whether more are free."""
     before = _free_pages(connection)
     connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
     return 0 < _free_pages(connection) < before
@@ -135,13 +135,13 @@ def _free_pages(connection: sqlite3.Connection) -> int:
 
 
 def archived_through(connection: sqlite3.Connection) -> int:
-    """The last step that is no longer in the log itself; -1 when all are."""
+    """The last step that is no longer in the log itself; -1 when all steps are."""
     (through,) = connection.execute("SELECT MAX(through) FROM shards").fetchone()
     return -1 if through is None else int(through)
 
 
 def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
-    """Puts tables before those of the log that have the rows of its archive as well. Raises `RunDirError`."""
+    """Puts tables before the log's own that also have the rows of its archive. Raises `RunDirError`."""
     names = [name for (name,) in connection.execute("SELECT name FROM shards ORDER BY through")]
     if not names:
         return
@@ -208,7 +208,7 @@ def row_groups(file: Path) -> Iterator[tuple[str, int, list[tuple[Any, ...]]]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[Any]:
-    """A file of the archive. Raises `RunDirError` when it is damaged."""
+    """Opens a file of the archive. Raises `RunDirError` when the file is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -220,7 +220,7 @@ def _reading(file: Path) -> Iterator[Any]:
 
 
 def _load(connection: sqlite3.Connection, shard: int, opened: Any) -> None:
-    """Puts the rows of a file into the tables, but for tasks and bodies."""
+    """Puts the rows of a file into the tables, except tasks and bodies."""
     for row_group in range(opened.metadata.num_row_groups):
         table = opened.metadata.row_group(row_group).column(0).statistics.min
         kept = [name for name in _COLUMNS[table] if name not in _BYTES]
@@ -243,7 +243,7 @@ def _schema() -> Any:
 
 
 def _table(schema: Any, kind: str, rows: Sequence[tuple[object, ...]]) -> Any:
-    """Rows of one table of the log as a table of the file; columns of others are null."""
+    """Rows of one table of the log as a table of the file; columns of other tables are null."""
     import pyarrow as pa
 
     columns = dict(zip(_COLUMNS[kind], zip(*rows, strict=True), strict=True))
@@ -272,7 +272,7 @@ def _steps_of_a_shard(connection: sqlite3.Connection, through: int, shard_bytes:
 
 
 def _batches(connection: sqlite3.Connection, through: int) -> Iterator[tuple[str, list[tuple[object, ...]]]]:
-    """The rows of a file, a row group at a time, each of one table; those of rollouts come last, in order."""
+    """Rows of the file, a row group at a time, each of one table; rollouts come last, in order."""
     _choose(connection, through)
     for table, columns in _COLUMNS.items():
         select = f"SELECT {', '.join(columns)} FROM main.{table} WHERE {_WHERE[table]} ORDER BY 1, 2"
@@ -282,7 +282,7 @@ def _batches(connection: sqlite3.Connection, through: int) -> Iterator[tuple[str
 
 
 def _remove_leftovers(connection: sqlite3.Connection, folder: Path) -> None:
-    """Removes what a crash left: files that were not finished, or that the log does not name."""
+    """Removes files that a crash left: unfinished files, and files that the log does not name."""
     named = {name for (name,) in connection.execute("SELECT name FROM shards")}
     for file in folder.iterdir():
         if file.name not in named:

@@ -1,8 +1,7 @@
-"""The promises of a run, checked from the bytes of its log alone.
+"""Checks the promises of a run from the bytes of its log alone.
 
-Nothing that the buffer computed is believed: versions, lengths and order are taken from the stored rollouts, and what
-happened to a group from the rows that say so. One group is in memory at a time, besides a few numbers for each that
-waits.
+The audit trusts no number that the buffer computed. It reads versions, lengths and order from the stored rollouts, and
+a group's history from the log's rows. It holds one group in memory, besides a few numbers for each waiting group.
 """
 
 import math
@@ -27,7 +26,7 @@ FAILED, SCORED = RolloutStatus.FAILED.value, RewardStatus.SCORED.value
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Checks a run that has ended, was killed or goes on. Raises `RunDirError` when there is no log to read."""
+    """Checks a run that has ended, was killed or goes on. Raises `RunDirError` without a readable log."""
     with snapshot(run_dir) as connection:
         report = AuditReport(read_meta(connection))
         check_rows(connection, report, run_dir)
@@ -37,7 +36,7 @@ def audit(run_dir: Path) -> AuditReport:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Seen:
-    """What the order of consumption depends on, of one group."""
+    """Values of one group on which the order of consumption depends."""
 
     oldest_version: int
     finished_seq: int
@@ -51,7 +50,7 @@ class _Seen:
 
 
 def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
-    """Replays what waited when: of a task's groups up to a horizon, those with the oldest token come first."""
+    """Replays the waiting groups over time: of a task's groups up to a horizon, the oldest token comes first."""
     pushed = {record.version_after: record.step for record in reversed(read_steps(connection))} | {0: -1}
     groups = (_check_group(group, report, pushed) for group in read_groups(connection))
     ahead = next(groups, None)
@@ -79,7 +78,7 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
 
 
 def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[int, str]]]:
-    """(step, horizon, ids of the groups by finished_seq) of each time groups were taken."""
+    """(step, horizon, ids of the groups by finished_seq) of each choice of groups."""
     rows = connection.execute(
         "SELECT step, horizon, finished_seq, COALESCE(group_id, 'finished_seq ' || finished_seq) "
         "FROM consumed LEFT JOIN groups USING (finished_seq) LEFT JOIN started USING (group_id) "
@@ -90,7 +89,7 @@ def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[in
 
 
 def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]) -> _Seen:
-    """Checks what a group's bytes say; gives what is needed to check when it was consumed."""
+    """Checks a group's bytes; returns the values that the check of the order needs."""
     rollouts: list[RawRollout] = []
     for position, body in enumerate(group.bodies):
         name = f"{group.id}/{position}"
@@ -112,7 +111,7 @@ def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]
         failed = sum(rollout.status == FAILED for rollout in rollouts)
         if 2 * failed >= len(rollouts) and group.peer_id is None:
             report.found(Check.USABLE, group.id, f"was trained though {failed} of {len(rollouts)} rollouts failed")
-    drawn = (version for rollout in rollouts for version in rollout.drawn_versions)
+    drawn = (version for rollout in rollouts for version in rollout.sampled_versions)
     oldest = min(drawn, default=group.admitted_version)
     return _Seen(oldest, group.finished_seq, group.id, group.ended_after, service, group.peer_id is None)
 
@@ -120,9 +119,9 @@ def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]
 def _check_staleness(
     group: RawGroup, rollouts: Sequence[RawRollout], report: AuditReport, pushed: Mapping[int, int]
 ) -> None:
-    """Of one consumed group. Under "train" late groups are trained by choice, and only measured."""
+    """Checks the staleness of a consumed group. Under "train" late groups are trained by choice, and only measured."""
     assert group.version is not None
-    drawn = [version for rollout in rollouts for version in rollout.drawn_versions]
+    drawn = [version for rollout in rollouts for version in rollout.sampled_versions]
     oldest, newest = min(drawn, default=group.admitted_version), max(drawn, default=group.admitted_version)
     bound, late = group.version - report.meta.max_staleness, report.meta.late
     if newest > group.version:
@@ -138,9 +137,9 @@ def _check_staleness(
 
 
 def _oldest_unmasked(group: RawGroup, rollouts: Sequence[RawRollout], report: AuditReport, bound: int) -> int:
-    """The oldest Version that was trained of a group with late tokens, each of which must have been masked."""
+    """The oldest trained Version of a group with late tokens, each of which must have been masked."""
     assert group.version is not None
-    used = [version for rollout in rollouts if rollout.status != FAILED for version in rollout.drawn_versions]
+    used = [version for rollout in rollouts if rollout.status != FAILED for version in rollout.sampled_versions]
     late = sum(version < bound for version in used)
     if (group.masked_tokens or 0) < late:
         detail = f"{late} tokens are older than version {bound}, of which {group.masked_tokens} were masked"
@@ -154,7 +153,7 @@ def _oldest_unmasked(group: RawGroup, rollouts: Sequence[RawRollout], report: Au
 
 
 def _check_rollout(rollout: RawRollout, report: AuditReport) -> None:
-    """Checks the streams of one rollout, and that a failure is no reward."""
+    """Checks the streams of one rollout, and that a failed rollout has no reward."""
     report.rollouts += 1
     if rollout.status == FAILED and not rollout.reason:
         report.found(Check.FAILURES, rollout.id, "failed without a reason")

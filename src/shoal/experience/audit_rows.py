@@ -1,4 +1,4 @@
-"""The promises that a log's rows show without the rollouts: what became of groups, and the order of steps."""
+"""Checks the promises that a log's rows show without the rollouts: the fate of groups, and the order of steps."""
 
 import sqlite3
 from pathlib import Path
@@ -9,7 +9,7 @@ from shoal.experience.log import CONSUMED_OF, read_steps
 
 
 def check_rows(connection: sqlite3.Connection, report: AuditReport, run_dir: Path) -> None:
-    """Checks everything that the rows say without the rollouts."""
+    """Makes all checks that need no rollouts."""
     _account(connection, report)
     _check_uses(connection, report)
     _check_steps(connection, report)
@@ -18,7 +18,7 @@ def check_rows(connection: sqlite3.Connection, report: AuditReport, run_dir: Pat
 
 
 def _account(connection: sqlite3.Connection, report: AuditReport) -> None:
-    """Each number is counted by itself, so that the sum can be wrong."""
+    """Counts each number by itself, so that the sum can be wrong."""
 
     def number(query: str) -> int:
         return int(connection.execute(query).fetchone()[0])
@@ -73,7 +73,9 @@ def _check_uses(connection: sqlite3.Connection, report: AuditReport) -> None:
 
 
 def _check_steps(connection: sqlite3.Connection, report: AuditReport) -> None:
-    """Steps are numbered without gaps, each trains what the one before left, and every K-th pushes."""
+    """Checks that steps have no gaps, that each trains the Version before it, and that every K-th ends with a new
+    Version.
+    """
     meta, expected, version = report.meta, 0, 0
     for record in read_steps(connection):
         name = f"step {record.step}"
@@ -96,7 +98,7 @@ def _check_steps(connection: sqlite3.Connection, report: AuditReport) -> None:
 
 
 def _check_admission(connection: sqlite3.Connection, report: AuditReport) -> None:
-    """Counts, after each step, what had started and not ended; what ended at the same time is taken as ended before."""
+    """Counts, after each step, the started groups without an end; an end at the same time counts as earlier."""
     meta = report.meta
     ended = dict(connection.execute("SELECT after_step, COUNT(*) FROM ended GROUP BY after_step"))
     versions = {-1: 0, **dict(connection.execute("SELECT step, version_after FROM steps"))}
@@ -117,7 +119,7 @@ def _check_admission(connection: sqlite3.Connection, report: AuditReport) -> Non
 
 
 def _check_checkpoints(connection: sqlite3.Connection, report: AuditReport, run_dir: Path) -> None:
-    """A checkpoint that holds more than the log would have its last steps trained again."""
+    """Checks that no checkpoint holds more than the log: its last steps would be trained again."""
     (last,) = connection.execute("SELECT MAX(step) FROM steps").fetchone()
     for saved in checkpoint.checkpoints(run_dir):
         if last is None or saved.step > last:

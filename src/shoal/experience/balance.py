@@ -1,4 +1,4 @@
-"""Which of the groups on offer a step trains: the oldest of each task, and of each task what it is due. Pure."""
+"""Picks the groups that a step trains: each task's oldest, as many as the task is due. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,21 +8,25 @@ from typing import TypeAlias
 from shoal.types import Group
 
 PATIENCE_S = 30.0
-"""How long training waits, once, for a task that is due a group and has none. Then it goes on with what there is, until
-that task delivers again."""
+"""Seconds that training waits, once, for a task that is due a group and has none. Training then goes on with the other
+groups, until that task delivers again.
+"""
 CLOCK_S = 1e-3
-"""Timers and clocks agree to this: a wait that ends sooner has ended."""
+"""Seconds up to which timers and clocks agree: a wait that ends this much early has ended."""
 ROUNDING = 1e-9
-"""Of groups: sums of shares are not exact."""
+"""Tolerance in groups: sums of shares are not exact."""
 
 Due: TypeAlias = Callable[[Mapping[str, int], int], Mapping[str, float]]
-"""Given how many groups of each task were used, and how many are to be used next: how many of each present task may
-have been used then. The sum over the present tasks is what they have used and those to be used next."""
+"""Number of groups of each present task that may have been used after the next choice.
+
+It is a function of the number of used groups of each task, and of the number to choose. The sum over the present tasks
+is their used groups plus the groups to choose.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WaitingGroup:
-    """One group on offer. The order is that of consumption within a task, and `shoal audit` checks it from the log."""
+    """A group on offer. The order is the order of consumption within a task; `shoal audit` checks it from the log."""
 
     oldest_version: int
     finished_seq: int
@@ -30,43 +34,43 @@ class WaitingGroup:
 
     @property
     def service(self) -> str:
-        """The task it is of."""
+        """The group's task service."""
         return self.group.task.service
 
     @property
     def newest_version(self) -> int:
-        """Of the drawn tokens; the admitted version when nothing was drawn."""
+        """The newest Version of a sampled token; the admitted version without sampled tokens."""
         drawn = (turn.completion.versions for rollout in self.group.rollouts for turn in rollout.turns)
         return max((versions[-1] for versions in drawn if versions), default=self.group.admitted_version)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """The groups that are trained next, or none; then `wait_s` says when to look again if nothing else happens."""
+    """The groups to train next, or none; then `wait_s` is the time until the next look without other events."""
 
     groups: tuple[WaitingGroup, ...] = ()
     wait_s: float | None = None
 
 
 class Balance:
-    """Keeps the mix of what is trained at what tasks are due, which the mix of what finishes is not: a fast task is
-    ahead by all that it may have waiting, a slow one behind by all that it has running.
+    """Keeps the mix of trained groups at each task's due, although tasks finish groups in another mix.
 
-    Invariants: no task is ahead of what it is due by a whole group; what it is behind it gets first, as it delivers.
-    Nobody waits for a task that is away, nor longer than `PATIENCE_S` for one that delivers nothing.
+    A fast task is ahead by its waiting groups, a slow task behind by its running groups. Invariants: no task is ahead
+    of its due by a whole group, and a task that is behind is served first. Training waits for no absent task, and at
+    most `PATIENCE_S` for a task that delivers nothing.
     """
 
     def __init__(self) -> None:
         self.due: Due | None = None
-        """None: the oldest groups of all come first."""
+        """None: the oldest groups of all tasks come first."""
         self._missed_since_s: dict[str, float] = {}
 
     def delivered(self, service: str) -> None:
-        """A group of a task is on offer."""
+        """Notes that a task has a group on offer."""
         self._missed_since_s.pop(service, None)
 
     def next(self, waiting: Sequence[WaitingGroup], n: int, used: Mapping[str, int], now_s: float) -> BatchChoice:
-        """The next `n` of `waiting`, which are in order; `used` counts the groups that each task had trained."""
+        """The next `n` of `waiting`, which are in order; `used` counts the trained groups of each task."""
         if len(waiting) < n:
             return BatchChoice()
         if self.due is None:

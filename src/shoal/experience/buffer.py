@@ -23,23 +23,23 @@ from shoal.types import Group, Sample
 T = TypeVar("T")
 
 STALE = "stale"
-"""The reason of groups that were older than eta when they could have been consumed."""
+"""The reason of a group whose tokens exceeded `max_staleness` when it could have been consumed."""
 TOO_FEW = "half of the rollouts or more failed"
-"""The reason of groups that finished with too little to train on."""
+"""The reason of a group that finished with too little to train on."""
 
 
 class Buffer:
     """The experience log of a run with the gates before and behind it. One event loop, one taker.
 
     Invariants:
-    - A group is committed before `take` can give it away, and it is given away at most once in the life of a run;
-      the log refuses a second use.
-    - Of each task, `take` gives the groups with the oldest drawn token first; equal ones in the order they were
-      committed. Among tasks it keeps to `balance`; without one the oldest of all come first.
-    - With the policy "drop", no group it gives has a token older than eta versions. With "mask_tokens" and "train"
-      late groups are given too; with "mask_tokens" the caller masks every token of a version below `version - eta`,
-      and groups that have no other token are dropped.
-    - A group of which at least half of the rollouts failed is never offered (GLM-5, arXiv 2602.15763, 4.1.2).
+    - A group is committed before `take` can return it. It is returned at most once in the life of a run; the log
+      refuses a second use.
+    - `take` returns each task's groups in the order of their oldest sampled token, then in commit order. Among tasks it
+      keeps to `balance`; without a balance the oldest of all groups come first.
+    - With the policy "drop", no returned group has a token older than `max_staleness` Versions. With "mask_tokens" and
+      "train", late groups are returned too. With "mask_tokens" the caller masks every token of a Version below
+      `version - max_staleness`, and groups without any other token are dropped.
+    - A group with at least half of its rollouts failed is never offered (GLM-5, arXiv 2602.15763, 4.1.2).
     """
 
     def __init__(self, opened: LockedLog, meta: RunMeta, *, max_running: int, threaded: bool = True) -> None:
@@ -60,7 +60,7 @@ class Buffer:
         self._admission = AdmissionQueue(self.gate)
         self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
-        """Drawn for groups that were dropped, by task service, since this process began."""
+        """Number of tokens sampled for dropped groups since this process began, by task service."""
         self._on_room: Callable[[], None] | None = None
         self._on_finished: Callable[[Group], None] | None = None
         self._opened = opened
@@ -71,9 +71,9 @@ class Buffer:
 
     @classmethod
     def open(cls, run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool = False) -> "Buffer":
-        """The buffer of a run directory; `recovered` says where it left off. Raises `RunDirError`.
+        """Opens the buffer of a run directory; `recovered` is the state at its last end. Raises `RunDirError`.
 
-        At most `max_running` groups run at once. Blocks while it reads what is there, so open it before the loop is
+        At most `max_running` groups run at once. Opening blocks while it reads the log, so open it before the loop is
         busy.
         """
         opened = log.open_log(run_dir, meta, resume=resume)
@@ -85,52 +85,52 @@ class Buffer:
 
     @classmethod
     def in_memory(cls, meta: RunMeta, *, max_running: int) -> "Buffer":
-        """A buffer without a thread or a file: every write happens at once, as a virtual clock needs it."""
+        """A buffer without a thread or a file: every write happens at once, for virtual clocks."""
         return cls(log.memory_log(meta), meta, max_running=max_running, threaded=False)
 
     @property
     def waiting(self) -> int:
-        """How many groups are on offer."""
+        """Number of groups on offer."""
         return len(self._waiting)
 
     @property
     def budget(self) -> int:
-        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        """Number of groups that the staleness gate allows to be accepted or running."""
         return self.gate.budget
 
     @property
     def room(self) -> int:
-        """How many groups may start now."""
+        """Number of groups that may start now."""
         return self.gate.capacity
 
     def run_at_most(self, groups: int) -> None:
-        """At most so many groups run at once from now on; those that run already go on."""
+        """Bounds the number of running groups from now on; groups beyond it go on."""
         self.gate.max_running = groups
         self._admit_waiting()
 
     def fill(self, groups: int) -> None:
-        """The step that takes next trains so many groups of peers in place of own ones."""
+        """Replaces so many own groups of the next step by groups of peers."""
         self.gate.fill(groups)
 
     def counts_of(self, service: str) -> TaskCounts:
-        """What became of a task service's groups."""
+        """Counts of a task service's groups."""
         return self._counts(service)
 
     def on_room(self, wake: Callable[[], None]) -> None:
         """Calls `wake` whenever there may be more room than before."""
         self._on_room = wake
 
-    def on_locked(self, hear: Callable[[bool], None]) -> None:
-        """Calls `hear` with True when another program's lock keeps the log from being written, and with False after."""
-        self._writer.on_locked = hear
+    def on_locked(self, on_event: Callable[[bool], None]) -> None:
+        """Calls `on_event` with True when another program's lock stops writing to the log, and with False after."""
+        self._writer.on_locked = on_event
 
     def balance(self, due: Due) -> None:
-        """What is taken keeps to what `due` says that each task may have had trained; call again when it changes."""
+        """Keeps the trained groups of each task to `due`; call again when `due` changes."""
         self._balance.due = due
         self._wake_taker()
 
     async def admit(self, group_id: str, service: str) -> int:
-        """Waits until one more group may start; gives the Version it is admitted under. First come, first served.
+        """Waits until one more group may start; returns its Version of admission. First come, first served.
 
         Every admitted group must be ended with `add` or `fail`.
         """
@@ -146,9 +146,9 @@ class Buffer:
         return version
 
     async def add(self, group: Group) -> bool:
-        """Commits a group that ran; it is durable when this returns. False when too few of its rollouts are usable.
+        """Commits a group that ran; it is durable on return. False when too few of its rollouts are usable.
 
-        Once asked for, it happens even if the caller is cancelled.
+        The commit happens even if the caller is cancelled.
         """
         service = self._end_running(group.id)
         after = self._last_step
@@ -168,16 +168,16 @@ class Buffer:
         return usable
 
     async def fail(self, group_id: str, reason: str) -> None:
-        """Ends a running group of which there is nothing to keep. Its budget is free at once."""
+        """Ends a running group without a result. Its budget is free at once."""
         service = self._end_running(group_id)
         after = self._last_step
         self._record_failure(service, reason)
         await self._writer.commit(lambda c: log.insert_ended(c, [group_id], "failed", reason, after))
 
     async def take(self, n: int, version: int) -> list[Group]:
-        """Waits for `n` groups that may be trained under `version`, chosen as the class says.
+        """Waits for `n` groups that may be trained under `version`, in the order of the class invariants.
 
-        Each group given must then be passed to `consumed` or `drop`; after a crash it is offered again otherwise.
+        Each group must then be passed to `consumed` or `drop`; after a crash it is offered again otherwise.
         """
         assert self._taker is None, "two tasks take groups at once"
         loop = asyncio.get_running_loop()
@@ -198,9 +198,9 @@ class Buffer:
         self._taken.update({one.group.id: Taken(one, version, self._horizon) for one in choice.groups})
         return [one.group for one in choice.groups]
 
-    def on_finished(self, hear: Callable[[Group], None]) -> None:
-        """Calls `hear` with every usable group as soon as it is durable. It must return at once."""
-        self._on_finished = hear
+    def on_finished(self, on_event: Callable[[Group], None]) -> None:
+        """Calls `on_event` with every usable group as soon as it is durable. The callback must return at once."""
+        self._on_finished = on_event
 
     async def consumed(
         self,
@@ -214,11 +214,11 @@ class Buffer:
     ) -> None:
         """Records, in one transaction, that `step` trains these groups, in this order, under `version`.
 
-        Then the `external` ones, which peers sampled: they enter the log here, were never on offer and pass no gate.
-        `rows` are what the trainer was given of each group, by id: the log says how many late tokens they have masked.
+        The `external` groups, which peers sampled, follow: they enter the log here, were never on offer and pass no
+        gate. `rows` are the trainer's rows of each group, by id: the log counts their masked late tokens.
 
-        `version_after` is `version + 1` when the step ends with a push. Await it before the weights that come of the
-        step are published: a log that knows the step can replay it, so nothing that was drawn from them is orphaned.
+        `version_after` is `version + 1` when the step ends with a new Version. Await the record before any engine loads
+        that Version: a log with the step can replay it, so no token sampled from these weights is orphaned.
         """
         if step <= self._last_step or version_after not in (version, version + 1):
             raise ValueError(
@@ -250,54 +250,56 @@ class Buffer:
         await self._writer.commit(write)
 
     async def drop(self, group_ids: Sequence[str], reason: str) -> None:
-        """Gives up groups that were taken and will not be trained on; others may start in their place."""
+        """Gives up taken groups that will not be trained on; others may start in their place."""
         groups = [one.waited.group for one in self._taken_of(group_ids)]
         for group in groups:
             del self._taken[group.id]
         self._record_dropped(groups, reason)
         await self._writer.commit(lambda _: None)
 
-    def publish(self, version: int) -> None:
-        """Every engine serves `version` now: more groups may start. Call it after the engines were updated."""
-        self.gate.publish(version)
+    def on_loaded(self, version: int) -> None:
+        """Notes that every engine has loaded `version`: more groups may start."""
+        self.gate.on_loaded(version)
         self._admit_waiting()
 
-    async def published(self, version: int, checksum: str) -> bool:
-        """Records a Version's checksum. False when an earlier publication of it differs: a replay was not exact."""
-        return await self._writer.commit(lambda c: log.insert_published(c, version, checksum))
+    async def record_version(self, version: int, checksum: str) -> bool:
+        """Records a Version's checksum. False when an earlier record of it differs: a replay was not exact."""
+        return await self._writer.commit(lambda c: log.insert_version(c, version, checksum))
 
-    async def checkpointed(self, step: int) -> None:
-        """Records that a checkpoint holds everything up to `step`."""
+    async def record_checkpoint(self, step: int) -> None:
+        """Records that a checkpoint holds all steps up to `step`."""
         await self._writer.commit(lambda c: c.execute("INSERT INTO checkpoints VALUES (?)", (step,)) and None)
 
     async def sync(self) -> None:
-        """Makes what is committed survive the loss of power, in one file. Await it before a checkpoint gets its name: a
-        checkpoint must never know more steps than the log."""
+        """Makes all commits survive the loss of power, in one file.
+
+        Await it before a checkpoint gets its name: a checkpoint must never hold more steps than the log.
+        """
         await self._writer.sync()
 
     async def steps_after(self, step: int = -1) -> list[StepRecord]:
-        """The recorded steps after one, in order: those that a checkpoint of `step` does not hold."""
+        """The recorded steps after `step`, in order: a checkpoint of `step` does not hold them."""
         return await self._read(lambda connection: log.read_steps(connection, step), step + 1)
 
     async def groups_of(self, step: int) -> list[Group]:
-        """The groups of a recorded step, in the order they were trained in."""
+        """The groups of a recorded step, in training order."""
         return await self._read(lambda connection: log.read_step(connection, step), step)
 
     async def archive(self, through: int) -> None:
-        """Moves what belongs to the steps up to `through` into files, which all readers see; others go on writing."""
+        """Moves the rows of the steps up to `through` into files, which all readers see; other writes go on."""
         while (shard := await asyncio.to_thread(archive.write, self._opened.path.parent, through)) is not None:
             await self._writer.commit(partial(archive.forget, shard=shard))
             while await self._writer.alone(archive.vacuum):
                 pass
 
     async def _read(self, query: Callable[[sqlite3.Connection], T], first_step: int) -> T:
-        """What a query finds of the steps from one on, of all of the log when some of them are archived."""
+        """Rows of a query over the steps from one on; over the whole log when some of them are archived."""
         if first_step > await self._writer.commit(archive.archived_through):
             return await self._writer.commit(query)
         return await asyncio.to_thread(log.read, self._opened.path.parent, query)
 
     async def close(self) -> None:
-        """Waits for what is being written and closes the log. Groups in flight stay in flight in it."""
+        """Waits for pending writes and closes the log. Groups in flight stay in flight in the log."""
         await self._writer.close()
 
     def _recover(self, opened: LockedLog, meta: RunMeta) -> tuple[Recovered, dict[str, TaskCounts]]:
@@ -323,13 +325,13 @@ class Buffer:
         self._admission.serve()
 
     def _end_running(self, group_id: str) -> str:
-        """Forgets a running group; gives its service."""
+        """Forgets a running group and returns its service."""
         if group_id not in self._running:
             raise ValueError(f"group {group_id!r} is not running: it was never admitted, or it has ended")
         return self._running.pop(group_id)
 
     def _taken_of(self, group_ids: Sequence[str]) -> list[Taken]:
-        """What was taken, by id. Raises `ValueError` for a group that was not, or that was used since."""
+        """The taken groups, by id. Raises `ValueError` for a group that was not taken, or was used since."""
         for group_id in group_ids:
             if group_id not in self._taken:
                 raise ValueError(f"group {group_id!r} was not taken, or it was used before")
@@ -338,7 +340,7 @@ class Buffer:
         return [self._taken[group_id] for group_id in group_ids]
 
     def _offer(self, group: Group, service: str, seq: int) -> None:
-        """Called in commit order, after the commit: `_horizon` is all that `take` could choose from."""
+        """Offers a group. Called in commit order, after the commit: `take` could choose any group up to `_horizon`."""
         self.gate.accept()
         self._counts(service).finished += 1
         self._horizon = seq
@@ -350,7 +352,7 @@ class Buffer:
             self._on_finished(group)
 
     def _drop_late(self, version: int) -> None:
-        """Drops the groups of which nothing may be trained under `version`."""
+        """Drops the groups without a token that may be trained under `version`."""
         bound = version - self.gate.max_staleness
         if self._late == "train" or not self._waiting or self._waiting[0].oldest_version >= bound:
             return
@@ -389,7 +391,7 @@ class Buffer:
             self._taker.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        """The log cannot be written any more: whoever waits for groups or for room hears of it."""
+        """Fails all who wait for groups or room, because the log cannot be written any more."""
         self._failure = self._failure or error
         self._wake_taker()
         self._admission.fail(error)

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: each is there whole or not at all.
+"""Checkpoints of a run, each there whole or not at all.
 
     <run_dir>/checkpoints/step-25/            what the trainer saved, and
     <run_dir>/checkpoints/step-25/files.json  size and checksum of each file
 
-A checkpoint is written under another name, synced, and renamed; a crash leaves at most the unfinished directory, which
-the next `begin` removes. The step in the name is the cursor: the log has the steps after it, and they are replayed.
-So a checkpoint must be sealed only after the log has its steps and was synced (`Buffer.sync`).
+A checkpoint is written under another name, synced, and renamed. A crash leaves at most the unfinished directory, which
+the next `begin` removes. The step in the name is the cursor: the log has the steps after it, and a resume replays them.
+A checkpoint may therefore be sealed only after the log has its steps and was synced (`Buffer.sync`).
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class Checkpoint:
     """A whole checkpoint."""
 
     step: int
-    """The last step it holds."""
+    """The last step of the checkpoint."""
     path: Path
 
 
@@ -54,7 +54,7 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
-    """Makes what was saved since `begin` the checkpoint of `step`, durably; one of the same step is replaced.
+    """Seals the saved files as the checkpoint of `step`, durably; replaces an older checkpoint of the step.
 
     Then removes all but the newest `keep`. Blocks. Raises `RunDirError`.
     """
@@ -81,26 +81,26 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
     return Checkpoint(step, final)
 
 
-def intact(run_dir: Path, told: Callable[[str], None] = lambda damage: None) -> Checkpoint | None:
-    """The newest checkpoint whose files have the bytes that were saved; None when there is none. Blocks: reads all.
+def intact(run_dir: Path, on_damage: Callable[[str], None] = lambda damage: None) -> Checkpoint | None:
+    """The newest checkpoint whose files have the saved bytes, or None. Blocks: reads all files.
 
-    `told` hears which newer ones are damaged, and where.
+    `on_damage` receives the place of the damage of each newer checkpoint.
     """
     for checkpoint in reversed(checkpoints(run_dir)):
         damaged = _damaged_file(checkpoint.path)
         if damaged is None:
             return checkpoint
-        told(f"{checkpoint.path / damaged} has other bytes than were saved")
+        on_damage(f"{checkpoint.path / damaged} has other bytes than were saved")
     return None
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest whole checkpoint by its name and sizes; None when there is none."""
+    """The step of the newest whole checkpoint by its name and sizes, or None."""
     return max((checkpoint.step for checkpoint in checkpoints(run_dir)), default=None)
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """Every whole checkpoint, oldest first. One with missing or cut files, as a broken copy has, is passed over."""
+    """Every whole checkpoint, oldest first. A checkpoint with missing or cut files, as in a broken copy, is skipped."""
     found = []
     for path in (run_dir / FOLDER).glob("step-*"):
         step = path.name.removeprefix("step-")
@@ -117,7 +117,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _damaged_file(path: Path) -> str | None:
-    """The first file of a whole checkpoint that is not as it was saved."""
+    """The first file of a whole checkpoint whose bytes changed since it was saved."""
     return next((name for name, (_, digest) in _saved(path).items() if _digest(path / name) != digest), None)
 
 
@@ -136,7 +136,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Under another name first, so that half a checkpoint never has the name of a whole one."""
+    """Removes a folder under another name, so that half a checkpoint never has the name of a whole one."""
     doomed = checkpoint.path.with_name(checkpoint.path.name + _REPLACED)
     checkpoint.path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What became of the groups of each task, kept while a run goes and derived again from its log."""
+"""Counts of each task's groups, kept while a run goes and derived again from its log."""
 
 import sqlite3
 from collections import Counter
@@ -14,48 +14,48 @@ class TaskCounts:
 
     started: int = 0
     finished: int = 0
-    """Came out usable and were not dropped since: consumed or waiting."""
+    """Number of usable groups that were not dropped since: consumed or waiting."""
     consumed: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Number of failed groups by reason."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Number of dropped groups by reason."""
     external: int = 0
-    """Groups of peers that were trained; they are in no other number."""
+    """Number of started groups without an end."""
 
     @property
     def in_flight(self) -> int:
-        """Started, and nothing came of it yet."""
+        """Number of finished groups that are not consumed yet."""
         return self.started - self.finished - self.failed.total() - self.dropped.total()
 
     @property
     def waiting(self) -> int:
-        """Finished, and not consumed yet."""
+        """Changes of the groups of one task between the end of the step before and the end of `step`."""
         return self.finished - self.consumed
 
 
 @dataclass(frozen=True, slots=True)
 class StepTaskCounts:
-    """What happened to the own groups of one task between the end of the step before and the end of `step`."""
+    """Number of groups that finished usable, also if they were dropped later."""
 
     step: int
     service: str
     started: int
     finished: int
-    """Came out usable, whatever became of them later."""
+    """Counts of the groups of each task service. Raises `RunDirError`."""
     failed: int
     dropped: int
     consumed: int
 
 
 def task_counts(run_dir: Path) -> dict[str, TaskCounts]:
-    """Per task service, what became of its groups. Raises `RunDirError`."""
+    """Counts per step and task service, in that order; the last step may be unfinished."""
     with snapshot(run_dir) as connection:
         return read_task_counts(connection)
 
 
 def step_counts(run_dir: Path) -> list[StepTaskCounts]:
-    """Per step and task service what happened to groups, in that order; the last step may be unfinished."""
+    """Counts of the groups of each task service, from an open log."""
     with snapshot(run_dir) as connection:
         return [StepTaskCounts(*row) for row in connection.execute(_STEP_COUNTS)]
 

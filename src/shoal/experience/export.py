@@ -41,31 +41,31 @@ from shoal.turn_tree import check_parents, prompt_ids
 from shoal.types import Message, Receipt
 
 ROWS_PER_SHARD = 1024
-"""Rollouts per row group of a Parquet file: what is in memory at a time."""
+"""Number of rollouts per row group of a Parquet file, which are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The columns that the log alone does not give, as functions of what it holds."""
+    """Columns that the log alone does not give, as functions of its rows."""
 
     advantages: Callable[[RawGroup], Sequence[list[float] | None] | None] = lambda group: None
-    """What a consumed group's sampled tokens were reinforced with, rollout by rollout; None when that is not known."""
+    """Advantages of a consumed group's sampled tokens, rollout by rollout; None when unknown."""
     text: Callable[[int], str] | None = None
-    """Of one token."""
+    """The text of one token."""
 
 
 NONE = Extras()
 
 
 class NamedValue(msgspec.Struct):
-    """One part of a reward."""
+    """A named part of a reward."""
 
     name: str
     value: float
 
 
 class ExportRow(msgspec.Struct):
-    """One rollout; the fields are those of the module's head, in order."""
+    """One rollout; the fields are in the order of the module's head."""
 
     group_id: str
     rollout_id: str
@@ -94,7 +94,7 @@ class ExportRow(msgspec.Struct):
 
 
 def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
-    """Writes every committed rollout as a line of JSON; gives how many. Raises `RunDirError`."""
+    """Writes every committed rollout as a line of JSON and returns their number. Raises `RunDirError`."""
     encoder = msgspec.json.Encoder()
     rows = 0
     with _written(file) as out:
@@ -105,7 +105,7 @@ def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
 
 
 def export_parquet(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
-    """Writes every committed rollout as a row of a Parquet file; gives how many. Raises `RunDirError`."""
+    """Writes every committed rollout as a row of a Parquet file and returns their number. Raises `RunDirError`."""
     rows = 0
     with _written(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
         shard: list[ExportRow] = []
@@ -166,7 +166,7 @@ def _row(
 
 
 def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
-    """tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length.
+    """Tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length.
 
     Raises `WireError` for a turn whose parent is no earlier one.
     """
@@ -191,7 +191,7 @@ def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], li
 
 @contextmanager
 def _written(file: Path) -> Iterator[IO[bytes]]:
-    """A file that appears whole or not at all; pipes and devices are written to directly."""
+    """Opens a file that appears whole or not at all; pipes and devices are written to directly."""
     try:
         direct = file.exists() and not stat.S_ISREG(file.stat().st_mode)
         target = file if direct else file.with_name(f".{file.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""What an audit found: the promises of a run, and who broke them."""
+"""Findings of an audit: the promises of a run, and the groups that broke them."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,11 +6,11 @@ from enum import StrEnum
 from shoal.experience.log import RunMeta
 
 KEPT_IDS = 100
-"""Offending ids remembered per check; all are counted."""
+"""Number of offending ids remembered per check; all are counted."""
 
 
 class Check(StrEnum):
-    """What is promised of every run."""
+    """A promise of every run."""
 
     USED_ONCE = "each group is used at most once"
     OLDEST_FIRST = "of each task the oldest groups are consumed first"
@@ -30,26 +30,26 @@ class Check(StrEnum):
 
 @dataclass(slots=True)
 class Finding:
-    """What broke one promise."""
+    """The groups or rollouts that broke one promise."""
 
     count: int = 0
     offenders: list[tuple[str, str]] = field(default_factory=list)
-    """Id of the group or rollout, and what is wrong with it; the first `KEPT_IDS`."""
+    """Id of each offending group or rollout with its fault; the first `KEPT_IDS`."""
 
     @property
     def ids(self) -> list[str]:
-        """Of the offending groups or rollouts."""
+        """Ids of the offending groups or rollouts."""
         return [offender for offender, _ in self.offenders]
 
 
 @dataclass(slots=True)
 class AuditReport:
-    """What an audit saw and found."""
+    """Figures and findings of an audit."""
 
     meta: RunMeta
     started: int = 0
     finished: int = 0
-    """Usable and not dropped since."""
+    """Number of usable groups that were not dropped since."""
     failed: int = 0
     dropped: int = 0
     in_flight: int = 0
@@ -57,16 +57,16 @@ class AuditReport:
     steps: int = 0
     rollouts: int = 0
     tokens: int = 0
-    """Drawn ones."""
+    """Number of sampled tokens."""
     staleness_max: int = 0
-    """Of the trained tokens, at consumption, in versions."""
+    """Staleness in Versions of the trained tokens at consumption, at most."""
     staleness_steps: int = 0
-    """The same in steps: with pushes every K steps a version is up to K steps."""
+    """Staleness in steps: with a new Version every K steps a Version is up to K steps."""
     findings: dict[Check, Finding] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether every promise was kept."""
+        """True if every promise was kept."""
         return not self.findings
 
     @property

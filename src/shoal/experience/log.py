@@ -1,10 +1,10 @@
-"""The experience log: one SQLite file per run, to which rows are only ever added.
+"""The experience log: one SQLite file per run, to which rows are only added.
 
-What its tables hold is in `schema`; steps of long ago are in the `archive`, and `snapshot` shows both as one.
+`schema` describes its tables. Old steps are in the `archive`, and `snapshot` shows both as one log.
 
-SQLite runs in WAL mode with synchronous=NORMAL: what is committed survives the death of any process at any moment;
-`sync` makes it survive the loss of power too, and moves it out of log.sqlite-wal into the file itself. A log that has
-lost steps which a checkpoint holds is refused (`LogBehind`).
+SQLite runs in WAL mode with synchronous=NORMAL: a commit survives the death of any process at any moment. `sync` makes
+it also survive the loss of power, and moves it out of log.sqlite-wal into the file itself. A log without the steps of
+its checkpoint is refused (`LogBehind`).
 """
 
 import fcntl
@@ -26,13 +26,13 @@ FILE = "log.sqlite"
 T = TypeVar("T")
 
 INTERRUPTED = "interrupted"
-"""The reason of groups that were in flight when the process that ran them ended."""
+"""The reason of groups that were in flight when their process ended."""
 OPEN_TIMEOUT_S = 30.0
-"""How long opening a log waits for another program's lock."""
+"""Seconds that opening a log waits for another program's lock."""
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 """SQLite errors of a disk that is full or that nobody may write."""
 BODY_BYTES = 1_000_000_000
-"""Of one value: what SQLite stores, so that whatever was logged can be read again."""
+"""Bytes of one value at most, which is SQLite's limit, so that every logged value can be read again."""
 
 CONSUMED_OF = "consumed JOIN groups USING (finished_seq) LEFT JOIN started USING (group_id)"
 """Table of the groups that were trained on, with the peers they came from."""
@@ -46,7 +46,7 @@ Late = Literal["drop", "mask_tokens", "train"]
 
 @dataclass(frozen=True, slots=True)
 class RunMeta:
-    """What an audit must know of a run; a run can only be resumed with the same values."""
+    """Values of a run that an audit needs; a resume must have equal values."""
 
     max_staleness: int
     late: Late
@@ -58,40 +58,40 @@ class RunMeta:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One training step as the log has it."""
+    """A training step in the log."""
 
     step: int
     version: int
-    """Of the weights that were trained."""
+    """Version of the trained weights."""
     version_after: int
-    """`version`, or one more when the step ends with a push."""
+    """`version`, or one more when the step ends with a new Version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where a run left off, as its log has it."""
+    """The state of a run at its last end, from its log."""
 
     last_step: int | None
     """The newest step whose groups are recorded; None before the first."""
     version: int
     """The Version after that step."""
     waiting: int
-    """Groups that wait to be consumed; they are offered again."""
+    """Groups that finished and wait to be consumed; they are offered again."""
     interrupted: int
-    """Groups that were in flight when the process ended; they never finished, so no work is lost."""
+    """Number of groups in flight when the process ended; they never finished, so no work is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumedGroup:
-    """One group of a step: how it was chosen and what of it was trained."""
+    """One group of a step: its choice and its trained part."""
 
     finished_seq: int
     horizon: int
-    """The newest finished_seq that could have been chosen instead."""
+    """The newest finished_seq among the groups that could have been chosen."""
     trained_from: int | None
-    """The oldest Version that drew a token which was trained; None when none was."""
+    """The oldest Version of a trained token, or None."""
     masked_tokens: int = 0
-    """Tokens older than eta versions that were given to the trainer without an advantage."""
+    """Number of tokens beyond `max_staleness` that the trainer got without an advantage."""
 
 
 class LockedLog:
@@ -103,7 +103,7 @@ class LockedLog:
         self._lock = lock
 
     def sync(self) -> None:
-        """Makes what was committed survive the loss of power, and the log be whole without its -wal file. Blocks.
+        """Makes all commits survive the loss of power, and the log be whole without its -wal file. Blocks.
 
         Readers may keep frames in the write-ahead log; these are synced here. SQLite keeps no lock on that file, so
         closing it releases none. Not while a transaction is under way.
@@ -120,7 +120,7 @@ class LockedLog:
 
     @contextmanager
     def whole(self) -> Iterator[sqlite3.Connection]:
-        """A connection for reading that shows what was archived as well."""
+        """A connection for reading that also shows archived rows."""
         if archive.archived_through(self.connection) < 0:
             yield self.connection
         else:
@@ -165,12 +165,12 @@ def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether another program's lock is all that is wrong."""
+    """True if the error is only another program's lock."""
     return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def unusable(path: Path, error: sqlite3.Error) -> RunDirError:
-    """What to say of a log that cannot be opened."""
+    """The error for a log that cannot be opened."""
     if is_locked(error):
         return RunDirError(f"{path} is locked by another program; end that one, then --resume")
     if error.sqlite_errorcode & 0xFF in _NO_ROOM:
@@ -179,7 +179,7 @@ def unusable(path: Path, error: sqlite3.Error) -> RunDirError:
 
 
 def check_not_behind(connection: sqlite3.Connection, run_dir: Path) -> None:
-    """Raises `LogBehind` when a checkpoint holds steps that the log has not."""
+    """Raises `LogBehind` when a checkpoint holds steps that the log lacks."""
     saved = checkpoint.newest_step(run_dir)
     if saved is None:
         return
@@ -201,7 +201,10 @@ def memory_log(meta: RunMeta) -> LockedLog:
 
 
 def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) -> None:
-    """A file without the meta table belongs to a process that died while creating it: it is filled now."""
+    """Fills a new file, or checks an old one.
+
+    A file without the meta table was left by a process that died while creating it.
+    """
     values = {
         "format": FORMAT,
         "asynchrony.max_staleness": str(meta.max_staleness),
@@ -224,7 +227,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
 
 
 def read_meta(connection: sqlite3.Connection) -> RunMeta:
-    """What the run was started with."""
+    """The run's values at its start."""
     stored = dict(connection.execute("SELECT key, value FROM meta"))
     late: dict[str, Late] = {"drop": "drop", "mask_tokens": "mask_tokens", "train": "train"}
     return RunMeta(
@@ -264,7 +267,7 @@ def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def read(run_dir: Path, query: Callable[[sqlite3.Connection], T]) -> T:
-    """What a query finds in a snapshot of the log. Raises `RunDirError`."""
+    """Rows of a query in a snapshot of the log. Raises `RunDirError`."""
     with snapshot(run_dir) as connection:
         return query(connection)
 
@@ -278,7 +281,7 @@ def insert_started(connection: sqlite3.Connection, group_id: str, service: str, 
 
 
 def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
-    """Records what came out of a group; gives its finished_seq."""
+    """Records a finished group and returns its finished_seq."""
     seq = connection.execute(
         "INSERT INTO groups(group_id, task, admitted_version, after_step) VALUES (?, ?, ?, ?)",
         (group.id, wire.encode(group.task), group.admitted_version, after_step),
@@ -290,7 +293,7 @@ def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) 
 
 
 def insert_external(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
-    """Records a peer's group, which started and finished here at once; gives its finished_seq."""
+    """Records a peer's group, which started and finished here at once, and returns its finished_seq."""
     assert group.origin is not None
     insert_started(connection, group.id, group.task.service, group.admitted_version, after_step)
     connection.execute(
@@ -325,15 +328,15 @@ def insert_step(connection: sqlite3.Connection, record: StepRecord, groups: Sequ
             raise sqlite3.IntegrityError(f"group {group.finished_seq} of step {record.step} is missing or was dropped")
 
 
-def insert_published(connection: sqlite3.Connection, version: int, checksum: str) -> bool:
-    """Records a Version's checksum; False when the log has another one for that Version."""
+def insert_version(connection: sqlite3.Connection, version: int, checksum: str) -> bool:
+    """Records a Version's checksum; False when the log has another checksum for that Version."""
     before = connection.execute("SELECT checksum FROM published WHERE version = ?", (version,)).fetchone()
     connection.execute("INSERT INTO published VALUES (?, ?)", (version, checksum))
     return before is None or before[0] == checksum
 
 
 def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
-    """Ends every group that neither finished nor ended; gives how many there were."""
+    """Ends every group that neither finished nor ended, and returns their number."""
     return connection.execute(
         "INSERT INTO ended SELECT group_id, 'dropped', ?, ? FROM started WHERE group_id NOT IN "
         "(SELECT group_id FROM groups UNION ALL SELECT group_id FROM ended)",
@@ -342,7 +345,7 @@ def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
 
 
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
-    """Groups that finished and were neither consumed nor ended, with their finished_seq, in that order."""
+    """Groups that finished and were neither consumed nor ended, in the order of their finished_seq."""
     rows = connection.execute(
         f"{_GROUPS} WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
         "AND group_id NOT IN (SELECT group_id FROM ended) ORDER BY finished_seq"
@@ -352,7 +355,7 @@ def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
 
 
 def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
-    """The groups of a step, in the order they were trained in."""
+    """The groups of a step, in training order."""
     rows = connection.execute(
         f"{_GROUPS} JOIN consumed USING (finished_seq) WHERE step = ? ORDER BY position",
         (step,),
@@ -370,13 +373,13 @@ def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
 
 
 def count_used(connection: sqlite3.Connection) -> int:
-    """How many groups that passed the gate were trained on."""
+    """Number of groups that passed the gate and were trained on."""
     query = f"SELECT COUNT(*) FROM {CONSUMED_OF} WHERE peer_id IS NULL"
     return int(connection.execute(query).fetchone()[0])
 
 
 def count_filled(connection: sqlite3.Connection, groups_per_step: int) -> int:
-    """How many groups of peers were trained in place of own ones: where a step had fewer than its number of these."""
+    """Number of peers' groups trained in place of own groups: where a step had fewer own groups than its number."""
     query = (
         "SELECT SUM(MIN(foreign_ones, MAX(0, ? - own))) FROM (SELECT SUM(peer_id IS NOT NULL) AS foreign_ones, "
         f"SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step)"
@@ -385,7 +388,7 @@ def count_filled(connection: sqlite3.Connection, groups_per_step: int) -> int:
 
 
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:
-    """The steps after one, in order."""
+    """The steps after `step`, in order."""
     rows = connection.execute("SELECT step, version, version_after FROM steps WHERE step > ? ORDER BY step", (after,))
     return [StepRecord(*row) for row in rows]
 

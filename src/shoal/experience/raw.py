@@ -1,4 +1,4 @@
-"""Rollouts as the log has them, decoded without the checks of `shoal.types`: an audit must see what is wrong."""
+"""Rollouts of the log, decoded without the checks of `shoal.types`: an audit must see wrong values."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -50,15 +50,15 @@ class RawRollout(msgspec.Struct):
     reason: str
 
     @property
-    def drawn_versions(self) -> list[int]:
-        """The Version of each drawn token, turn after turn."""
+    def sampled_versions(self) -> list[int]:
+        """The Version of each sampled token, turn after turn."""
         return [version for turn in self.turns for version in turn.completion.versions]
 
     @property
     def row_versions(self) -> list[list[int]]:
         """The Versions of each row. Raises `ValueError` for a turn whose parent is no earlier one.
 
-        Rows are sampled side by side, so only within one does a later turn mean a later token.
+        Rows are sampled side by side, so only within a row a later turn means a later token.
         """
         check_parents(self.turns)
         return [
@@ -77,24 +77,24 @@ class RawTask(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RawGroup:
-    """A finished group with all that the log says of it."""
+    """A finished group with all its rows of the log."""
 
     finished_seq: int
     id: str
     task: bytes
     admitted_version: int
     peer_id: str | None
-    """None of an own group."""
+    """None for an own group."""
     ended_reason: str | None
     ended_after: int | None
-    """The step after which it ended."""
+    """The step after which the group ended."""
     step: int | None
-    """That consumed it."""
+    """The step that consumed the group."""
     version: int | None
-    """That it was consumed under."""
+    """The Version under which the group was consumed."""
     trained_from: int | None
     masked_tokens: int | None
-    """Both as `log.ConsumedGroup` has them."""
+    """As in `log.ConsumedGroup`, like `trained_from`."""
     bodies: tuple[bytes, ...]
     """Wire bytes of the rollouts."""
 

@@ -1,15 +1,15 @@
-"""What the tables of the log hold.
+"""The tables of the log.
 
     started    a group was admitted            every group has exactly one row here, and then at most one of
     groups     its rollouts were committed     finished_seq is the order of commit
     ended      it failed or was dropped        with the reason; a group that finished may still be dropped
     consumed   it was trained on               finished_seq is the key: a second use cannot be recorded
-    steps      what one training step consumed and under which Version
+    steps      the Version under which one training step consumed, and the Version after it
     published  checksums of the Versions
     shards     files of the archive, and the last step that each holds
     checkpoints  the steps after which a checkpoint was saved
 
-Everything else (counts, staleness, what waits, what a crash interrupted) is derived from these.
+All else (counts, staleness, waiting groups, groups that a crash interrupted) is derived from these.
 A peer's group has the peer in its row of `started`, where own groups have null. It is written whole, in the transaction
 of the step that trains it; no gate counted it, and it waited for nobody.
 `after_step` is the last step consumed when a row was written, -1 before the first.

@@ -1,4 +1,4 @@
-"""Groups that a step trains, and what the log says of the use. Pure."""
+"""The groups that a step trains, and the log's record of their use. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from shoal.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One group being trained on."""
+    """A group being trained on."""
 
     waited: WaitingGroup
     version: int
     horizon: int
 
     def use(self, rows: Sequence[Sample] = (), bound: int = 0) -> ConsumedGroup:
-        """The use of the group, when the trainer was given these rows in which tokens older than `bound` are masked.
+        """The record of a use. The trainer masks tokens older than `bound` in `rows`.
 
-        What is masked is counted in the rows and not derived from the bound: the audit compares the two.
+        Masked tokens are counted in the rows and not derived from the bound, because the audit compares the two.
         """
         oldest: int | None = self.waited.oldest_version
         masked = 0
@@ -29,7 +29,7 @@ class Taken:
 
 
 def late_tokens(rows: Sequence[Sample], bound: int) -> tuple[int | None, int]:
-    """The oldest Version of a trained token of these rows, and how many tokens older than `bound` are masked."""
+    """The oldest Version of a trained token of these rows, and the number of masked tokens older than `bound`."""
     oldest, masked = None, 0
     for row in rows:
         for drawn, version, advantage in zip(row.mask, row.versions, row.advantages, strict=True):

@@ -1,4 +1,4 @@
-"""Writes to the log from a thread of its own, so that no disk ever blocks the event loop."""
+"""Writes to the log from its own thread, so that no disk ever blocks the event loop."""
 
 import asyncio
 import queue
@@ -17,13 +17,13 @@ from shoal.experience.log import LockedLog, is_locked
 T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 1.0
-"""How long one attempt to write waits for another program's lock; there is another one until the log is closed."""
+"""Seconds that one attempt to write waits for another program's lock; attempts go on until the log is closed."""
 MAX_BATCH = 256
-"""Writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
+"""Number of writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
 
 
 class _Write(Generic[T]):
-    """One write of a transaction, and who is told of it."""
+    """One write of a transaction, with its callbacks."""
 
     __slots__ = ("_arrived", "_future", "_result", "_run", "alone")
 
@@ -37,7 +37,7 @@ class _Write(Generic[T]):
     ) -> None:
         self._run, self._arrived, self._future = run, arrived, future
         self.alone = alone
-        """Whether it is in no transaction."""
+        """True if the write is in no transaction."""
 
     def run(self, connection: sqlite3.Connection) -> None:
         self._result = self._run(connection)
@@ -54,13 +54,14 @@ class _Write(Generic[T]):
 
 
 class LogWriter:
-    """Runs writes in the order they were asked for, several to a transaction, and tells the loop when they are durable.
+    """Runs writes in the order of their requests, several to a transaction, and notifies the loop when they are
+    durable.
 
     Invariant: `arrived` callbacks run on the event loop, in commit order, after the commit. After one failure nothing
-    more is written: every later write fails with the same error, and `on_failure` hears of the first.
+    more is written: every later write fails with an equal error, and `on_failure` receives the first.
 
-    Another program's lock on the log is waited out, however long it is held; `on_locked` hears when that begins (True)
-    and ends (False).
+    The writer waits for another program's lock on the log without end; `on_locked` receives its begin (True) and end
+    (False).
 
     The queue holds at most a few writes per running group, so the admission gate bounds it. With `threaded=False`
     each write happens at once on the caller's thread, which a virtual clock needs.
@@ -80,28 +81,28 @@ class LogWriter:
             self._thread = threading.Thread(target=self._work, name="log-writer", daemon=True)
 
     def post(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> None:
-        """Asks for a write without waiting for it. Writes asked for later are never durable earlier."""
+        """Requests a write without waiting for it. A later request is never durable earlier."""
         self._ask(_Write(run, arrived, None))
 
     async def commit(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> T:
-        """The result of a write, once it is durable. Raises `RunDirError` when the log cannot be written."""
+        """Awaits the result of a durable write. Raises `RunDirError` when the log cannot be written."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._ask(_Write(run, arrived, future))
         return await future
 
     async def alone(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        """The result of what is done between two transactions. Raises `RunDirError` when the log cannot be written."""
+        """Awaits the result of a call between two transactions. Raises `RunDirError` when the log cannot be written."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._ask(_Write(run, None, future, alone=True))
         return await future
 
     async def sync(self) -> None:
-        """Returns when all that was committed survives the loss of power too, and of the -wal file."""
+        """Returns when all commits survive also the loss of power, and of the -wal file."""
         if self._thread is not None:
             await self.alone(lambda _: self._log.sync())
 
     async def close(self) -> None:
-        """Waits for the writes asked for so far, but for no other program's lock, and closes the log."""
+        """Waits for pending writes, but for no other program's lock, and closes the log."""
         self._closing.set()
         if self._thread is not None and self._thread.is_alive():
             self._queue.put(None)
@@ -112,7 +113,7 @@ class LogWriter:
         if self._failure is not None:
             write.fail(self._failure)
         elif self._thread is None:
-            self._deliver([write], self._done([write]))
+            self._deliver([write], self._commit_batch([write]))
         else:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
@@ -120,7 +121,7 @@ class LogWriter:
             self._queue.put(write)  # type: ignore[arg-type]  # a queue of writes of any result
 
     def _work(self) -> None:
-        """The thread: whatever is queued becomes one transaction, but for what is done between two."""
+        """Runs the thread: all queued writes become one transaction, except calls between two transactions."""
         assert self._loop is not None
         ending = False
         while not ending:
@@ -131,17 +132,17 @@ class LogWriter:
             ending = len(writes) < len(batch)
             for _, group in groupby(writes, attrgetter("alone")):
                 together = list(group)
-                self._tell(self._deliver, together, self._done(together))
+                self._notify(self._deliver, together, self._commit_batch(together))
 
-    def _tell(self, told: Callable[..., None], *arguments: object) -> None:
+    def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._loop is None:
-            told(*arguments)
+            callback(*arguments)
             return
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(told, *arguments)
+        with suppress(RuntimeError):  # the loop is closed: no waiter is left
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _when_unlocked(self, run: Callable[[], object]) -> None:
-        """Does something as soon as no other program writes."""
+        """Calls a function as soon as no other program writes."""
         waiting = False
         while True:
             try:
@@ -152,12 +153,12 @@ class LogWriter:
                     raise
             if not waiting:
                 waiting = True
-                self._tell(self.on_locked, True)
+                self._notify(self.on_locked, True)
         if waiting:
-            self._tell(self.on_locked, False)
+            self._notify(self.on_locked, False)
 
-    def _done(self, writes: "Sequence[_Write[T]]") -> Exception | None:
-        """Runs writes as one transaction: all of them are durable afterwards, or none and the reason is returned."""
+    def _commit_batch(self, writes: "Sequence[_Write[T]]") -> Exception | None:
+        """Runs writes as one transaction: all are durable afterwards, or none and the reason is returned."""
         if self._failure is not None:
             return self._failure
         connection = self._log.connection
@@ -170,7 +171,7 @@ class LogWriter:
                 for write in writes:
                     write.run(connection)
                 connection.execute("COMMIT")
-        except Exception as error:  # whatever it is, somebody awaits this write and must hear of it
+        except Exception as error:  # whatever it is, a caller awaits this write and must receive it
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             self._failure = error

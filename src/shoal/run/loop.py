@@ -131,7 +131,7 @@ class TrainLoop:
             written = self._to_serve
             assert written is not None
             await self._parts.engine.update_weights(written.version, written.path)
-            self._parts.buffer.publish(written.version)
+            self._parts.buffer.on_loaded(written.version)
             self._parts.store.remove_before(written.version)
             if not self._new_version.is_set():
                 self._served.set()
@@ -256,7 +256,7 @@ class TrainLoop:
         if self._config.engine.urls:
             await self._write_canary(unfinished)
         written = await asyncio.to_thread(self._parts.store.seal, version)
-        exact = await self._parts.buffer.published(version, written.checksum)
+        exact = await self._parts.buffer.record_version(version, written.checksum)
         if not exact:
             self._parts.trackers.log_event("replay_not_exact", version=version)
         self._to_serve, self.version = written, version
@@ -279,7 +279,7 @@ class TrainLoop:
         """
         if self._to_serve is None:
             kept = await asyncio.to_thread(self._parts.store.kept, version)
-            if kept is not None and await self._parts.buffer.published(version, kept.checksum):
+            if kept is not None and await self._parts.buffer.record_version(version, kept.checksum):
                 self._to_serve = kept
             else:
                 await self._write_version(version, push=False)
@@ -293,7 +293,7 @@ class TrainLoop:
         self._busy_s += await parts.trainer.save(directory)
         await parts.buffer.sync()
         await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
-        await parts.buffer.checkpointed(step)
+        await parts.buffer.record_checkpoint(step)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""

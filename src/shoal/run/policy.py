@@ -80,7 +80,7 @@ class Policy:
         written = await asyncio.to_thread(self._store.seal, version)
         await self.engine.update_weights(version, written.path)
         await asyncio.to_thread(self._store.remove_before, version)
-        self._gate.publish(version)
+        self._gate.on_loaded(version)
         return version
 
     async def accuracy(self, questions: int = 64) -> tuple[float, float]:
