@@ -40,7 +40,7 @@ async def steps(buffer: Buffer, tracker: JsonlTracker, first: int, count: int) -
             await buffer.add(group(name, step))
         await buffer.take(len(names), step)
         await buffer.consumed(step, step, names, version_after=step + 1)
-        buffer.publish(step + 1)
+        buffer.on_loaded(step + 1)
         tracker.log(step + 1, {"reward": step % 7 / 7, "tokens_per_s": 100.0, "engine_busy": 0.9, "trainer_busy": 0.5})
 
 

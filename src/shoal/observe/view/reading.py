@@ -82,7 +82,7 @@ def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
     except WireError as error:
         return Shown(position, "", [], None, "unreadable", "", 0, "", str(error))
     same = list(question) == one.messages[: len(question)]
-    versions = sorted(set(one.drawn_versions))
+    versions = sorted(set(one.sampled_versions))
     return Shown(
         position,
         one.id,
@@ -90,7 +90,7 @@ def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
         one.reward,
         one.status,
         one.reason,
-        len(one.drawn_versions),
+        len(one.sampled_versions),
         f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions)),
     )
 
