@@ -11,6 +11,7 @@ instruction. Each run adds a line to `results.jsonl`; `python -m benchmarks.chao
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results.jsonl")
 CAMPAIGN_S = 300.0
 """Of one seed; a new one has another configuration."""
-QUICK_FAULTS = 12
+QUICK_FAULTS = 6
 SUMMED = ("faults", "resumed", "lost", "doubled", "stale", "standstills", "unnamed", "inexact", "steps", "groups")
 
 
@@ -28,6 +29,7 @@ def measure(
     """Sums over as many seeds as the time allows, from `seed` on, else from the first that has no line yet."""
     from benchmarks.chaos.campaign import as_values, campaign
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was mounted is taken away again
     left_s = 60 * (10.0 if minutes is None else minutes)
     number = next_seed(lines(results)) if seed is None else seed
     done: list[Mapping[str, object]] = []

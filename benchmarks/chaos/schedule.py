@@ -77,7 +77,7 @@ class Fault:
     @property
     def name(self) -> str:
         """Kind and role."""
-        return self.kind if self.role is None else f"{self.kind} {self.role}"
+        return self.kind.value if self.role is None else f"{self.kind} {self.role}"
 
 
 def schedule(seed: int) -> Iterator[Fault]:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import run_bench
 from benchmarks.chaos import QUICK_FAULTS, lines, next_seed, summed
-from benchmarks.chaos.campaign import Report, as_values, campaign
+from benchmarks.chaos.campaign import LAST_STEPS, Report, as_values, campaign
 from benchmarks.chaos.schedule import LONGEST_HOLD_S, PROCESS_KINDS, Kind, Role, schedule
 from benchmarks.chaos.victim import STANDSTILL_S
 from benchmarks.chaos.witness import Witness
@@ -19,7 +19,8 @@ from shoal.experience import Buffer, RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Rollout, Task, Turn
 from shoal.types import Role as Speaker
 
-SHORT_SEED = 1
+SHORT_SEED = 33
+"""It kills the main process and the engine, stops workers and trainer, locks the log and slows the engine."""
 
 
 def test_a_seed_replays_its_schedule_and_another_seed_has_another_one() -> None:
@@ -121,9 +122,10 @@ def test_the_witness_sees_a_step_that_the_loop_took_twice_and_one_that_the_log_l
     assert witness.lost == ["step 8, which metrics.jsonl tells of"]
 
 
+@pytest.mark.timeout(900)
 def test_a_run_under_faults_loses_doubles_and_outdates_nothing_and_always_says_why_it_ended() -> None:
-    report = asyncio.run(campaign(SHORT_SEED, 200.0, QUICK_FAULTS))
+    report = asyncio.run(campaign(SHORT_SEED, 600.0, QUICK_FAULTS))
     assert report.ok, report.evidence
     assert report.faults == QUICK_FAULTS
     assert report.resumed >= 1
-    assert report.steps >= 4
+    assert report.steps > LAST_STEPS
