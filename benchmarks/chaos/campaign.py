@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import tempfile
 import time
@@ -62,6 +63,8 @@ class Report:
     steps: int = 0
     groups: int = 0
     seconds: float = 0.0
+    load: float = 0.0
+    """Processes that wanted a core of the machine, mean of the last quarter of an hour."""
     sentences: dict[str, int] = field(default_factory=dict)
     """How the run ended, in its own words."""
     evidence: list[str] = field(default_factory=list)
@@ -85,7 +88,7 @@ async def campaign(seed: int, seconds: float, most: int | None = None) -> Report
         async with _swarm(root, seed) as url:
             config = config_of(seed, root, place / "run", url)
             await _endure(config, root, disk, url, report, began_s + seconds, most)
-    report.seconds = round(time.monotonic() - began_s, 1)
+    report.seconds, report.load = round(time.monotonic() - began_s, 1), round(os.getloadavg()[2], 1)
     return report
 
 

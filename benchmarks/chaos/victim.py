@@ -149,11 +149,22 @@ class Victim:
             if not interrupted and (now := list(self._marks())) != seen:
                 seen, since_s = now, time.monotonic()
             elif time.monotonic() - since_s > STANDSTILL_S:
+                used = self._used()
                 process.send_signal(signal.SIGUSR1)  # has it say who waits for whom
                 await asyncio.sleep(1.0)
-                self.standstills.append((await asyncio.to_thread(_text, terminal))[-MOST_WORDS:])
+                said = await asyncio.to_thread(_text, terminal)
+                self.standstills.append(f"{used}; {said[-MOST_WORDS:]}")
                 self.killed = True
                 return
+
+    def _used(self) -> str:
+        """What the machine had to do, and what of it was the run's: one that waits for a processor does not hang."""
+        words = [f"{os.getloadavg()[0]:.1f} processes wanted {os.cpu_count()} cores"]
+        for one in self.processes():
+            with contextlib.suppress(psutil.Error):
+                taken, age_s = one.cpu_times(), time.time() - one.create_time()
+                words.append(f"{one.pid} {one.status()}: {taken.user + taken.system:.1f} s of {age_s:.0f}")
+        return ", ".join(words)
 
     def _marks(self) -> Iterator[tuple[int, int]]:
         for name in WATCHED:
