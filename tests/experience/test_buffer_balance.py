@@ -1,5 +1,7 @@
 """Which groups a step trains when tasks are due different numbers of them."""
 
+from dataclasses import replace
+
 from buffer_values import group
 from shoal.experience.balance import PATIENCE_S, Balance, WaitingGroup
 
@@ -16,6 +18,13 @@ def halves(used, groups) -> dict[str, float]:
 
 def ids(choice) -> list[str]:
     return [one.group.id for one in choice.groups]
+
+
+def test_the_newest_version_of_a_group_is_that_of_its_newest_token_or_of_its_admission() -> None:
+    one = group("g", (2, 5), admitted=1)
+    assert WaitingGroup(2, 0, one).newest_version == 5
+    silent = replace(one, rollouts=tuple(replace(rollout, turns=()) for rollout in one.rollouts))
+    assert WaitingGroup(1, 0, silent).newest_version == 1
 
 
 def test_without_dues_the_oldest_groups_come_first() -> None:

@@ -15,7 +15,7 @@ from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.status import status, status_lines
-from shoal.run.waits import report_waits
+from shoal.run.standstill import report_waits
 
 
 def written_run(run_dir: Path) -> None:

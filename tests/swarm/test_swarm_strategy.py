@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.swarm.strategy import (
+    HALF_LIFE_S,
     NEWCOMER_SHARE,
     TAKERS,
     Candidate,
@@ -123,6 +124,26 @@ def test_a_name_that_was_changed_is_answered_with_the_new_one() -> None:
         ConfigError, match=r"swarm.take: 'informative' is now 'uniform'.*'trusted', keeps these to 15 ?%"
     ):
         taker_of("informative")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "odds"),
+    [
+        ({}, {"trust": 0.3}, 3.0),
+        ({}, {"uses": 2}, 3.0),
+        ({}, {"author_uses": 2}, 3.0),
+        ({}, {"age_s": HALF_LIFE_S}, 2.0),
+        # The chance that a group with such a mean is informative: of 4 with mean 3/4, and of 2 with mean 1/2.
+        ({"rewards": (0.0, 1.0, 1.0, 1.0)}, {"rewards": (0.0, 1.0)}, (1 - 0.75**4 - 0.25**4) / 0.5),
+        ({"rewards": (0.0, 1.0)}, {"rewards": (0.25, 1.0, 1.0)}, 0.5 / (1 - 0.75**3 - 0.25**3)),
+    ],
+)
+def test_by_trust_takes_in_proportion_to_trust_chance_age_and_uses(
+    one: dict[str, object], other: dict[str, object], odds: float
+) -> None:
+    rng, pair = random.Random(0), [candidate(**one), candidate(**other)]
+    share = sum(by_trust(pair, 1, rng) == [0] for _ in range(5000)) / 5000
+    assert share == pytest.approx(odds / (1 + odds), abs=0.025)
 
 
 def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:

@@ -258,6 +258,13 @@ def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
     assert at.trust(PEER.peer_id) == 0.0
 
 
+def test_what_is_held_against_a_peer_is_held_against_that_peer() -> None:
+    at = ingress()
+    at.refuse(PEER.peer_id, Reason.WRONG_TRUTH)
+    assert list(at.peers) == [PEER.peer_id]
+    assert at.peers[PEER.peer_id].bad == 1.0
+
+
 def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established_and_by_people_last() -> None:
     at = ingress(banned=[OTHER.peer_id])
     for _ in range(2 * int(ESTABLISHED)):

@@ -23,7 +23,7 @@ RETRIES = 1
 """Number of further attempts after the process died."""
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
+class FunctionRequest(msgspec.Struct, frozen=True):
     """The arguments of a function's call, once for a group."""
 
     path: str
@@ -69,7 +69,7 @@ class FunctionScorer:
     ) -> tuple[RewardStatus, FunctionResult]:
         """Calls the function and returns its result, with the status."""
         messages = [{"role": message.role.value, "content": message.content} for message in task.messages]
-        call = wire.encode(FunctionCall(spec.path, messages, list(answers), task.answer, task.info))
+        call = wire.encode(FunctionRequest(spec.path, messages, list(answers), task.answer, task.info))
         async with self._turns.setdefault(spec.path, asyncio.Lock()):
             for attempt in range(RETRIES + 1):
                 try:

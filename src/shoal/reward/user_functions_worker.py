@@ -10,10 +10,10 @@ from typing import cast
 from shoal import wire
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.plugins import described, own_code
-from shoal.reward.user_functions import FunctionCall, FunctionResult
+from shoal.reward.user_functions import FunctionRequest, FunctionResult
 
 
-def result_of(call: FunctionCall) -> FunctionResult:
+def result_of(call: FunctionRequest) -> FunctionResult:
     """Calls the function for a group and checks its rewards."""
     count = len(call.answers)
     try:
@@ -41,16 +41,16 @@ def _is_reward(value: object) -> bool:
         return False
 
 
-def _prompts(call: FunctionCall) -> list[object]:
+def _prompts(call: FunctionRequest) -> list[object]:
     """Conversations, in TRL's form of conversational data sets."""
     return [list(call.messages) for _ in call.answers]
 
 
-def _completions(call: FunctionCall) -> list[object]:
+def _completions(call: FunctionRequest) -> list[object]:
     return [[{"role": "assistant", "content": answer}] for answer in call.answers]
 
 
-def _columns(call: FunctionCall) -> dict[str, object]:
+def _columns(call: FunctionRequest) -> dict[str, object]:
     """The task's info and its answer."""
     info = json.loads(call.info)
     return {**{name: value for name, value in info.items() if name != "scorer"}, "answer": call.truth}
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
     send_frame(connection, b"")
-    serve(connection, lambda frame: [wire.encode(result_of(wire.decode(frame, FunctionCall)))])
+    serve(connection, lambda frame: [wire.encode(result_of(wire.decode(frame, FunctionRequest)))])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,3 +102,17 @@ def cpu_ticks(pid: int) -> int:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
     return 0
+
+
+@contextmanager
+def report_waits() -> Iterator[None]:
+    """Answers SIGUSR1 within the block. Signals reach the main thread only, so elsewhere it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: sys.stderr.write("\n".join(waits(loop)) + "\n"))
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)

@@ -39,9 +39,8 @@ from shoal.run.join_swarm import swarm_node
 from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare, write_resolved
 from shoal.run.recovery import open_buffer, recover
-from shoal.run.standstill import OwnEngines, watch_run
+from shoal.run.standstill import OwnEngines, report_waits, watch_run
 from shoal.run.totals import RunTotals
-from shoal.run.waits import report_waits
 from shoal.sandbox import backends
 from shoal.trainer.client import TrainerProcess
 from shoal.types import Sampling, Split
