@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -102,6 +102,11 @@ lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Screenshots of every view of a demo's page, for docs/view.md.
+figures: $(VENV)/dev-installed $(VENV)/chromium-tried
+	test -d build/figures-run || $(BIN)/shoal demo --run-dir build/figures-run --train.steps=120 --eval.every_steps=30
+	$(BIN)/python tools/figures.py build/figures-run
 
 docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py

@@ -17,7 +17,7 @@ MOST_BYTES = 300_000
 SIZES = {"": (1440, 900), "_phone": (390, 844)}
 VIEWS = {
     "overview": "/",
-    "rollouts": "/rollouts?sort=worst",
+    "rollouts": "/rollouts?step=20&sort=worst",
     "group": "/group?seq={group}",
     "tokens": "/tokens?seq={group}&position=1",
     "waits": "/waits",
@@ -44,13 +44,13 @@ def save(png: bytes, into: Path) -> None:
             return
 
 
-async def newest_group(page: Page, url: str) -> str:
-    """The number of the newest group that a step has trained."""
-    await page.goto(f"{url}/rollouts")
+async def some_group(page: Page, url: str) -> str:
+    """The number of a group that the twentieth step trained."""
+    await page.goto(f"{url}/rollouts?step=20")
     link = "document.querySelector('td a[href]')?.href"
     while not (found := await page.value(link)):
         await asyncio.sleep(0.5)
-        await page.goto(f"{url}/rollouts")
+        await page.goto(f"{url}/rollouts?step=20")
     return str(found).partition("seq=")[2].partition("#")[0]
 
 
@@ -65,7 +65,7 @@ async def main(run: Path, folder: Path) -> None:
         for suffix, (width, height) in SIZES.items():
             with tempfile.TemporaryDirectory() as profile:
                 async with chromium(Path(profile) / "browser", width=width, height=height, scale=1) as page:
-                    group = await newest_group(page, url)
+                    group = await some_group(page, url)
                     for name, path in VIEWS.items():
                         save(
                             await shot(page, url + path.format(group=group), name), folder / f"view_{name}{suffix}.png"
