@@ -96,7 +96,7 @@ swarm.node:Node._share
   swarm.claim_verification:OwnTasks.claim
   swarm.offer:offer_of
   swarm.offer:encode
-  swarm.node:Node._published
+  swarm.node:Node._send
     swarm.envelope:Signer.frame
     swarm.nats:NatsExchange.publish
 swarm.peer:Peer._listen
@@ -112,19 +112,19 @@ swarm.peer:Peer._listen
     swarm.pending:PendingOffers.add
 swarm.node:Node._verify
   swarm.pending:PendingOffers.next
-  swarm.node:Node._verified
+  swarm.node:Node._verify_offer
     swarm.claim_verification:OwnTasks.task
-    swarm.encoding:encoded
+    swarm.encoding:encode_offer
     reward.service:RewardService.score
-  swarm.node:Node._decided
+  swarm.node:Node._settle
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step
   run.loop:TrainLoop._choose_offers
-    swarm.node:Node.chosen
-      swarm.strategy:taken
+    swarm.node:Node.choose
+      swarm.strategy:apply_taker
   run.loop:TrainLoop._external_groups
-    swarm.node:Node.encoded
+    swarm.node:Node.encode
       swarm.encoding:rollouts_of
   run.loop:TrainLoop._rows
     swarm.external:external_rows
