@@ -1,6 +1,6 @@
-"""Ratios measured side by side on one machine, in one run: `shoal bench NAME --json`.
+"""Benchmarks measure ratios side by side on one machine, in one run: `shoal bench NAME --json`.
 
-A figure is a ratio of two times taken minutes apart on the same machine, so that it means something on a shared one.
+A figure is a ratio of two times taken minutes apart on one machine, so it means something on a shared machine too.
 """
 
 import os
@@ -39,13 +39,14 @@ def child_environment() -> dict[str, str]:
 
 
 def on_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with the source checkout on its PYTHONPATH."""
+    """Adds the source checkout to the PYTHONPATH of `environment`."""
     root = str(Path(__file__).parents[1])
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))}
 
 
 def run_bench(name: str, *, quick: bool, **options: float) -> Report:
-    """The figures of one benchmark; `chaos` alone has options. Raises `ConfigError` for an unknown name."""
+    """Runs one benchmark and returns its figures; `chaos` alone has options. Raises `ConfigError` for an unknown
+    name."""
     if name not in MODULES:
         raise ConfigError(f"bench: expected one of {', '.join(sorted(MODULES))}, got {name!r}")
     if options and name != "chaos":
@@ -56,7 +57,7 @@ def run_bench(name: str, *, quick: bool, **options: float) -> Report:
 
 
 def figures_of(name: str, measure: Callable[[bool], Report], quick: bool) -> Report:
-    """What a bench measures. Raises `ShoalError` with the reason whenever it has no figures."""
+    """Calls a bench's measurement. Raises `ShoalError` with the reason whenever it has no figures."""
     try:
         return measure(quick)
     except ShoalError:
@@ -69,7 +70,7 @@ def figures_of(name: str, measure: Callable[[bool], Report], quick: bool) -> Rep
 
 
 def _described(error: BaseException) -> str:
-    """An exception, and the line that it comes from; ours as they are."""
+    """Describes an exception with its line; ours keep their text."""
     if isinstance(error, ShoalError):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -77,5 +78,5 @@ def _described(error: BaseException) -> str:
 
 
 def say(what: str) -> None:
-    """Tells on standard error how far a bench is, with the seconds since this process began."""
+    """Reports a bench's progress on standard error, with the seconds since this process began."""
     print(f"[{time.monotonic() - BEGAN_S:5.0f} s] {what}", file=sys.stderr, flush=True)

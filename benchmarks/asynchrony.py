@@ -1,14 +1,14 @@
-"""What asynchrony gains: the same work with eta 0 and eta 4, against the ideal of two cores that never wait.
+"""The async bench compares `max_staleness` 0 and 4 on the same work, against the ideal of two cores that never wait.
 
-The work is a number of training steps over rollouts whose lengths are given beforehand (lognormal with mean 32 tokens,
-at most 256), so that both sides draw and train exactly the same number of tokens. A question fixes the length of its
-answers, as hard questions have long answers, and a group is one request, as in every run; `apart` gives each answer a
-length of its own, for which the engine has to be asked eight times with the same prompt. Answers are drawn by the real
-engine, travel through the real orchestrator, log and trainer, and are rewarded by a checksum of their text.
+The work is a number of training steps over rollouts of given lengths (lognormal with mean 32 tokens, at most 256), so
+both sides sample and train exactly the same tokens. A question fixes the length of its answers, as hard questions have
+long answers, and a group is one request, as in every run. `apart` gives each answer a length of its own, which takes
+eight requests with the same prompt. The real engine samples the answers; they pass the real orchestrator, log and
+trainer, and a checksum of their text is the reward.
 
     ideal        the slower of generating all tokens at full batch and training on them, each alone on one core
-    synchronous  eta = 0; each phase has both cores when that is faster
-    asynchronous eta = 4; one core each; the faster of the settings below
+    synchronous  max_staleness = 0; each phase has both cores when that is faster
+    asynchronous max_staleness = 4; one core each; the faster of the settings below
 """
 
 import asyncio
@@ -58,24 +58,24 @@ MOST_TOKENS = 256
 PROMPT = "abcdefg"
 GROUP_SIZE = 8
 SETTINGS = (("recompute", 80), ("keep", 128))
-"""What running answers do at a new Version, and how many there may be at once: recomputing is exact and costs the
-more the more of them there are, so it likes fewer."""
+"""Treatment of running answers at a new Version, and their largest number. Recomputing is exact and costs more for more
+answers, so it prefers fewer."""
 SIGMAS = (1.0, 0.0, 0.5, 1.5)
 STEPS, FEWER_STEPS = 24, 16
-"""Of the first sigma and of the others; filling and emptying the pipeline costs a step of each."""
+"""Steps at the first sigma and at the others; filling and emptying the pipeline costs a step of each."""
 GROUPS_PER_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much is drawn and trained."""
+    """Amount of sampling and training."""
 
     sigma: float
-    """Of the lognormal lengths; 0 gives every answer the mean."""
+    """Sigma of the lognormal lengths; 0 gives every answer the mean."""
     steps: int
     groups_per_step: int
     apart: bool = False
-    """Whether each answer has a length of its own, instead of that of its question."""
+    """True if each answer has a length of its own, instead of its question's."""
     max_staleness: int = 4
 
     def lengths(self, index: int) -> list[int]:
@@ -87,18 +87,18 @@ class Work:
 
     @property
     def rollouts_per_step(self) -> int:
-        """What one step consumes."""
+        """Rollouts that one step consumes."""
         return self.groups_per_step * GROUP_SIZE
 
     @property
     def groups(self) -> int:
-        """Of the whole run."""
+        """Groups of the whole run."""
         return self.steps * self.groups_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class LengthService:
-    """Tasks that all ask the same; `info` says how long each rollout's answer is."""
+    """Service of tasks with one prompt; `info` gives each rollout's length."""
 
     work: Work
     name: str = "lengths"
@@ -110,12 +110,12 @@ class LengthService:
 
 
 class FixedLengths(SingleTurn):
-    """Draws answers of the lengths that the task names; no token ends one early."""
+    """Runner that samples answers of the task's lengths; no token ends one early."""
 
     async def completions(
         self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
     ) -> list[Completion]:
-        """One request for all, or one each where the lengths differ."""
+        """Sends one request for all answers, or one each where the lengths differ."""
         lengths = json.loads(task.info)[:n]
 
         def drawn(length: int, n: int, seed: int | None) -> Awaitable[list[Completion]]:
@@ -129,16 +129,16 @@ class FixedLengths(SingleTurn):
 
 
 class CoinScorer:
-    """Rewards half of all answers, so that every group has something to learn from."""
+    """Scorer that rewards half of all answers, so that every group is informative."""
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """1 or 0 by the parity of a checksum of the answer."""
+        """Scores 1 or 0 by the parity of a checksum of the answer."""
         return [Reward(float(zlib.crc32(answer.encode()) & 1)) for answer in answers]
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Seconds that each half of the work takes when nothing else runs."""
+    """Seconds of each half of the work when nothing else runs."""
 
     generation_s: float
     training_s: float
@@ -146,7 +146,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run of the whole."""
+    """Figures of one whole run."""
 
     seconds: float
     engine_busy: float
@@ -155,7 +155,8 @@ class Side:
 
 
 def measure(quick: bool) -> Report:
-    """`speedup` of asynchronous over synchronous, and the share of the ideal, for lengths of several spreads."""
+    """Measures `speedup` of asynchronous over synchronous, and the share of the ideal, for lengths of several
+    spreads."""
     if quick:
         return uvloop.run(_compare(Work(SIGMAS[0], steps=4, groups_per_step=8)))
     works = {sigma: Work(sigma, STEPS if sigma == SIGMAS[0] else FEWER_STEPS, GROUPS_PER_STEP) for sigma in SIGMAS}
@@ -202,7 +203,7 @@ async def _compare(work: Work) -> Report:
 
 
 class _Bench:
-    """One amount of work, and a folder for what running it leaves."""
+    """One amount of work, with a folder for its runs."""
 
     def __init__(self, folder: Path, work: Work) -> None:
         model_dir = folder / "model"
@@ -213,7 +214,7 @@ class _Bench:
         self._runs = 0
 
     async def run(self, max_staleness: int, threads: Threads, on_update: str, max_running: int) -> Side:
-        """The whole work through orchestrator, log, engine and trainer."""
+        """Runs the whole work through orchestrator, log, engine and trainer."""
         steps: list[Record] = []
 
         def keep(record: Record) -> None:
@@ -237,11 +238,11 @@ class _Bench:
         )
 
     async def alone(self, threads: Threads) -> Alone:
-        """Each half by itself, scaled to the whole work."""
+        """Runs each half by itself, scaled to the whole work."""
         return Alone(await self._generation_s(threads), await self._training_s(threads))
 
     async def _generation_s(self, threads: Threads) -> float:
-        """At the rate that the engine has while requests wait for a place."""
+        """Seconds of generation at the engine's rate while requests wait for a place."""
         work, service = self._work, self._prepared.service
         tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
         config, folder = self._config(work.max_staleness, "keep", work.rollouts_per_step), self._new_folder()
@@ -261,7 +262,7 @@ class _Bench:
         return tokens / rate if rate else time.monotonic() - began_s
 
     async def _training_s(self, threads: Threads) -> float:
-        """A quarter of the steps, on rows of the right lengths, times four."""
+        """Seconds of training: a quarter of the steps, on rows of the right lengths, times four."""
         config = self._config(self._work.max_staleness, "keep", self._work.rollouts_per_step)
         child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
         async with child:
@@ -275,7 +276,7 @@ class _Bench:
         return sum(seconds) / count * self._work.steps
 
     def _rows(self, step: int) -> list[tuple[Sample, ...]]:
-        """What a step trains on: prompt and answer tokens of the given lengths, half of them rewarded."""
+        """Rows of a step: prompt and answer tokens of the given lengths, half of them rewarded."""
         prompt = tuple(self._prepared.renderer.prompt_ids((Message(Role.USER, PROMPT),)))
         first = step * self._work.groups_per_step
         return [
@@ -307,7 +308,7 @@ async def _rate_while_full(
 ) -> float:
     """Tokens per second up to the last moment at which requests waited for a place; 0 when none ever did.
 
-    The first requests may not have reached the engine at the first look: that none waits then says nothing.
+    The first requests may not have reached the engine at the first poll, so that poll says nothing.
     """
     rate = 0.0
     while not all(task.done() for task in answering):
@@ -321,13 +322,13 @@ async def _rate_while_full(
 
 
 def _over_time(steps: Sequence[Record], share: str) -> float:
-    """The mean of a share over the run: each step counts by how long it took."""
+    """Mean of a share over the run: each step weighs as long as it took."""
     seconds = [1 / float(step["samples_per_s"] or 1.0) for step in steps]
     return fmean((float(step[share] or 0.0) for step in steps), weights=seconds)
 
 
 def _drawn_group(index: int, prompt: tuple[int, ...], lengths: Sequence[int]) -> Group:
-    """A group as if it had been drawn, with random tokens."""
+    """Builds a group with random tokens, as if an engine had sampled it."""
     generator = random.Random(index)
     rollouts = []
     for i, length in enumerate(lengths):

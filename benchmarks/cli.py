@@ -1,4 +1,4 @@
-"""What the front door costs: CPU seconds of `shoal --help` and of imports, the best of several."""
+"""The cli bench measures CPU seconds of `shoal --help` and of imports, the best of several."""
 
 import resource
 import subprocess
@@ -13,7 +13,7 @@ STATEMENTS = {
 
 
 def measure(quick: bool) -> dict[str, object]:
-    """The CPU seconds of a process for each; `python_s` is that of an empty one."""
+    """Measures the CPU seconds of a process for each; `python_s` is an empty process's."""
     return {name: min(_cpu_s(arguments) for _ in range(3 if quick else 10)) for name, arguments in STATEMENTS.items()}
 
 

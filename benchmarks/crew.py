@@ -1,7 +1,7 @@
-"""Task services in processes of their own, orchestrated for real, with an engine that echoes and nothing to train.
+"""A crew is a run of remote task services, with an engine that echoes and a training step that only records.
 
-What is real: the services and their protocol, sessions at the gateway over HTTP, the ledgers, ratios, the log on the
-disk. What is not: the engine says what the seed says, and a step of training is the time it takes to note it.
+Real parts are the services and their protocol, sessions at the gateway over HTTP, the token trees, ratios, and the log
+on the disk. The engine answers by the seed, and a training step takes as long as its record.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ START_TIMEOUT_S = 60.0
 
 
 async def until(condition: Callable[[], bool], every_s: float = 0.02) -> None:
-    """Looks now and then whether something is the case; returns when it is."""
+    """Polls a condition; returns when it holds."""
     while not condition():  # noqa: ASYNC110 - what is looked at are counters of another thread
         await asyncio.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is orchestrated."""
+    """Amount of orchestrated work."""
 
     weights: Mapping[str, float]
     groups_per_step: int
@@ -52,10 +52,10 @@ class Load:
 
 @dataclass(slots=True)
 class Crew:
-    """A run under way."""
+    """A run in progress."""
 
     load: Load
-    hub: TaskServerThread
+    task_server: TaskServerThread
     buffer: Buffer
     host: Host
     engine: EchoEngine
@@ -63,10 +63,10 @@ class Crew:
     trained: Counter[str] = field(default_factory=Counter)
     ids: list[str] = field(default_factory=list)
     rollouts: Counter[str] = field(default_factory=Counter)
-    """Of the trained groups, by status."""
+    """Rollouts of the trained groups, by status."""
 
     async def train(self, groups: int) -> None:
-        """Consumes so many more groups, step by step."""
+        """Consumes `groups` more groups, step by step."""
         for _ in range(groups // self.load.groups_per_step):
             step = self.version
             taken = await self.buffer.take(self.load.groups_per_step, step)
@@ -81,19 +81,19 @@ class Crew:
     @property
     def running(self) -> int:
         """Rollouts that services work on now."""
-        registry = self.hub.server.registry
+        registry = self.task_server.server.registry
         return sum(registry.load_of(name)[1] for name in registry)
 
     def finished(self, name: str) -> int:
         """Rollouts that a service has handed in."""
-        return self.hub.server.counts[name]["rollout done"]
+        return self.task_server.server.counts[name]["rollout done"]
 
 
 class Process:
-    """`shoal task serve` of one echo task."""
+    """Process `shoal task serve` of one echo task."""
 
     def __init__(self, path: str, url: str, *, name: str, token: str = "", folder: Path | None = None) -> None:
-        """Of the task at `path`, as seen from `folder`."""
+        """Serves the task at `path`, as seen from `folder`."""
         self._command = [sys.executable, "-m", "shoal.cli", "task", "serve", path, "--orchestrator", url]
         self._command += ["--name", name]
         self._folder = folder
@@ -101,26 +101,26 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        """Starts it (again)."""
+        """Starts the process, also after its end."""
         self._child = subprocess.Popen(self._command, env=self._env, cwd=self._folder, stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kills the process as `kill -9` does."""
         self._child.kill()
         self._child.wait()
 
     def wait(self) -> None:
-        """Until it has ended by itself."""
+        """Waits until the process has ended by itself."""
         self._child.wait()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process has ended."""
         return self._child.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._child.pid
 
 
@@ -128,13 +128,13 @@ class Process:
 async def orchestrated(
     load: Load, paths: Sequence[tuple[str, str]], run_dir: Path
 ) -> AsyncIterator[tuple[Crew, list[Process]]]:
-    """A run whose tasks, (name, module:task) each, are served by processes; everything ends with the context."""
+    """Opens a run whose tasks, (name, module:task) each, are served by processes; everything ends with the context."""
     token = "a token of the benchmark"
-    with TaskServerThread(load.weights, token=token) as hub, contextlib.ExitStack() as stack:
-        processes = [Process(path, hub.url, name=name, token=token) for name, path in paths]
+    with TaskServerThread(load.weights, token=token) as task_server, contextlib.ExitStack() as stack:
+        processes = [Process(path, task_server.url, name=name, token=token) for name, path in paths]
         for process in processes:
             stack.callback(process.kill)
-        services = {name: RemoteService(name, hub) for name in load.weights}
+        services = {name: RemoteService(name, task_server) for name in load.weights}
         for service in services.values():
             await asyncio.to_thread(service.present, START_TIMEOUT_S)
         made, engine = tokenizer(), EchoEngine(*load.engine_s)
@@ -143,7 +143,7 @@ async def orchestrated(
         buffer = Buffer.open(run_dir, meta, max_running=load.max_running)
         try:
             async with Host.open(engine, renderer, max_model_len=CONTEXT, sampling=Sampling(64, seed=0)) as host:
-                crew = Crew(load, hub, buffer, host, engine)
+                crew = Crew(load, task_server, buffer, host, engine)
                 running = asyncio.create_task(_orchestrator(crew, services).run(), name="orchestrator")
                 try:
                     yield crew, processes
@@ -167,5 +167,5 @@ def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestr
         answer = partial(runner.rollouts, n=load.group_size)
         sources.append(RemoteSource(service, answer, load.group_size, present))
     orchestrator = Orchestrator(sources, load.weights, crew.buffer)
-    attend(crew.hub, sources, orchestrator.wake)
+    attend(crew.task_server, sources, orchestrator.wake)
     return orchestrator

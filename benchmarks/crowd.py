@@ -1,4 +1,4 @@
-"""Many requests at once over HTTP: how long each waits for its answer, and how much memory the engine takes."""
+"""The crowd sends many requests at once over HTTP, and measures the waits and the engine's memory."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ WATCH_EVERY_S = 0.05
 
 
 async def crowd(directory: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Report:
-    """Asks one engine process everything at once; answers have the given lengths, in tokens."""
+    """Sends one engine process all prompts at once; answers have the given lengths, in tokens."""
     with tempfile.TemporaryDirectory() as folder:
         child = engine_child(
             directory, EngineConfig(), ModelConfig(), max_model_len=None, threads=1, log=Path(folder) / "engine.log"
@@ -49,7 +49,7 @@ async def crowd(directory: Path, prompts: Sequence[Sequence[int]], lengths: Sequ
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed.
+    """Smallest value that at least this share of the values does not exceed.
 
     >>> quantile([3.0, 1.0, 2.0], 0.5)
     2.0
@@ -58,7 +58,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def _wait_s(engine: HttpEngine, prompt: Sequence[int], length: int) -> float | None:
-    """Seconds until the answer was there; None if it was not whole."""
+    """Seconds until an answer was there; None for an incomplete answer."""
     began_s = time.perf_counter()
     (completion,) = await engine.generate(prompt, Sampling(length))
     return time.perf_counter() - began_s if len(completion.token_ids) == length else None

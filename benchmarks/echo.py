@@ -1,6 +1,7 @@
-"""The gateway before an engine that computes nothing, in a process of its own: `python -m benchmarks.echo 1 2 [PORT]`.
+"""The echo process serves the gateway before an engine that computes nothing: `python -m benchmarks.echo 1 2 [PORT]`.
 
-An answer takes from 1 to 2 seconds then. Writes its URL to standard output and serves until its standard input ends.
+An answer then takes from 1 to 2 seconds. The process writes its URL to standard output and serves until its standard
+input ends.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ WORDS = "zero one two three four five six seven eight nine and is plus minus the
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained here on sums in words: single letters are never how it would spell them."""
+    """Trains a byte-level BPE tokenizer on sums in words, which never spells single letters."""
     numbers = random.Random(0)
     words = WORDS.split(" ")
     corpus = [" ".join(numbers.choices(words, k=12)) + f" {numbers.randrange(1000)}." for _ in range(400)]
@@ -61,7 +62,8 @@ def _letter_ids() -> dict[str, int]:
 
 @cache
 def _answers() -> list[tuple[int, ...]]:
-    """Words, letter by letter, then the end; made before anything is measured, since an engine is another process."""
+    """Token ids of words, letter by letter, then the end; made before any measurement, since an engine is another
+    process."""
     ids, words = _letter_ids(), random.Random(1)
     said = (
         " ".join(words.choices(WORDS.split(" "), k=ANSWER_TOKENS // 2))[: ANSWER_TOKENS - 1] for _ in range(ANSWERS)
@@ -70,17 +72,17 @@ def _answers() -> list[tuple[int, ...]]:
 
 
 def answer_ids(seed: int) -> tuple[int, ...]:
-    """What the engine draws for a seed: of its answers, the one that the seed names."""
+    """Picks the engine's answer for a seed."""
     return _answers()[seed % ANSWERS]
 
 
 def answer_s(seed: int, shortest_s: float, longest_s: float) -> float:
-    """How long the engine says to take for a seed: between the two, each as likely."""
+    """Seconds that the engine waits for a seed, uniform between the two bounds."""
     return shortest_s + (longest_s - shortest_s) * (seed // ANSWERS % 4096) / 4096
 
 
 class EchoEngine:
-    """Implements `interfaces.Engine`: waits as long as an engine would compute, and draws what the seed says."""
+    """Engine that waits as long as one would compute, and answers by the seed; implements `interfaces.Engine`."""
 
     def __init__(self, shortest_s: float, longest_s: float) -> None:
         self._shortest_s, self._longest_s = shortest_s, longest_s
@@ -89,7 +91,7 @@ class EchoEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
-        """One completion."""
+        """Returns one completion."""
         seed = sampling.seed or 0
         if self._longest_s:
             await asyncio.sleep(answer_s(seed, self._shortest_s, self._longest_s))
@@ -97,20 +99,20 @@ class EchoEngine:
         return [Completion(ids, (-0.5,) * len(ids), (self.version,) * len(ids), FinishReason.STOP)]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Nothing is known."""
+        """Returns no logprobs."""
         raise NotImplementedError
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """There are none, but they have a version."""
+        """Sets the version; there are no weights."""
         self.version = version
 
     async def info(self) -> EngineInfo:
-        """Nothing but the context."""
+        """Describes the context only."""
         return EngineInfo(0, "", CONTEXT, 0.0, 0, 0, 0, 0, 0)
 
 
 async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
-    """Until standard input ends."""
+    """Serves until standard input ends."""
     made, _ = tokenizer(), _answers()
     gateway = Gateway(
         EchoEngine(shortest_s, longest_s),

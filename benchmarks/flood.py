@@ -1,9 +1,9 @@
-"""`python -m benchmarks.flood URL WINDOWS ROUNDS RATE CLAIMS`: hostile peers, for `shoal bench hostile`.
+"""`python -m benchmarks.flood URL WINDOWS ROUNDS RATE CLAIMS` sends frames of hostile peers, for `shoal bench hostile`.
 
-Sends RATE frames a second to one swarm after the other, as WINDOWS says (`reef:12,-:30` is 12 s to the swarm reef and
-30 s to nobody), ROUNDS times. The frames: a thousand identities with true signatures and useless offers, one
-author without end, forged signatures, replays, gaps, zip bombs, no msgpack at all, and true questions, which are in
-the file CLAIMS, with answers that hang whoever scores them. A line announces each window.
+It sends RATE frames a second to one swarm after the other, as WINDOWS says, ROUNDS times: `reef:12,-:30` is 12 s to the
+swarm reef and 30 s of rest. The frames hold useless offers with true signatures of a thousand identities, one endless
+author, forged signatures, replays, gaps, zip bombs and no msgpack at all. True questions, from the file CLAIMS, come
+with answers that hang the scorer. A line announces each window.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ LORISES = 50
 BOMB_BYTES = 64 * 1024 * 1024
 NOBODY = "-"
 HANG = "9**9**9**9**9"
-"""An arithmetic expression as countdown wants one."""
+"""Arithmetic expression in countdown's syntax that hangs a scorer."""
 
 
 def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tuple[str, bytes]]:
-    """(author, frame), shuffled; each claim is offered with answers that hang."""
+    """Builds (author, frame) pairs, shuffled; each claim is offered with answers that hang."""
     rng = random.Random(0)
     made = Offer(Claim("gcd", "gcd of 1 and 1?", "1"), (OfferedRollout("7" * 400),) * 8, GeneratorKind.RULE, "x", now_s)
     payload = offers.encode(made)
     sybils = [Identity.fresh() for _ in range(SYBILS)]
     found = [(one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, payload, now_s)) for one in sybils]
     flooder = Identity.fresh()
-    seal = Signer(flooder, swarm, session=1)
-    found += [(flooder.peer_id, seal.frame(Kind.OFFER, payload, now_s)) for _ in range(PER_FLOODER)]
+    signer = Signer(flooder, swarm, session=1)
+    found += [(flooder.peer_id, signer.frame(Kind.OFFER, payload, now_s)) for _ in range(PER_FLOODER)]
     found += [(author, bytes(64) + frame[64:]) for author, frame in found[:SYBILS]]  # forged
     bomb = zstandard.ZstdCompressor().compress(bytes(BOMB_BYTES))
     for one in sybils[:200]:
@@ -63,7 +63,7 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
 async def flood(
     url: str, windows: Sequence[tuple[str, float]], rounds: int, rate: float, claims: Sequence[Claim]
 ) -> None:
-    """Sends to each swarm for as many seconds, again and again."""
+    """Sends to each swarm for its seconds, in several rounds."""
     client = await nats.connect(url)
     frames = {swarm: hostile_frames(swarm, time.time(), claims) for swarm, _ in windows if swarm != NOBODY}
     host, port = url.removeprefix("nats://").split(":")

@@ -1,4 +1,5 @@
-"""Token rows for the benchmarks of the update: heavy-tailed lengths, random tokens, half of the answers rewarded."""
+"""Token rows for the benchmarks of the update have heavy-tailed lengths, random tokens, and half of the answers
+rewarded."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ GROUP_SIZE = 8
 
 
 def answer_lengths(generator: random.Random, count: int, sigma: float = SIGMA) -> list[int]:
-    """Lognormal lengths with a mean of about 64 tokens, at most 512.
+    """Samples lognormal lengths with a mean of about 64 tokens, at most 512.
 
     >>> lengths = answer_lengths(random.Random(0), 1000)
     >>> 50 < sum(lengths) / 1000 < 70, max(lengths)
@@ -25,12 +26,12 @@ def answer_lengths(generator: random.Random, count: int, sigma: float = SIGMA) -
 
 
 def tokens(generator: random.Random, count: int) -> tuple[int, ...]:
-    """Random characters of the benchmarks' model."""
+    """Samples random characters of the benchmarks' model."""
     return tuple(generator.randrange(10, 100) for _ in range(count))
 
 
 def row(prompt: tuple[int, ...], answer: tuple[int, ...], advantage: float) -> Sample:
-    """A prompt and an answer that was drawn at about the logprobs of random weights."""
+    """Builds a prompt and an answer sampled at about the logprobs of random weights."""
     p, n = len(prompt), len(answer)
     return Sample(
         tokens=prompt + answer,
@@ -42,7 +43,7 @@ def row(prompt: tuple[int, ...], answer: tuple[int, ...], advantage: float) -> S
 
 
 def groups(count: int, *, shared_prompts: bool, sigma: float = SIGMA, seed: int = 0) -> list[tuple[Sample, ...]]:
-    """`count` groups of eight rows. Without `shared_prompts` each row has a prompt of its own."""
+    """Builds `count` groups of eight rows. Without `shared_prompts` each row has a prompt of its own."""
     generator = random.Random(seed)
     result: list[tuple[Sample, ...]] = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Echo tasks, served by processes of their own: one question to the model, some waiting, a coin for a reward."""
+"""Echo tasks run in processes of their own: one question to the model, some waiting, a coin for a reward."""
 
 import asyncio
 import random
@@ -10,13 +10,13 @@ from shoal.types import Task
 
 
 class Echo:
-    """A task that takes some seconds and fails now and then."""
+    """Task that takes some seconds and fails now and then."""
 
     seconds = (0.05, 0.15)
     failing = 0.0
 
     def draw(self, rng: random.Random) -> Question:
-        """A sum."""
+        """Draws a sum."""
         return Question(f"what is {rng.randrange(10**9)} + {rng.randrange(10**9)}?")
 
     async def rollout(self, asked: Task, model: Chat) -> str:
@@ -28,31 +28,31 @@ class Echo:
         return said.content
 
     def score(self, asked: Task, answer: str) -> float:
-        """A coin."""
+        """Scores by a coin."""
         return coin(answer)
 
 
 @task("fast", max_running=64)
 class Fast(Echo):
-    """A tenth of a second."""
+    """Task of a tenth of a second."""
 
 
 @task("slow", max_running=512)
 class Slow(Echo):
-    """Twenty times as long."""
+    """Task that takes twenty times as long."""
 
     seconds = (1.0, 3.0)
 
 
 @task("flaky", max_running=64)
 class Flaky(Echo):
-    """As fast, and three rollouts of ten fail."""
+    """Task as fast as `Fast`, of which three rollouts of ten fail."""
 
     failing = 0.3
 
 
 @task("patient", max_running=4096)
 class Patient(Echo):
-    """Takes so long that thousands run at once."""
+    """Task so slow that thousands run at once."""
 
     seconds = (18.0, 28.0)

@@ -1,11 +1,11 @@
-"""What it costs to be in a swarm: letting offers in, and a thousand nodes at once.
+"""The swarm bench measures the cost of being in a swarm: admitting offers, and a thousand nodes at once.
 
-offers_per_s      frames of about 8 KB per second of one core's time through the door: size, schema, signature,
-                  sequence, rate, decompression, decoding
-intake_core_share the share of a core that a node spends at the door at most, whoever sends how much
-with_receipt_per_s  the same, and the question drawn again from its receipt by the process that does that
+offers_per_s      frames of about 8 KB per second of one core's time through the ingress filter: size, schema,
+                  signature, sequence, rate, decompression, decoding
+intake_core_share largest share of a core that a node spends in the ingress filter, under any flood
+with_receipt_per_s  offers per second, with the question drawn again from its receipt by a child process
 simulated_nodes   nodes that share and take for a while in one process, on a clock that jumps
-simulated_cpu_s   processor time that took; `simulated_groups` is what they took of one another
+simulated_cpu_s   processor time of the simulation; `simulated_groups` counts the external groups taken
 """
 
 import asyncio
@@ -40,11 +40,11 @@ AUTHORS = 16
 NODES = 1000
 SIMULATED_S = 40.0
 STEP_S = 10.0
-"""Between two groups of a simulated node."""
+"""Seconds between two groups of a simulated node."""
 
 
 def measure(quick: bool) -> Report:
-    """All figures of the list above."""
+    """Measures all figures of the list above."""
     count = 500 if quick else 10_000
     offers_per_s, frame_bytes = _admission(count)
     cpu_s, groups = _simulation(50 if quick else NODES)
@@ -66,14 +66,14 @@ def _texts(rng: random.Random, size: int) -> tuple[OfferedRollout, ...]:
 
 
 def _admission(count: int) -> tuple[float, float]:
-    """Frames per second, and their mean size."""
+    """Frames per second through the ingress filter, and their mean size."""
     rng, now_s = random.Random(0), 1.8e9
-    seals = [Signer(Identity.fresh(), "reef", session=1) for _ in range(AUTHORS)]
+    signers = [Signer(Identity.fresh(), "reef", session=1) for _ in range(AUTHORS)]
     frames = []
     for i in range(count):
         claim = Claim("bench", f"question {i}", "truth")
         made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(seals[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
+        frames.append(signers[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
     ingress = IngressFilter("reef", "", UNLIMITED)
     began_s = time.process_time()
     admitted = sum(isinstance(ingress.admit(frame, now_s), VerifiedMessage) for frame in frames)
@@ -83,7 +83,7 @@ def _admission(count: int) -> tuple[float, float]:
 
 
 def _with_receipts(count: int) -> float:
-    """Offers of procedural tasks per second: through the door, and drawn again from their receipts."""
+    """Offers of procedural tasks per second, admitted and drawn again from their receipts."""
     with Library([TaskConfig(name="gcd")], 0) as library:
         own = OwnTasks(library.services)
         try:
@@ -94,11 +94,11 @@ def _with_receipts(count: int) -> float:
 
 async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     rng, now_s = random.Random(0), 1.8e9
-    seal, ingress = Signer(Identity.fresh(), "reef", session=1), IngressFilter("reef", "", UNLIMITED)
+    signer, ingress = Signer(Identity.fresh(), "reef", session=1), IngressFilter("reef", "", UNLIMITED)
     frames = []
     for task in tasks:
         made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(seal.frame(Kind.OFFER, offers.encode(made), now_s))
+        frames.append(signer.frame(Kind.OFFER, offers.encode(made), now_s))
     began_s = time.perf_counter()
     for frame in frames:
         message = ingress.admit(frame, now_s)
@@ -108,8 +108,8 @@ async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     return len(frames) / (time.perf_counter() - began_s)
 
 
-class _Letters:
-    """A tokenizer of one token per character."""
+class _Characters:
+    """Tokenizer with one token per character."""
 
     stop_token_ids = (0,)
 
@@ -127,7 +127,7 @@ class _Letters:
 
 
 class _Coins:
-    """Knows every question, and rewards half of all answers."""
+    """Recogniser and scorer that knows every question, and rewards half of all answers."""
 
     async def claim(self, task: Task) -> Claim:
         return Claim(task.service, task.messages[-1].content, task.answer)
@@ -140,7 +140,7 @@ class _Coins:
 
 
 def _simulation(count: int) -> tuple[float, int]:
-    """Processor time (s) that `count` nodes took, and the groups that they took of one another."""
+    """Processor time (s) of `count` nodes, and the groups that they took of one another."""
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.process_time()
         groups = run_virtual(_swarm(count, Path(folder)))
@@ -148,8 +148,8 @@ def _simulation(count: int) -> tuple[float, int]:
 
 
 async def _swarm(count: int, folder: Path) -> int:
-    hub = MemorySwarm()
-    nodes = [_peer(hub.join(), folder / str(i), i) for i in range(count)]
+    swarm = MemorySwarm()
+    nodes = [_peer(swarm.join(), folder / str(i), i) for i in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(node.run()) for node in nodes]
         steps = [tasks.create_task(_steps(node, i)) for i, node in enumerate(nodes)]
@@ -160,11 +160,11 @@ async def _swarm(count: int, folder: Path) -> int:
 
 
 def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
-    """Reads two frames a second: a small node in a large swarm."""
+    """Small node in a large swarm that reads two frames a second."""
     coins = _Coins()
     loop = asyncio.get_running_loop()
     return Node(
-        NodeDeps(exchange, coins, _Letters(), coins, 4096, "simulated"),
+        NodeDeps(exchange, coins, _Characters(), coins, 4096, "simulated"),
         SwarmConfig(external_groups=2),
         Identity.fresh(),
         folder,
@@ -176,7 +176,7 @@ def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
 
 
 async def _steps(node: Node, i: int) -> None:
-    """A group of one's own and a step, again and again."""
+    """Repeats an own group and a step."""
     await asyncio.sleep(STEP_S * random.Random(i).random())
     step = 0
     while True:

@@ -1,7 +1,7 @@
-"""What a training step costs beside the bare forward and backward of the same packed tokens.
+"""The trainer bench sets a training step against the bare forward and backward of the same packed tokens.
 
-The bare side has its tokens, positions and attention layouts ready, and does nothing but forward, cross entropy and
-backward. The step also packs, computes entropies, ratios, the loss and its statistics, clips, and takes an Adam update.
+The bare side has its tokens, positions and attention layouts ready, and does only forward, cross entropy and backward.
+The step also packs, computes entropies, ratios, the loss and its statistics, clips, and takes an Adam update.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ GROUPS = 8
 
 
 def measure(quick: bool) -> Report:
-    """The figures; one thread."""
+    """Measures the figures on one thread."""
     torch.set_num_threads(1)
     batch = groups(2 if quick else GROUPS, shared_prompts=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def measure(quick: bool) -> Report:
 
 
 class Bare:
-    """The tensors of a micro-batch, ready."""
+    """Tensors of a micro-batch, ready for the bare side."""
 
     def __init__(self, rows: list[Sample]) -> None:
         tree = prefix_tree([row.tokens for row in rows])
@@ -87,7 +87,7 @@ class Bare:
 
 
 def bare_seconds(model: PreTrainedModel, batches: list[Bare]) -> float:
-    """Forward and backward of all micro-batches."""
+    """Seconds of forward and backward of all micro-batches."""
     model.zero_grad()
     began_s = time.perf_counter()
     for batch in batches:
@@ -98,7 +98,7 @@ def bare_seconds(model: PreTrainedModel, batches: list[Bare]) -> float:
 
 
 def message_seconds(batch: list[tuple[Sample, ...]]) -> float:
-    """Packing the step's request and reading it again, as main and trainer process do."""
+    """Seconds to pack the step's request and to read it again, as main and trainer process do."""
     began_s = time.perf_counter()
     request_from(wire.encode(Step(tuple(batch), 0)))
     return time.perf_counter() - began_s

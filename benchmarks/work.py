@@ -1,4 +1,4 @@
-"""What the benchmarks ask and how they reward: no skill is needed, and every group has something to learn from."""
+"""Benchmarks ask questions that need no skill, and every group is informative."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ GROUP_SIZE = 8
 
 
 def coin(answer: str) -> float:
-    """1 or 0 by the parity of a checksum of the answer.
+    """Scores 1 or 0 by the parity of a checksum of the answer.
 
     >>> coin("abc"), coin("abd")
     (0.0, 1.0)
@@ -19,21 +19,21 @@ def coin(answer: str) -> float:
 
 
 class CoinScorer:
-    """Rewards half of all answers, so that every group has something to learn from."""
+    """Scorer that rewards half of all answers, so that every group is informative."""
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One coin per answer."""
+        """Scores one coin per answer."""
         return [Reward(coin(answer)) for answer in answers]
 
 
 def digits(index: int) -> str:
-    """The eight digits that are asked about at `index`."""
+    """Digits that the question at `index` asks about."""
     return f"{seed_for('bench', index) % 10**8:08d}"
 
 
 @dataclass(frozen=True, slots=True)
 class DigitService:
-    """Asks eight digits, others at every index."""
+    """Service that asks eight digits, others at every index."""
 
     name: str = "digits"
 

@@ -1,1 +1,1 @@
-"""What is tried against the sandbox: by the tests on every rung, by `shoal bench rewards` on the one in use."""
+"""Hostile programs attack the sandbox: tests run them on every backend, `shoal bench rewards` on the backend in use."""

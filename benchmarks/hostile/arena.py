@@ -1,4 +1,4 @@
-"""What hostile programs reach for, and whether they got it."""
+"""The arena gives hostile programs targets, and checks whether they reached any."""
 
 import contextlib
 import json
@@ -22,15 +22,15 @@ from shoal.types import RewardStatus, Task
 
 AT_ONCE = 2
 HONEST_EVERY = 3
-"""Wrong programs between two right ones."""
+"""Wrong programs between two right programs."""
 SECRET = "the secret of the run"
 EXPECTED = b"42\n"
-"""What a right answer to the task prints; the task is to double the number that is read."""
+"""Output of a right answer to the task, which doubles the number read."""
 HONEST = Program("print(2 * int(input()))", stdin=b"21\n")
 QUICK = ProgramLimits(
     wall_s=0.5, cpu_s=1.0, memory_bytes=128 << 20, processes=16, output_bytes=1 << 20, file_bytes=8 << 20
 )
-"""For programs that would use all the time they get."""
+"""Limits for programs that would use all the time they get."""
 PATIENT = ProgramLimits(wall_s=20.0, cpu_s=5.0, memory_bytes=128 << 20, file_bytes=8 << 20)
 
 
@@ -46,7 +46,7 @@ class Outside:
     decoy: subprocess.Popen[bytes]
 
     def source(self, case: Case) -> str:
-        """The case's program, with names for what is outside."""
+        """Fills a case's program with the names of targets outside."""
         names = {
             "SECRET": self.folder / "secret",
             "VICTIM": self.folder / "victim",
@@ -65,7 +65,7 @@ class Outside:
         return source
 
     def harm(self) -> list[str]:
-        """What has been done to it, one sentence each."""
+        """Harm done to the targets, one sentence each."""
         found = []
         victim = self.folder / "victim"
         if {path.name for path in self.folder.iterdir()} != {"secret", "victim", "socket"}:
@@ -89,7 +89,7 @@ class Outside:
 
 @contextlib.contextmanager
 def outside(folder: Path) -> Iterator[Outside]:
-    """All of it, ready to be attacked; SIGUSR1 to this process would end it."""
+    """Opens all targets for attack; SIGUSR1 to this process would end it."""
     for name, text in (("secret", SECRET), ("victim", "whole")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o600)
@@ -116,14 +116,14 @@ def outside(folder: Path) -> Iterator[Outside]:
 
 
 def limits_of(case: Case) -> ProgramLimits:
-    """Short for those that would use all they get."""
+    """Limits of a case: short for programs that would use all they get."""
     hog = case.verdict is Verdict.KILLED or "sleep(3600)" in case.source
     slow = case.ends and Ended.EXITED in case.ends and not case.ends & {Ended.KILLED_WALL}
     return QUICK if hog and not slow else PATIENT
 
 
 def faults(case: Case, finished: Finished) -> list[str]:
-    """What is wrong with how a case ended, one sentence each; nothing when it was contained and judged rightly."""
+    """Faults in how a case ended, one sentence each; none when it was contained and judged rightly."""
     found = []
     if b"BREACH" in finished.stdout:
         found.append(f"it got what it wanted: {finished.stdout[:200]!r}")
@@ -139,7 +139,7 @@ def faults(case: Case, finished: Finished) -> list[str]:
 
 
 async def unjust(kind: str, backend: Backend | None = None) -> list[str]:
-    """What is wrong with how wrong programs and the right ones among them were scored, one sentence each."""
+    """Faults in the scores of wrong programs and of the right ones among them, one sentence each."""
     cases = [(case.name, case.source, 0.0) for case in JUDGED if case.kind == kind]
     for place in reversed(range(0, len(cases) + 1, HONEST_EVERY)):
         cases.insert(place, (f"a right program at {place}", HONEST_WITH_TESTS[kind], 1.0))
@@ -155,7 +155,7 @@ async def unjust(kind: str, backend: Backend | None = None) -> list[str]:
 
 
 def run_bare(source: str, folder: Path) -> str:
-    """What a program prints without a sandbox."""
+    """Runs a program without a sandbox; returns its output."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", source],
         cwd=folder,

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""Programs that try to get out of a sandbox, to harm what is outside, to use more than their share, or to lie.
+"""The corpus holds programs that try to leave a sandbox, harm targets outside, exceed their share, or lie.
 
-A case that gets what it wants prints BREACH. `bare` cases are tried without a sandbox as well, where they must succeed:
-an attack that never works proves nothing. In the sources, @NAME@ stands for something outside (see `Outside`).
+A successful case prints BREACH. `bare` cases also run without a sandbox, where they must succeed: an attack that never
+works proves nothing. In the sources, @NAME@ stands for a target outside (see `Outside`).
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from shoal.sandbox.program import Ended
 
 
 class Verdict(StrEnum):
-    """What must come of a case."""
+    """Required end of a case."""
 
     REFUSED = "refused"
-    """It exits with an error: what it asked for, it did not get."""
+    """Program that exits with an error, without what it asked for."""
     KILLED = "killed"
-    """A limit ends it, or refuses it until it gives up."""
+    """Program that a limit ends, or refuses until it gives up."""
     WRONG = "wrong"
-    """It ends as it likes, and is no right answer."""
+    """Program that ends as it likes, without a right answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Case:
     verdict: Verdict
     source: str
     bare: bool = False
-    """Succeeds where there is no sandbox, harmlessly enough to be shown."""
+    """True if the case succeeds without a sandbox, harmlessly enough to be shown."""
     ends: frozenset[Ended] = frozenset(Ended)
     files: tuple[tuple[str, bytes], ...] = ()
 

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""Wrong programs that want the reward of a right one: from what was before them, or by changing what decides.
+"""Wrong programs seek the reward of a right one: from traces of earlier programs, or by changing the judge.
 
-Each is scored by its tests with right programs beside it. It must be scored 0 and cost nobody else anything; an outcome
-that is no score would be as good for it, since only scores count against a policy.
+Each is scored by its tests beside right programs. It must score 0 and cost no other program anything. An outcome
+without a score would serve it as well, since only scores count against a policy.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from shoal.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One wrong program and the tests that it attacks."""
+    """One wrong program with the tests that it attacks."""
 
     name: str
     kind: str
-    """Of `TESTS`."""
+    """Kind of tests, of `TESTS`."""
     source: str
 
 
@@ -47,17 +47,17 @@ WRONG = "def double(x): return x\ndef pair(x): return (x, x)\n"
 
 
 def _judged(name: str, source: str, *kinds: str) -> list[Judged]:
-    """The same attack on several kinds of tests."""
+    """Repeats an attack on several kinds of tests."""
     return [Judged(f"{name}_{kind}", kind, source) for kind in kinds]
 
 
 def _before(name: str, source: str, *kinds: str) -> list[Judged]:
-    """An attack by what the program does when it is imported; its functions are wrong."""
+    """Attack by what the program does on import; its functions are wrong."""
     return _judged(name, f"{WRONG}{source}", *kinds)
 
 
 def _equal(name: str, base: str, body: str, *kinds: str) -> list[Judged]:
-    """An answer that claims to be what is expected."""
+    """Attack by an answer that claims to equal the expected one."""
     source = f"class Yes({base}):\n    {body}\n"
     return _judged(name, f"{source}double = pair = lambda *_: Yes()", *kinds)
 
