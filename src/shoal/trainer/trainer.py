@@ -1,7 +1,7 @@
-"""The trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
+"""Trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
 
-Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs under autocast, so that small updates
-are not rounded away, and the published file holds bfloat16. Logprobs, losses and statistics are always float32.
+Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs under autocast, so small updates are not
+rounded away, and written Versions hold bfloat16. Logprobs, losses and statistics are always float32.
 """
 
 import os
@@ -42,24 +42,27 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When an update is taken: after `taken` others of its step, `since_push` steps after `version` was published."""
+    """Moment of an update: after `taken` others of its step, `since_push` steps after `version` was written."""
 
     version: int | None = None
     since_push: int = 0
     taken: int = 0
 
     def age(self, version_N: Tensor, config: TrainConfig) -> Tensor:
-        """Updates from the weights of each version to those before the step. Raises `TrainerError` without one."""
+        """Updates between the weights of each version and those before the step.
+
+        Raises `TrainerError` without a version.
+        """
         if self.version is None:
             raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
         return ((self.version - version_N) * config.push_every + self.since_push) * config.minibatches
 
 
 class Trainer:
-    """Takes training steps on a model.
+    """Trainer of a model, which takes training steps.
 
-    Invariant: the weights after a step depend on the weights, moments and counters before it and on the step's groups,
-    and on nothing else; so a run that is resumed and replays its log arrives at the same weights.
+    Invariant: the weights after a step depend only on the weights, moments and counters before it and on the step's
+    groups. So a resumed run that replays its log arrives at the same weights.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class Trainer:
     ) -> None:
         """`temperature` and `max_tokens` are the rollouts'.
 
-        With several `ranks` each has a trainer, and every call below is made on all of them.
-        Rows that give no gradient are not computed if `skip_uninformative`. The model as it is at `path` is the
-        reference of `train.kl`. Raises `ModelError` and `ConfigError`.
+        With several `ranks` each rank has a trainer, and every call below is made on all of them. `skip_uninformative`
+        leaves out rows that give no gradient. The model as it is at `path` is the reference of `train.kl`. Raises
+        `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
@@ -103,36 +106,36 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained, tied ones once."""
+        """Count of trained numbers, tied ones once."""
         trained = (*self.model.parameters(), *self._value_head_parameters().values())
         return sum(p.numel() for p in trained if p.requires_grad)
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None, since_push: int = 0) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
 
-        `version` is the newest that was published, `since_push` steps ago; the log-linear proximal weights need them.
+        `version` is the newest Version, written `since_push` steps ago; the log-linear proximal weights need both.
         Raises `TrainerError` for rows that this model cannot read.
         """
         started = time.perf_counter()
         self._check(groups)
-        self._optimizer.clear_gradient()  # a step that failed half-way may have left a part of it
+        self._optimizer.clear_gradient()  # a failed step may have left a part of it
         slices = even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
         totals = StepTotals(self.device)
         if self._value_head is not None:
-            minibatches = self._judged(minibatches, totals)
+            minibatches = self._with_gae(minibatches, totals)
         elif wants_prox:
             # The training forward of the first update is itself the proximal one.
             minibatches = [self._with_prox(m) if k else m for k, m in enumerate(minibatches)]
         if normalised_after_kl(self._config):
-            minibatches = self._normalised(minibatches)
+            minibatches = self._with_normalised_advantages(minibatches)
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
             at = Moment(version, since_push, taken=len(updates))
             self.accumulate(minibatch, totals, at=at, fresh=k == 0 or wants_prox)
-            # Without a gradient nothing is learned: moments and schedule stay as they are.
+            # Without a gradient nothing is learned: moments and schedule stay unchanged.
             if minibatch.informative:
                 updates.append(self._optimizer.update())
         totals.add_up(self._ranks)
@@ -145,9 +148,9 @@ class Trainer:
         )
 
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """For each row of L tokens the L - 1 logprobs (nats) of tokens 1..L-1.
+        """Logprobs (nats) of tokens 1..L-1 for each row of L tokens.
 
-        At temperature 1 what `Engine.score` gives for the same weights, up to rounding.
+        At temperature 1 they equal `Engine.score` under the same weights, up to rounding.
         """
         result: list[list[float]] = []
         with torch.no_grad(), self._precision():
@@ -157,8 +160,7 @@ class Trainer:
         return result
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, float32, tied ones once, sharded with several ranks; adapters are added to those that
-        they adapt."""
+        """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
         if self._config.lora.rank:
             return lora.merged_tensors(self.model)
         seen: set[int] = set()
@@ -172,10 +174,10 @@ class Trainer:
     def write_weights(self, path: Path) -> None:
         """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
 
-        Its tensors have the names that checkpoints of the architecture have, one for each expert.
-        Adapters are merged into them, and written beside them as well (`lora.adapter_paths`).
+        Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
+        the weights, and also written beside them (`lora.adapter_paths`).
         """
-        # Gathered before anything is written: a rank that fails to write must leave no other one waiting.
+        # Gathered before anything is written: a rank that fails to write must leave no other rank waiting.
         weights = self._ranks.gather(self.tensors())
         adapters, settings = lora.adapter_files(self.model, self._config.lora) if self._config.lora.rank else ({}, "")
         adapters = self._ranks.gather(adapters)
@@ -189,18 +191,18 @@ class Trainer:
         _write(path, {name: _as(tensor, self._dtype) for name, tensor in named.items()})
 
     def count_push(self) -> None:
-        """Says that the weights were pushed to the engines; resets the optimizer if the config wants that."""
+        """Records a push of the weights to the engines; resets the optimizer if the config says so."""
         self._optimizer.count_push()
 
     def save(self, directory: Path) -> None:
-        """Writes float32 weights, moments and counters into an existing directory; any number of ranks reads them."""
+        """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks."""
         weights, state = self._ranks.gather(self._trained()), self._ranks.gather(self._optimizer.state())
         if self._ranks.first:
             _write(directory / WEIGHTS_FILE, weights)
             _write(directory / OPTIMIZER_FILE, state)
 
     def load(self, directory: Path) -> None:
-        """Goes on from what `save` wrote. Raises `TrainerError` when it is missing or of another model."""
+        """Loads the files that `save` wrote. Raises `TrainerError` when they are missing or of another model."""
         weights, state = _read(directory / WEIGHTS_FILE), _read(directory / OPTIMIZER_FILE)
         own = self._trained()
         if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
@@ -211,18 +213,18 @@ class Trainer:
                 tensor.copy_(like(weights[name], tensor))
 
     def _trained(self) -> dict[str, Tensor]:
-        """What is trained and in no other file: the weights, or the adapters, and the value head."""
+        """Trained tensors that no other file holds: the weights or the adapters, and the value head."""
         weights = lora.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
         return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
 
     def _new_reference(self, path: Path | str) -> PreTrainedModel:
-        """The model as it is at `path`, sharded like the one that is trained."""
+        """Model as it is at `path`, sharded like the trained model."""
         model = load_model(path, device=self.device).requires_grad_(False)
         self._ranks.shard(model, self.device)
         return model
 
     def _new_value_head(self) -> nn.Linear:
-        """Gives 0 for everything, so that the first advantages are the rewards."""
+        """Value head with zero weights, so that the first advantages are the rewards."""
         head = nn.Linear(self.model.get_output_embeddings().weight.shape[1], 1).to(self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -234,7 +236,7 @@ class Trainer:
         return {f"{VALUE_HEAD}.{name}": p for name, p in self._value_head.named_parameters()}
 
     def _check(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Refuses what the model would answer with an index error or with nonsense."""
+        """Raises `TrainerError` for rows that the model would answer with an index error or with nonsense."""
         vocabulary = self.model.get_input_embeddings().num_embeddings
         longest = getattr(self.model.config, "max_position_embeddings", None)
         for row in (row for group in groups for row in group):
@@ -245,9 +247,9 @@ class Trainer:
                 raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
 
     def minibatch(self, rows: Sequence[Sample], whole: Size | None = None) -> Minibatch:
-        """The rows of one update, packed, and this rank's share of them.
+        """Packs the rows of one update, and takes this rank's share.
 
-        `whole` is the size of the update when these are a part of its rows.
+        `whole` is the size of the update when `rows` are a part of it.
         """
         size, mean = whole or size_of(rows), loss_mean(self._config)
         trained = [sum(row.mask) for row in rows]
@@ -286,32 +288,32 @@ class Trainer:
             )
 
     def _with_prox(self, minibatch: Minibatch) -> Minibatch:
-        """With the logprobs under the present weights."""
+        """Minibatch with the logprobs under the present weights."""
         with torch.no_grad():
             batches = tuple(replace(batch, prox_N=self._outputs(batch).logp_N) for batch in minibatch.batches)
         return replace(minibatch, batches=batches)
 
-    def _judged(self, minibatches: Sequence[Minibatch], totals: StepTotals) -> list[Minibatch]:
-        """With logprobs and values under the present weights, and advantages by GAE instead of the rewards.
+    def _with_gae(self, minibatches: Sequence[Minibatch], totals: StepTotals) -> list[Minibatch]:
+        """Minibatches with logprobs and values under the present weights, and advantages by GAE instead of the rewards.
 
         The advantages of the whole step are whitened together.
         """
-        judged = [
-            replace(minibatch, batches=tuple(self._judged_batch(batch) for batch in minibatch.batches))
+        valued = [
+            replace(minibatch, batches=tuple(self._batch_with_gae(batch) for batch in minibatch.batches))
             for minibatch in minibatches
         ]
-        batches = [batch for minibatch in judged for batch in minibatch.batches]
+        batches = [batch for minibatch in valued for batch in minibatch.batches]
         values = [batch.value_N for batch in batches if batch.value_N is not None]
         returns = [batch.return_N for batch in batches if batch.return_N is not None]
         totals.explained_variance = critic.explained_variance(values, returns)
         white = iter(critic.whitened([batch.advantage_N for batch in batches]))
         return [
             replace(minibatch, batches=tuple(replace(batch, advantage_N=next(white)) for batch in minibatch.batches))
-            for minibatch in judged
+            for minibatch in valued
         ]
 
-    def _normalised(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """With advantages made of the returns: less the KL penalty, over mean and std of all tokens of the step."""
+    def _with_normalised_advantages(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Minibatches whose advantages are the returns less the KL penalty, normalised over all tokens of the step."""
         left = [[self._less_kl(batch) for batch in minibatch.batches] for minibatch in minibatches]
         counted = [
             left_N
@@ -332,13 +334,13 @@ class Trainer:
         ]
 
     def _less_kl(self, batch: MicroBatch) -> Tensor:
-        """What each token's `advantage_N` is after the KL penalty of it and all later ones of its row."""
+        """Values of `advantage_N` less the KL penalty of each token and all later tokens of its row."""
         kl_N = to_go(self._kl(batch, batch.behav_N), batch.row_N, len(batch.lengths))
         return batch.advantage_N - self._config.kl.coefficient * kl_N
 
     @torch.no_grad()
-    def _judged_batch(self, batch: MicroBatch) -> MicroBatch:
-        """One micro-batch of rows whose `advantage_N` is their reward."""
+    def _batch_with_gae(self, batch: MicroBatch) -> MicroBatch:
+        """Micro-batch with advantages by GAE; its `advantage_N` held the rewards."""
         outputs = self._outputs(batch)
         assert outputs.value_N is not None
         reward_N = critic.at_row_ends(batch.advantage_N, batch.row_N)
@@ -359,7 +361,7 @@ class Trainer:
         at: "Moment | None" = None,
         fresh: bool,
     ) -> None:
-        """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
+        """Adds the minibatch's gradient to the parameters. `fresh` says that its proximal logprobs are known."""
         config, at = self._config, at or Moment()
         for batch in minibatch.batches:
             outputs = self._outputs(batch, with_entropy=True)
@@ -388,12 +390,12 @@ class Trainer:
             if batch.idle:
                 continue
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
-            # No version is drawn by version -1.
-            drawn_now_N = batch.version_N == (-1 if at.version is None else at.version)
-            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, drawn_now_N, kl_N, sum(batch.lengths))
+            # No token is sampled by version -1.
+            current_N = batch.version_N == (-1 if at.version is None else at.version)
+            totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, current_N, kl_N, sum(batch.lengths))
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the distance to the reference adds to the loss, the advantages less it, and the distance in nats."""
+        """Addition to the loss, the advantages less the KL penalty, and the distance to the reference in nats."""
         config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
         if self._reference is None:
             return zero_N, batch.advantage_N, zero_N
@@ -402,12 +404,12 @@ class Trainer:
             return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
         kl_N = self._kl(batch, batch.behav_N)
         if self._value_head is not None or normalised_after_kl(self._config):
-            # It came off the rewards that the advantages were made of.
+            # It is already subtracted from the rewards behind the advantages.
             return zero_N, batch.advantage_N, kl_N
         return zero_N, batch.advantage_N - config.coefficient * to_go(kl_N, batch.row_N, len(batch.lengths)), kl_N
 
     def _kl(self, batch: MicroBatch, logp_N: Tensor) -> Tensor:
-        """The estimated distance to the reference, in nats."""
+        """Estimated distance to the reference, in nats."""
         with torch.no_grad():
             ref_N = self._outputs(batch, model=self._reference).logp_N
         return kl(logp_N, ref_N, torch.ones_like(ref_N, dtype=torch.bool), self._config.kl.estimator)
@@ -422,12 +424,12 @@ class Trainer:
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating tensors in `dtype`; integer buffers as they are."""
+    """Floating tensors in `dtype`; integer buffers unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
+    """Writes a safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
     unfinished = path.with_name(path.name + ".unfinished")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
