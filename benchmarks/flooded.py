@@ -57,24 +57,24 @@ ROUNDS = 3
 HANGING = 300
 """Authors of an answer that hangs."""
 COUNTED_S = 10.0
-"""Of each window."""
+"""Counted seconds of each window."""
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
-"""At the beginning of a window, not counted: after the flood the node reads what is left of it for a while."""
+"""Seconds at the start of a window that do not count: after a flood the node reads its rest for a while."""
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far the node was at some time."""
+    """Progress of the node at some time."""
 
     time_s: float
     steps: int
     cpu_s: float
-    """Of all its processes."""
+    """Processor seconds of all its processes."""
 
 
 def measure(quick: bool) -> Report:
-    """All figures of the list above."""
+    """Measures all figures of the list above."""
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_measured(Path(folder), 2.0 if quick else COUNTED_S, 1 if quick else ROUNDS))
 
@@ -109,7 +109,7 @@ async def _measured(folder: Path, counted_s: float, rounds: int) -> Report:
 
 
 async def _claims(config: Config) -> list[Claim]:
-    """Questions of the node's own tasks, to which an answer can hang."""
+    """Questions of the node's own tasks to which an answer can hang."""
     with Library(config.tasks, config.seed) as library:
         own = OwnTasks(library.services)
         (service,) = [one for one in library.services if one.name == "countdown"]
@@ -119,7 +119,7 @@ async def _claims(config: Config) -> list[Claim]:
 
 
 async def _made(url: str, swarm: str) -> None:
-    """Makes the stream of a swarm in which nobody reads."""
+    """Makes the stream of a swarm without readers."""
     async with NatsExchange(NatsOptions((url,), swarm)) as exchange:
         joining = asyncio.create_task(exchange.receive(1))
         while not exchange.connected:  # noqa: ASYNC110
@@ -176,7 +176,7 @@ def _mark(run: Path, pid: int) -> Mark:
 async def _counted(
     flood: asyncio.subprocess.Process, now: Callable[[], Mark]
 ) -> tuple[list[tuple[str, Mark, Mark]], int]:
-    """(swarm that is flooded, begin, end) of each window, and frames sent."""
+    """Measures each window as (flooded swarm, begin, end), and counts the frames sent."""
     assert flood.stdout is not None
     spans: list[tuple[str, Mark, Mark]] = []
     sent, swarm, begun = 0, "", now()
@@ -191,7 +191,7 @@ async def _counted(
 
 
 def _rates(spans: Sequence[tuple[str, Mark, Mark]]) -> Report:
-    """What the windows say."""
+    """Figures of the windows."""
     steps: defaultdict[str, float] = defaultdict(float)
     seconds, cpu_s = steps.copy(), steps.copy()
     for swarm, begun, ended in spans:
@@ -212,13 +212,13 @@ def _rates(spans: Sequence[tuple[str, Mark, Mark]]) -> Report:
 
 
 def _per_s(span: tuple[str, Mark, Mark]) -> float:
-    """Steps per second."""
+    """Steps per second of a window."""
     _, begun, ended = span
     return (ended.steps - begun.steps) / (ended.time_s - begun.time_s)
 
 
 def _outcome(folder: Path) -> Report:
-    """What the node did with what it was sent."""
+    """Counts of the node's use of the frames."""
     status = json.loads((folder / "node" / FOLDER / STATUS_FILE).read_text())
     honest = json.loads((folder / "honest" / FOLDER / STATUS_FILE).read_text())["peer_id"]
     taken = {peer_id: values["taken"] for peer_id, values in status["peers"].items()}

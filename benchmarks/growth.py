@@ -37,7 +37,7 @@ TOKENS, ROLLOUTS, CHECKPOINT_EVERY, KEEP_STEPS, PARTS = 64, 2, 25, 200, 20
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the run keeps at one moment."""
+    """Sizes of the run at one moment."""
 
     step: int
     step_ms: float
@@ -50,7 +50,7 @@ class Sizes:
 
 
 def group(name: str, version: int) -> Group:
-    """A group of tiny rollouts."""
+    """Builds a group of tiny rollouts."""
     drawn = Completion(tuple(range(TOKENS)), (-0.25,) * TOKENS, (version,) * TOKENS, FinishReason.STOP)
     messages = (Message(Role.USER, "1 + 1 ="),)
     rollouts = tuple(
@@ -60,7 +60,7 @@ def group(name: str, version: int) -> Group:
 
 
 async def stepped(buffer: Buffer, step: int) -> None:
-    """One step of the run."""
+    """Runs one step."""
     for place in range(META.groups_per_step):
         name = f"g{step}-{place}"
         await buffer.add(group(name, await buffer.admit(name, "chain_sum")))
@@ -71,7 +71,7 @@ async def stepped(buffer: Buffer, step: int) -> None:
 
 
 async def saved(buffer: Buffer, run_dir: Path, step: int) -> int:
-    """A checkpoint; the step of the oldest that is kept."""
+    """Saves a checkpoint; returns the step of the oldest kept checkpoint."""
     (checkpoint.begin(run_dir, step) / "weights").write_bytes(b"w" * 1000)
     await buffer.sync()
     checkpoint.seal(run_dir, step)
@@ -80,7 +80,7 @@ async def saved(buffer: Buffer, run_dir: Path, step: int) -> int:
 
 
 def measured(run_dir: Path, step: int, step_s: float, cpu_s: float) -> Sizes:
-    """What there is now."""
+    """Measures the present sizes."""
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     process = psutil.Process()
     log_bytes = sum(path.stat().st_size for path in files if path.name.startswith("log.sqlite"))
@@ -99,7 +99,7 @@ def measured(run_dir: Path, step: int, step_s: float, cpu_s: float) -> Sizes:
 
 
 async def grown(run_dir: Path, steps: int) -> list[Sizes]:
-    """The sizes over a run."""
+    """Runs all steps; returns the sizes over the run."""
     buffer = Buffer.open(run_dir, META, max_running=8)
     sizes, archived, began_s, cpu_s = [], -1, time.perf_counter(), time.process_time()
     part = max(1, steps // PARTS)
@@ -120,14 +120,14 @@ async def grown(run_dir: Path, steps: int) -> list[Sizes]:
 
 
 def ratio(sizes: list[Sizes], name: str) -> float:
-    """The mean of the last quarter over that of the second one."""
+    """Mean of the last quarter over the mean of the second quarter."""
     values = [float(getattr(one, name)) for one in sizes]
     quarter = max(1, len(values) // 4)
     return round(fmean(values[-quarter:]) / fmean(values[quarter : 2 * quarter]), 3)
 
 
 def main(steps: int) -> None:
-    """Runs, reads back, prints."""
+    """Runs, reads back, and prints."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         sizes = asyncio.run(grown(run_dir, steps))

@@ -29,23 +29,23 @@ NAMES = ("north", "east", "west")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run."""
+    """Size of a measurement."""
 
     task: str
     concurrent: int
     finished: int
-    """Rollouts that finish while it is measured."""
+    """Rollouts that finish during the measurement."""
 
 
 FULL = Size("Patient", 5000, 12_000)
 QUICK = Size("Fast", 60, 200)
 GROUP_SIZE = 8
 SPARE = 2.2
-"""Groups allowed at once, for each that is wanted: the first rollouts of a group to finish wait for its last."""
+"""Groups allowed at once, relative to the wanted number: a group's first rollouts wait for its last."""
 
 
 def measure(quick: bool) -> Report:
-    """The figures of the module's text."""
+    """Measures the figures of the module's text."""
     import uvloop
 
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ async def _measured(size: Size, run_dir: Path) -> Report:
 
 
 async def _steady(crew: Crew, processes: list[Process], size: Size, idle_bytes: int) -> Report:
-    """What is seen while so many rollouts run all the time."""
+    """Measures while the wanted number of rollouts runs all the time."""
     this, others = psutil.Process(), [psutil.Process(process.pid) for process in processes]
 
     def finished() -> int:

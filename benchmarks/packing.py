@@ -31,14 +31,14 @@ ROUNDS = 3
 
 
 def measure(quick: bool) -> Report:
-    """The figures; one thread."""
+    """Measures the figures on one thread."""
     torch.set_num_threads(1)
     rows = [row for group in groups(2 if quick else 8, shared_prompts=False) for row in group]
     return compared(rows, BATCHES[1:2] if quick else BATCHES, 1 if quick else ROUNDS)
 
 
 def compared(rows: Sequence[Sample], sizes: Sequence[int], rounds: int) -> Report:
-    """The best of some rounds of packed rows, against the best of padded batches of several sizes."""
+    """Compares the best of some rounds of packed rows with the best of padded batches of several sizes."""
     with tempfile.TemporaryDirectory() as folder:
         write_bench_model(Path(folder))
         packed_model = load_model(folder)
@@ -77,19 +77,19 @@ def compared(rows: Sequence[Sample], sizes: Sequence[int], rounds: int) -> Repor
 
 
 def slices(rows: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
-    """`size` rows each, in order; the last may have fewer."""
+    """Cuts rows into batches of `size`, in order; the last may have fewer."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def timed(gradient: Callable[[], Tensor]) -> float:
-    """Seconds that a call takes."""
+    """Seconds of a call."""
     began_s = time.perf_counter()
     gradient()
     return time.perf_counter() - began_s
 
 
 def packed_gradient(model: PreTrainedModel, batches: Sequence[Sequence[Sample]]) -> Tensor:
-    """Of the head, of the sum of the logprobs of all trained tokens."""
+    """Gradient of the head for the summed logprobs of all trained tokens, over packed rows."""
     model.zero_grad()
     for rows in batches:
         tokens_T = torch.tensor([token for row in rows for token in row.tokens])
@@ -100,7 +100,7 @@ def packed_gradient(model: PreTrainedModel, batches: Sequence[Sequence[Sample]])
 
 
 def padded_gradient(model: PreTrainedModel, batches: Sequence[Sequence[Sample]]) -> Tensor:
-    """The same, with rows padded to the longest of their batch."""
+    """Gradient of the head for the summed logprobs of all trained tokens, over rows padded to their batch's longest."""
     model.zero_grad()
     for rows in batches:
         longest = max(len(row.tokens) for row in rows)
@@ -122,7 +122,7 @@ def _head_gradient(model: PreTrainedModel) -> Tensor:
 
 
 def useful_share(model: PreTrainedModel, batches: Sequence[Sequence[Sample]]) -> float:
-    """Share of the positions that went through the layers from which something is predicted: all but a row's last."""
+    """Share of computed positions from which a token is predicted: all but a row's last."""
     computed = 0
 
     def count(_: torch.nn.Module, __: object, out_BLD: Tensor) -> None:
@@ -137,7 +137,7 @@ def useful_share(model: PreTrainedModel, batches: Sequence[Sequence[Sample]]) ->
 
 
 def attention_useful_share(batches: Sequence[Sequence[Sample]]) -> float:
-    """Share of the positions that attention computes, where rows of like length are padded to the longest of them."""
+    """Share of useful positions in attention, where rows of like length are padded to their longest."""
     useful = padded = 0
     for rows in batches:
         layout = PackedRows(prefix_tree([row.tokens for row in rows]))

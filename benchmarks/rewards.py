@@ -39,11 +39,11 @@ TRIVIAL = Program("print(6 * 7)")
 TESTS = [{"call": "add", "args": [a, b], "returns": a + b} for a, b in ((1, 2), (2, 2), (-3, 5))]
 AT_ONCE = 4
 ROUNDS = 3
-"""Of each rate; the best counts, since others may use the machine."""
+"""Rounds of each rate; the best counts, since other programs may use the machine."""
 
 
 def measure(quick: bool) -> Report:
-    """The figures of the module's text. Raises `SandboxUnavailable`."""
+    """Measures the figures of the module's text. Raises `SandboxUnavailable`."""
     backend = backends.backend()
     times_ms = _sandbox_ms(backend, 10 if quick else 60)
     cases = CASES[::12] if quick else CASES
@@ -79,7 +79,7 @@ def _sandbox_ms(backend: Backend, count: int) -> list[float]:
 
 
 def _escaped(backend: Backend, cases: Sequence[Case]) -> list[str]:
-    """The names of the cases that were not contained; `outside` when something there was harmed."""
+    """Names of the cases that were not contained; `outside` when a target outside was harmed."""
     with (
         tempfile.TemporaryDirectory() as folder,
         outside(Path(folder)) as world,
@@ -97,7 +97,7 @@ def _escaped(backend: Backend, cases: Sequence[Case]) -> list[str]:
 
 
 async def _unit_tests_per_s(groups: int) -> float:
-    """Programs are told apart by a comment, so that none is scored from memory."""
+    """Scores programs that differ by a comment, so that none is scored from memory."""
     runner = CodeRunner(1)
     scorer = CodeScorer(runner)
     task = Task("bench", "bench", (), None, json.dumps({"tests": TESTS}))
@@ -133,7 +133,7 @@ def _answer(number: int) -> str:
 
 
 async def _rate(scored: Callable[[], Awaitable[list[Reward]]], groups: int) -> float:
-    """Answers per second in the best round of so many groups, one after the other."""
+    """Answers per second in the best round of `groups` groups, one after the other."""
     await scored()
     best = 0.0
     for _ in range(ROUNDS):
