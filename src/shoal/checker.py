@@ -1,4 +1,4 @@
-"""How a task says what a right answer is: a checker by name, with parameters of its own.
+"""The checker of a task, by name and with its own parameters.
 
 In a configuration (`tasks.scorer`) or a row's `info.scorer` it is a name, `"math"`, or a table with the name and the
 parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.reward`.
@@ -17,7 +17,7 @@ from shoal.types import Json, Task
 
 
 class _Checker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", omit_defaults=True):
-    """What all have in common: closed to unknown parameters, and named by their tag."""
+    """Base class of checkers: closed to unknown parameters, and named by its tag."""
 
 
 class Exact(_Checker, frozen=True, tag="exact"):
@@ -38,7 +38,7 @@ class Math(_Checker, frozen=True, tag="math"):
     """The answer's final expression equals the truth's, as mathematics."""
 
     tolerance: float = 0.0
-    """Relative; for numbers only."""
+    """Relative tolerance, for numbers only."""
 
 
 class Regex(_Checker, frozen=True, tag="regex"):
@@ -83,21 +83,21 @@ class Code(_Checker, frozen=True, tag="code"):
     """The program in the answer passes the task's `info.tests`, in the sandbox."""
 
     timeout_s: float = 4.0
-    """Of one test."""
+    """Seconds of one test."""
     memory_mb: int = 256
     partial: bool = False
-    """Whether the value is the share of tests passed, or 1 for all and 0 for anything less."""
+    """True: the value is the share of passed tests. False: 1 for all tests, 0 for fewer."""
     template: str = "{answer}"
     """The program; `{answer}` is where the answer's code goes."""
     tolerance: float = 1e-9
-    """Relative; for floating-point numbers that a function returns."""
+    """Relative tolerance for floating-point numbers that a function returns."""
 
 
 class LLMJudge(_Checker, frozen=True, tag="judge"):
     """A language model behind an OpenAI-compatible URL gives the answer a score by a rubric."""
 
     url: str
-    """Up to and including `/v1`."""
+    """URL up to and including `/v1`."""
     model: str
     rubric: str
     best: int = 10
@@ -105,7 +105,7 @@ class LLMJudge(_Checker, frozen=True, tag="judge"):
     key_env: str = ""
     """The environment variable that holds the API key."""
     timeout_s: float = 60.0
-    """For an answer, its retries included."""
+    """Seconds for an answer, with its retries."""
     max_tokens: int = 512
 
 
@@ -113,9 +113,9 @@ class Function(_Checker, frozen=True, tag="function"):
     """A user's function with TRL's signature: `reward(prompts, completions, **columns) -> list[float | None]`."""
 
     path: str
-    """As `module:function`; imported from the current folder too."""
+    """Name as `module:function`; imported from the current folder too."""
     timeout_s: float = 30.0
-    """For the answers of one group together."""
+    """Seconds for the answers of one group together."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,7 +124,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     scorer: "Spec"
     weight: float = 1.0
     label: str = ""
-    """In `Reward.parts`; the checker's name when empty."""
+    """Name in `Reward.parts`; the checker's name when empty."""
 
 
 class Weighted(_Checker, frozen=True, tag="weighted"):
@@ -225,7 +225,7 @@ def unit_tests(value: Json, where: str) -> list[UnitTest]:
 
 
 def is_confined(spec: Spec) -> bool:
-    """Whether strangers' words may reach this checker: no function of the user's, no model that costs.
+    """True if strangers' words may reach this checker: it is no function of the user's, and no model that costs.
 
     >>> is_confined(Code()), is_confined(Weighted((Part(Function("os:system")),)))
     (True, False)
@@ -236,7 +236,7 @@ def is_confined(spec: Spec) -> bool:
 
 
 def needs_truth(spec: Spec) -> bool:
-    """Whether a task must have an answer for this checker.
+    """True if a task must have an answer for this checker.
 
     >>> needs_truth(Number()), needs_truth(Weighted((Part(Format()), Part(Code()))))
     (True, False)
@@ -247,7 +247,7 @@ def needs_truth(spec: Spec) -> bool:
 
 
 def needs_tests(spec: Spec) -> bool:
-    """Whether a task must have unit tests for this checker."""
+    """True if a task must have unit tests for this checker."""
     if isinstance(spec, Weighted):
         return any(needs_tests(part.scorer) for part in spec.parts)
     return isinstance(spec, Code)
@@ -279,7 +279,7 @@ def _spelled_out(value: Json) -> Json:
 
 
 def _check(spec: Spec, where: str) -> None:
-    """What types alone cannot say."""
+    """Checks values that types alone cannot."""
     match spec:
         case Weighted():
             if not spec.parts:

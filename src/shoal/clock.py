@@ -17,7 +17,7 @@ class NothingCanHappen(Exception):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at second 0; callbacks due at the same moment run in the order they were scheduled in."""
+    """Starts at second 0; callbacks due at one moment run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -55,12 +55,12 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 def waits(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """Who waits where: a line for each task of a loop, by name."""
+    """A line for each task of a loop, by name, with the place where it waits."""
     return sorted(_whereabouts(task) for task in asyncio.all_tasks(loop))
 
 
 def _whereabouts(task: "asyncio.Task[Any]") -> str:
-    """The innermost line of a coroutine that a task has come to, and what it waits for there."""
+    """The innermost line of a task's coroutine, and the awaited object there."""
     inner: Any = task.get_coro()
     place = "nowhere"
     while (frame := getattr(inner, "cr_frame", None)) is not None:

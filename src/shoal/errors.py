@@ -29,7 +29,7 @@ class ShoalError(Exception):
     """Something the user can act on: the text says what was expected, what came and what to do."""
 
     http_status = 500
-    """Of a server's answer to a request that fails with it."""
+    """Status of a server's answer to a request that fails with this error."""
 
 
 class ConfigError(ShoalError):
@@ -51,7 +51,7 @@ class OtherRelease(TaskError):
 
 
 class OutOfBounds(TaskError):
-    """A question that is larger, or of other settings, than is drawn for others."""
+    """The question is larger, or has other settings, than this node draws for peers."""
 
 
 class RunDirError(ShoalError):

@@ -11,7 +11,7 @@ from shoal.types import Completion, Message, Outcome, Receipt, Reward, Rollout, 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """Figures that an engine reports of itself."""
 
     version: int
     """The Version of the weights being served."""
@@ -103,7 +103,7 @@ class Playable(TaskService, Protocol):
     """A task service that holds the conversations of its tasks itself."""
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
-        """One rollout. Whatever it raises makes a failed rollout, except that a full context ends it truncated."""
+        """Plays one rollout. Any exception makes a failed rollout, except that a full context ends it truncated."""
         ...
 
 
@@ -149,7 +149,7 @@ class Claim:
 
 
 class NotOurs(StrEnum):
-    """Why a peer's claim is no task of this node."""
+    """The reason why a peer's claim is no task of this node."""
 
     UNKNOWN_TASK = "unknown task"
     """This node has no such dataset, or not with these settings, or another release of it."""

@@ -9,14 +9,14 @@ import re2
 
 
 class Pattern(Protocol):
-    """The part of a compiled pattern that is used here; a match is anything but None."""
+    """The used part of a compiled pattern; a match is anything but None."""
 
     def search(self, text: str) -> object: ...
     def fullmatch(self, text: str) -> object: ...
 
 
 def compiled(pattern: str) -> Pattern:
-    """A pattern whose dot matches newlines too. Raises `ValueError` for one that RE2 does not take.
+    """Compiles a pattern whose dot also matches newlines. Raises `ValueError` for a pattern that RE2 refuses.
 
     >>> compiled("(a+)+$").search("a" * 40 + "!") is None
     True

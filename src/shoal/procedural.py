@@ -75,7 +75,7 @@ _DERIVED = ("seed", "size")
 
 
 class DrawFailed(TaskError):
-    """This seed gives no question; another one may."""
+    """This seed gives no question; another seed may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Entry:
     dataset: Any
 
     def score(self, answer: str) -> float:
-        """What the dataset's own scorer says of an answer. Raises whatever that scorer raises."""
+        """The dataset's own score of an answer. Raises any error of that scorer."""
         return float(self.dataset.score_answer(answer, self.item))
 
 
@@ -264,7 +264,7 @@ def _refuse_unknown(name: str, params: Mapping[str, Json]) -> None:
 
 
 def _curriculum_params(name: str, level: int) -> dict[str, Json]:
-    """What the dataset's curriculum sets at a level; attributes with fewer levels stay at their highest."""
+    """Settings of the dataset's curriculum at a level; attributes with fewer levels stay at their highest."""
     if not factory.has_curriculum(name):
         raise TaskError(f"{name}: params: this dataset has no curriculum; expected a table")
     curriculum = factory.create_curriculum(name)

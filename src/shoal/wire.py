@@ -25,7 +25,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
-    """The value of type `type_` in `data`. Raises `WireError` for anything that is not exactly that."""
+    """The value of type `type_` in `data`. Raises `WireError` for all other data."""
     if len(data) > max_bytes:
         raise WireError(f"expected at most {max_bytes} bytes, got {len(data)}")
     if not data or data[0] != FORMAT:

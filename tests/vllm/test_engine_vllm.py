@@ -232,4 +232,4 @@ def trained_versions(run_dir: Path) -> list[set[int]]:
     """The Versions that drew each answer which was trained."""
     with snapshot(run_dir) as connection:
         bodies = [body for group in read_groups(connection) if group.step is not None for body in group.bodies]
-    return [set(wire.decode(body, RawRollout, BODY_BYTES).drawn_versions) for body in bodies]
+    return [set(wire.decode(body, RawRollout, BODY_BYTES).sampled_versions) for body in bodies]

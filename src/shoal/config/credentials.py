@@ -44,7 +44,7 @@ def restored(tree: JsonValue, hidden: dict[str, str], where: str = "") -> JsonVa
 
 
 def hidden_beside(path: Path) -> dict[str, str]:
-    """What was hidden of a settings file; nothing when nothing was, or when it was not copied along."""
+    """The hidden texts of a settings file; empty without any, and for a file that was not copied along."""
     try:
         hidden = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

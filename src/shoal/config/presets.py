@@ -11,17 +11,17 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 DEFAULT_MAX_TOKENS = 256
-"""Of one answer, where a configuration does not say it."""
+"""Number of tokens of one answer at most, where a configuration does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a preset, and where its value is from."""
+    """A setting of a preset, with the source of its value."""
 
     value: JsonValue
     source: str
     share_of_max_tokens: bool = False
-    """Whether the value is a share of `rollout.max_tokens`, rounded down."""
+    """True if the value is a share of `rollout.max_tokens`, rounded down."""
 
 
 _NO_KL = "no distance to a reference model"

@@ -21,7 +21,7 @@ from shoal.config.settings import EMBEDDED, Config, TaskConfig
 from shoal.errors import ConfigError
 
 MOST_LEVELS = 32
-"""Of tables and lists within each other."""
+"""Number of levels of tables and lists within each other."""
 RENAMED = {
     "asynchrony.eta": "asynchrony.max_staleness",
 }

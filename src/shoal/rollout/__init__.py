@@ -1,1 +1,1 @@
-"""Rollouts: who starts a task, holds its conversation and hands its group on."""
+"""Rollouts: starts tasks, holds their conversations and hands finished groups on."""

@@ -1,7 +1,7 @@
-"""How many groups run at once, by what the engine has to do. Pure.
+"""The number of groups at once, by the engine's load. Pure.
 
-Rollouts that wait for tools leave the engine idle, so that more of them should be under way than it has places; when
-requests queue up there, fewer. Both multiply: a limit that adds takes minutes to find a load that changes.
+Rollouts that wait for tools leave the engine idle, so more of them should run than the engine has places. When requests
+queue up, fewer should run. Both factors multiply: a limit that adds takes minutes to follow a changing load.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 GROWTH = 1.25
 CUT = 0.8
 IDLE_BELOW = 0.6
-"""Share of the engine's places that are taken, below which more may run."""
+"""Share of the engine's places in use, below which more groups may run."""
 QUEUED_ABOVE = 1.0
-"""Requests that wait, for each of the engine's places, above which fewer may run."""
+"""Waiting requests per place of the engine, above which fewer groups may run."""
 
 
 @dataclass(slots=True)

@@ -11,26 +11,26 @@ from shoal.interfaces import Purpose, Runner
 from shoal.types import RewardStatus, Rollout, Task
 
 CORRECT = 1.0 - 1e-9
-"""reasoning-gym gives partial credit for near misses; only a full reward counts as correct."""
+"""Smallest full reward; reasoning-gym gives partial credit for near misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One answer to each question, those left out that no scorer judged."""
+    """Scores of one answer to each question, without the answers that no scorer judged."""
 
     full_marks: float
     """Share of the answers whose reward is full; nan when no answer was scored."""
     reward: float
-    """Mean; nan when no answer was scored."""
+    """Mean reward; nan when no answer was scored."""
     by_task: Mapping[str, float]
-    """Shares of full marks."""
+    """Share of full marks of each task."""
     unscored: Mapping[str, int]
-    """Answers that no scorer judged, by reason."""
+    """Number of unscored answers, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The same questions, answered twice."""
+    """Scores of equal questions, answered twice."""
 
     sampled: Scores
     greedy: Scores
@@ -38,7 +38,7 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """By the names of `metrics.EVAL_NAMES`."""
+        """Values by the names of `metrics.EVAL_NAMES`."""
         return {
             "sampled": self.sampled.full_marks,
             "greedy": self.greedy.full_marks,
@@ -52,7 +52,7 @@ class Evaluation:
 
     @property
     def failure(self) -> str:
-        """The most common reason of answers that no scorer judged; empty when all were."""
+        """The most common reason of unscored answers; empty when all were scored."""
         return next((reason for reason, _ in self._unscored.most_common(1)), "")
 
     @property
@@ -61,14 +61,14 @@ class Evaluation:
 
 
 async def evaluation(tasks: Sequence[Task], runner: Runner) -> Evaluation:
-    """One rollout of each task sampled as in training, then one greedy."""
+    """Runs one rollout of each task sampled as in training, then one greedy."""
     return Evaluation(
         await scores(tasks, runner, Purpose.SAMPLED), await scores(tasks, runner, Purpose.GREEDY), len(tasks)
     )
 
 
 async def scores(tasks: Sequence[Task], runner: Runner, purpose: Purpose) -> Scores:
-    """One rollout of each task."""
+    """Runs one rollout of each task."""
     rollouts = [rollout for (rollout,) in await asyncio.gather(*(runner.rollouts(one, 1, purpose) for one in tasks))]
     scored = [(task, one) for task, one in zip(tasks, rollouts, strict=True) if _is_scored(one)]
     by_task: dict[str, list[bool]] = defaultdict(list)

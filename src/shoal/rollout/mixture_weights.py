@@ -1,7 +1,7 @@
-"""Automatic ratios: what each task's share becomes, given what its groups have taught of late. Pure.
+"""Automatic ratios: each task's share follows the lessons of its latest groups. Pure.
 
-A group teaches when its rewards differ (otherwise all of its advantages are 0). A task that is mastered or hopeless
-gives few such groups, and one that is slow gives few groups at all; both shrink towards the floor, and the others grow.
+A group teaches when its rewards differ; otherwise all of its advantages are 0. A mastered or hopeless task gives few
+such groups, and a slow task gives few groups at all. Both shrink towards the floor, and the others grow.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WeightBounds:
-    """How far a weight may move from what the user gave, as factors."""
+    """Bounds of a weight, as factors of the user's weight."""
 
     low: float = 0.1
     high: float = 4.0
@@ -22,7 +22,7 @@ class WeightBounds:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One weight that moved, and why."""
+    """A changed weight, with its reason."""
 
     name: str
     before: float
@@ -32,29 +32,29 @@ class Change:
 
 @dataclass(slots=True)
 class _Lately:
-    """One task since its rate was last taken."""
+    """Numbers of one task since its rate was last taken."""
 
     finished: int = 0
     informative: int = 0
     wanted: float = 0.0
-    """Groups that its quota grew by."""
+    """Number of groups by which its quota grew."""
     looks: int = 0
     holding: int = 0
-    """Looks at which the gate had room, and this task had quota, but ran as many at once as it may."""
+    """Number of checks at which this task was at its concurrency limit although the gate and its quota had room."""
 
     @property
     def informative_rate(self) -> float:
-        """Shrunk a little towards one half: 0 of 3 is not never."""
+        """The share of informative groups, shrunk a little towards one half: 0 of 3 is not never."""
         return (self.informative + 0.5) / (self.finished + 1)
 
     @property
     def holds_up(self) -> bool:
-        """Whether the others mostly waited for this task, which could not go faster."""
+        """True if the others mostly waited for this task, which could not go faster."""
         return self.holding > 0.5 * self.looks
 
     @property
     def reason(self) -> str:
-        """What was seen, in words."""
+        """The observations, in words."""
         words = f"{self.informative} of {self.finished} groups informative"
         return (
             f"{words}; the others waited for it although it ran as many at once as it may" if self.holds_up else words
@@ -62,20 +62,20 @@ class _Lately:
 
 
 ENOUGH = 16
-"""Finished or wanted groups below which a task's rate says nothing."""
+"""Number of finished or wanted groups below which a task's rate says nothing."""
 STEP = 0.5
-"""How much of the way to the new weight is gone at once: rates of few groups are noisy."""
+"""Share of the way to the new weight that is gone at once: rates of few groups are noisy."""
 WORTH_TELLING = 0.02
 """Relative change below which a weight stays."""
 SLOWER, FASTER = 0.5, 1.25
-"""What a task's pace is multiplied by when it held up the others, and when it did not, up to 1."""
+"""Factors of a task's pace: after it held up the others, and after it did not, up to 1."""
 
 
 class Adjuster:
-    """Follows what the groups teach, and gives new weights after every so many of them."""
+    """Follows the lessons of the groups, and sets new weights after every so many groups."""
 
     def __init__(self, base: Mapping[str, float], bounds: WeightBounds) -> None:
-        """`base` are the weights that the user gave."""
+        """`base` are the user's weights."""
         self._base = dict(base)
         self._bounds = bounds
         self._lately = {name: _Lately() for name in base}
@@ -86,17 +86,17 @@ class Adjuster:
 
     @property
     def due(self) -> bool:
-        """Whether enough groups finished since the last adjustment."""
+        """True if enough groups finished since the last adjustment."""
         return self._since >= ENOUGH * len(self._base) / 2
 
     def finished(self, name: str, *, informative: bool, tokens: int) -> None:
-        """A usable group of a task came in, for which so many tokens were drawn."""
+        """Notes a usable group of a task, with its number of sampled tokens."""
         self._since += 1
         self._lately[name].finished += 1
         self._lately[name].informative += informative
 
     def looked(self, name: str, *, holding: bool) -> None:
-        """Whether others wait for a task whose quota has room, because it runs as many groups as it may."""
+        """Notes whether others wait for a task whose quota has room, because the task is at its concurrency limit."""
         self._lately[name].looks += 1
         self._lately[name].holding += holding
 
@@ -132,7 +132,7 @@ class Adjuster:
 
 
 MEMORY = 32
-"""Groups after which a task's tokens per group are half forgotten, and weights are taken anew."""
+"""Number of groups after which a task's tokens per group are half forgotten, and weights are taken anew."""
 
 
 class TokenShares:
@@ -142,7 +142,7 @@ class TokenShares:
     """
 
     def __init__(self, base: Mapping[str, float]) -> None:
-        """`base` are the weights that the user gave."""
+        """`base` are the user's weights."""
         self._base = dict(base)
         self._tokens: dict[str, float] = {}
         self._since = 0
@@ -150,20 +150,20 @@ class TokenShares:
 
     @property
     def due(self) -> bool:
-        """Whether every task is known and enough groups finished since the last adjustment."""
+        """True if every task is known and enough groups finished since the last adjustment."""
         return self._since >= ENOUGH * len(self._base) / 2 and self._tokens.keys() == self._base.keys()
 
     def finished(self, name: str, *, informative: bool, tokens: int) -> None:
-        """A usable group of a task came in, for which so many tokens were drawn."""
+        """Notes a usable group of a task, with its number of sampled tokens."""
         self._since += 1
         before = self._tokens.get(name, float(max(tokens, 1)))
         self._tokens[name] = before + (tokens - before) * (1 - 0.5 ** (1 / MEMORY))
 
     def looked(self, name: str, *, holding: bool) -> None:
-        """Who waits for whom makes no difference here."""
+        """Does nothing: token shares do not depend on waiting tasks."""
 
     def adjust(self, growth: Mapping[str, float]) -> list[Change]:
-        """Sets the weights by the tokens that groups take of late; they sum to what the given ones do."""
+        """Sets the weights by the tokens of the latest groups; the sum of the weights stays."""
         self._since = 0
         raw = {name: weight / max(self._tokens[name], 1.0) for name, weight in self._base.items()}
         scale = sum(self._base.values()) / sum(raw.values())

@@ -21,53 +21,53 @@ from shoal.types import Group, Rollout, RolloutStatus, Split, Task
 TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
 """Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
 MOST_TOLD = 16
-"""Different reasons of failed rollouts that are told when they come first."""
+"""Number of different reasons of failed rollouts that are reported when they first occur."""
 
 CANCELLED = "cancelled from inside: something that its rollouts waited for was cancelled"
 
 REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
-"""Before a question that could not be drawn is asked for again; twice as long each time."""
+"""Seconds before a question that could not be drawn is drawn again; twice as long each time."""
 
 
 class ServiceCounts(Protocol):
-    """What the orchestrator knows of one service's groups."""
+    """The orchestrator's view of one service's groups."""
 
     @property
     def started(self) -> int:
-        """Ever, in this run and before it was resumed."""
+        """Number of started groups, in this run and before it was resumed."""
         ...
 
     @property
     def finished(self) -> int:
-        """Usable and not dropped since."""
+        """Number of usable groups that were not dropped since."""
         ...
 
     @property
     def consumed(self) -> int:
-        """Of those, the ones that training has used."""
+        """Number of finished groups that training has used."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Started, and nothing came of it yet."""
+        """Number of started groups without an end."""
         ...
 
 
 class Admission(Protocol):
-    """What the orchestrator knows of the buffer."""
+    """The orchestrator's view of the buffer."""
 
     @property
     def budget(self) -> int:
-        """Groups that may have been accepted or be running in all, as the staleness gate allows now."""
+        """Number of groups that the staleness gate allows to be accepted or running."""
         ...
 
     @property
     def room(self) -> int:
-        """How many groups may start now."""
+        """Number of groups that may start now."""
         ...
 
     def counts_of(self, service: str) -> ServiceCounts:
-        """What became of a service's groups."""
+        """Counts of a service's groups."""
         ...
 
     def on_room(self, wake: Callable[[], None]) -> None:
@@ -75,19 +75,19 @@ class Admission(Protocol):
         ...
 
     def balance(self, due: Callable[[Mapping[str, int], int], Mapping[str, float]]) -> None:
-        """Training keeps to what is `due` to each service, see `Quotas.due`; called again whenever that changes."""
+        """Keeps training to each service's `due`, see `Quotas.due`; called again whenever that changes."""
         ...
 
     async def admit(self, group_id: str, service: str) -> int:
-        """Records that a group starts, at once while there is room; the version it is admitted under."""
+        """Records that a group starts, at once while there is room, and returns its Version of admission."""
         ...
 
     async def add(self, group: Group) -> bool:
-        """Takes a group that ran; returns once it is durable. False when too few of its rollouts are usable."""
+        """Takes a group that ran and returns once it is durable. False when too few of its rollouts are usable."""
         ...
 
     async def fail(self, group_id: str, reason: str) -> None:
-        """Ends a group of which there is nothing to keep."""
+        """Ends a group without a result."""
         ...
 
 
@@ -101,32 +101,32 @@ class Source(Protocol):
 
     @property
     def max_running(self) -> int | None:
-        """Groups that it can run at once now; None leaves it to the gate."""
+        """Number of groups that it can run at once now; None leaves it to the gate."""
         ...
 
     async def draw(self, index: int) -> Task:
-        """The training task at `index`. May take as long as it likes."""
+        """The training task at `index`. Drawing may take any time."""
         ...
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
-        """The group's rollouts. What goes wrong is a rollout's status and reason, never an exception."""
+        """The group's rollouts. A failure is a rollout's status and reason, never an exception."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """A task service of this process, and what answers its tasks."""
+    """A task service of this process, with the function that answers its tasks."""
 
     service: TaskService
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
     on_presence: Callable[[str, bool], None] = lambda name, present: None
     """Called when the service's share goes to others (False) and comes back (True)."""
     max_running: int | None = None
-    """Groups that it can run at once; None leaves it to the gate."""
+    """Number of groups that it can run at once; None leaves it to the gate."""
 
     @property
     def name(self) -> str:
-        """The service's."""
+        """The service's name."""
         return self.service.name
 
     async def draw(self, index: int) -> Task:
@@ -151,13 +151,13 @@ class LocalSource:
             wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
-        """As `answer` gives them."""
+        """The rollouts that `answer` returns."""
         return await self.answer(task)
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """That ratios follow what the groups teach, how far, and who hears of it."""
+    """Settings of ratios that follow the groups' lessons: bounds, and who receives changes."""
 
     bounds: WeightBounds | None
     """None keeps shares of the drawn tokens instead of shares of groups."""
@@ -202,7 +202,7 @@ class Orchestrator:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What each service that is present shall have of the trained groups."""
+        """Share of the trained groups that each present service shall have."""
         return self._quotas.shares
 
     async def run(self) -> None:
@@ -266,7 +266,7 @@ class Orchestrator:
         return ServiceLoad(counts.finished, counts.in_flight)
 
     def _startable(self, name: str, load: ServiceLoad) -> bool:
-        """Whether a question is at hand and the service may run one more group."""
+        """True if a question is ready and the service may run one more group."""
         return not self._full(name, load) and not self._ready[name].empty()
 
     def _full(self, name: str, load: ServiceLoad) -> bool:
@@ -300,14 +300,14 @@ class Orchestrator:
         self._wake.set()
 
     def _tell_new(self, reasons: Sequence[str]) -> None:
-        """Tells of a failure when it is seen first, so that nobody has to wait for the end of the run to hear of it."""
+        """Reports a failure when it is first seen, so that a user need not wait for the end of the run."""
         for reason in dict.fromkeys(reasons):
             if reason not in self._seen and len(self._seen) < MOST_TOLD:
                 self._seen.add(reason)
                 self._on_failure(reason)
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
-        """A run of which no group can be used trains nothing, however long it goes on."""
+        """Ends a run of unusable groups: it trains nothing, however long it goes on."""
         self._unusable.update(reason for reason, _ in Counter(reasons).most_common(1))
         often = next((reason for reason, _ in self._unusable.most_common(1)), "")
         if self._unusable.total() == TOLD_AFTER:
@@ -319,7 +319,7 @@ class Orchestrator:
             )
 
     def _look(self) -> None:
-        """Notes who holds up the others, and moves the weights when enough groups came in."""
+        """Notes the services that hold up the others, and moves the weights when enough groups finished."""
         if self._adjuster is None or self._adjustment is None:
             return
         for name in self._sources:

@@ -1,22 +1,22 @@
-"""Whose group may start next, so that each task has its share of what is trained. Pure: no I/O, no clock.
+"""Picks the service whose group starts next, so that each task has its share of training. Pure: no I/O, no clock.
 
-Shares are over groups that came out usable, never over those that were started: a slow task runs more at once, a flaky
-one starts more often, and both reach their share (GLM-5, arXiv 2602.15763, section 4.1.1).
+Shares are over usable groups, never over started groups: a slow task runs more at once, a flaky task starts more often.
+Both reach their share (GLM-5, arXiv 2602.15763, section 4.1.1).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 REPAID = 0.5
-"""The most of any growth that goes to tasks that were away, until they have back what they lent."""
+"""Share of any growth, at most, that repays tasks that were away."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceLoad:
-    """The groups of one task service that take part of its quota."""
+    """Groups of one task service that take part of its quota."""
 
     accepted: int
-    """Finished usable and not dropped: consumed or waiting."""
+    """Number of usable groups that were not dropped: consumed or waiting."""
     running: int
 
 
@@ -49,12 +49,12 @@ class Quotas:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of each service that is present; they sum to 1."""
+        """Share of each present service; the shares sum to 1."""
         total = sum(self._weights[name] for name in self._present)
         return {name: self._weights[name] / total for name in self._present}
 
     def quota(self, name: str) -> float:
-        """Groups that a service may have had accepted or running since the run began."""
+        """Number of groups that a service may have had accepted or running since the run began."""
         return self._quotas[name]
 
     def grow(self, budget: float) -> None:
@@ -79,7 +79,7 @@ class Quotas:
         self._present.pop(name, None)
 
     def come(self, name: str) -> None:
-        """A service is there, again or for the first time under a name that has a weight."""
+        """Notes that a service is there, again or for the first time under a name that has a weight."""
         self._present[name] = None
         if self._unassigned:
             unassigned, self._unassigned = self._unassigned, 0.0
@@ -101,10 +101,10 @@ class Quotas:
         return name if name is not None and room[name] > 1e-9 else None
 
     def due(self, consumed: Mapping[str, int], groups: int) -> dict[str, float]:
-        """How many groups of each service present may have been consumed when `groups` more are: its quota, less its
-        share of what the quotas are ahead of consumption.
+        """Number of groups of each present service that may have been consumed after `groups` more.
 
-        The deficits of consumption are those of the quotas, so that what is due is also there, or may be started.
+        The number is the service's quota, less its share of the quotas' lead over consumption. The deficits of
+        consumption are the quotas' deficits, so each due group is there, or may be started.
         """
         ahead = sum(self._quotas[name] - consumed.get(name, 0) for name in self._present) - groups
         return {name: self._quotas[name] - share * ahead for name, share in self.shares.items()}
@@ -129,7 +129,7 @@ class Quotas:
             self._lent[name] = min(self._lent[name] + missed, self._lend_at_most)
 
     def _repay(self, most: float) -> float:
-        """Gives back up to `most` groups to services that lent some; how many."""
+        """Gives back up to `most` groups to services that lent some, and returns their number."""
         owed = {name: self._lent[name] for name in self._present if self._lent[name] > 0}
         repaid = min(most, sum(owed.values()))
         for name, lent in owed.items():

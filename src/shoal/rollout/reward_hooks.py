@@ -50,7 +50,7 @@ def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
 
 
 def processed(group: Group, hooks: Sequence[Hook]) -> Group:
-    """The group after all hooks; one that raises leaves it without usable rollouts, and says why."""
+    """The group after all hooks; a hook that raises leaves it without usable rollouts, with the reason."""
     for hook in hooks:
         try:
             group = hook(group)
@@ -61,7 +61,7 @@ def processed(group: Group, hooks: Sequence[Hook]) -> Group:
 
 
 def shorter_is_better(group: Group, per_token: float) -> Group:
-    """Takes `per_token` off the reward for each token that a rollout drew."""
+    """Subtracts `per_token` from the reward for each token that a rollout sampled."""
     return replace(
         group,
         rollouts=tuple(
@@ -74,7 +74,7 @@ def shorter_is_better(group: Group, per_token: float) -> Group:
 
 
 def without_duplicates(group: Group) -> Group:
-    """Of rollouts in which the assistant says the same, only the first is trained with."""
+    """Trains only the first of several rollouts in which the assistant says equal texts."""
     seen: set[tuple[str, ...]] = set()
     kept = []
     for rollout in group.rollouts:

@@ -29,14 +29,14 @@ MOST_REASON = 1000
 
 
 def sampled_for(purpose: Purpose, sampling: Sampling) -> Sampling:
-    """How tokens are drawn for a purpose, when `sampling` is training's."""
+    """Settings of sampling for a purpose, when `sampling` is training's."""
     if purpose is Purpose.GREEDY:
         return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     return sampling
 
 
 def priority_of(purpose: Purpose) -> int:
-    """Evaluation goes before training's requests, so that it is short."""
+    """Priority of a request: evaluation goes before training's requests, so that it is short."""
     return 0 if purpose is Purpose.TRAIN else EVAL_PRIORITY
 
 
@@ -50,7 +50,7 @@ class SingleTurn:
     sampling: Sampling
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
-        """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
+        """The `n` rollouts of a task. A failure is a rollout's status and reason, never an exception."""
         prompt_ids = tuple(self.renderer.prompt_ids(task.messages))
         seed = seed_for("rollout", self.sampling.seed or 0, task.id)
         sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
@@ -85,7 +85,7 @@ class Runners:
     default: Runner
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
-        """As the task's service has them run."""
+        """Runs a task's rollouts with the runner of its service."""
         return await self.by_service.get(task.service, self.default).rollouts(task, n, purpose)
 
 
@@ -106,13 +106,13 @@ def _rollout(task: Task, i: int, turn: Turn, answer: Message, reward: Reward) ->
 
 
 def unscored(reward: Reward) -> str:
-    """Why a rollout has no reward, as its reason."""
+    """The reason of a rollout without a reward."""
     why = f"scorer: {reward.status.value.replace('_', ' ')}"
     return f"{why}: {reward.evidence}"[:MOST_REASON] if reward.evidence else why
 
 
 def failed(task: Task, i: int, reason: str) -> Rollout:
-    """A rollout from which nothing came."""
+    """A failed rollout, without turns."""
     return Rollout(
         id=f"{task.id}#{i}",
         messages=task.messages,

@@ -1,4 +1,4 @@
-"""Rollouts of many turns: agents speak with the model through sessions, and training gets what was drawn in them."""
+"""Rollouts of many turns: agents speak with the model through sessions, and training gets the sampled tokens."""
 
 from shoal.rollout.agents.host import AgentSession, Host
 from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play

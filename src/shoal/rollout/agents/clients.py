@@ -43,22 +43,22 @@ OUTCOME_FD = "SHOAL_OUTCOME_FD"
 """Variable of a command's environment: the number of the descriptor that takes its outcome."""
 MOST_OUTCOME_BYTES = 1 << 20
 COMPLAINT_BYTES = 4096
-"""Of a command's standard error, the last ones are kept."""
+"""Bytes of a command's standard error that are kept, the last ones of it."""
 PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TMPDIR"),
     *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""Variables that a command has of the run's environment; the keys and tokens of the others are none of its business."""
+"""Names of the variables that a command gets of the run's environment; other variables may be keys and tokens."""
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 END_S = 5.0
-"""After which a supervisor that was asked to end everything is killed."""
+"""Seconds after which a supervisor that was asked to end everything is killed."""
 _TRACEBACK_PLACE = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
 PROCESSES_PER_CORE = 4
 TIMEOUT_S = 300.0
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An outcome as a command writes it; see `types.Outcome`."""
+    """A command's outcome in JSON; see `types.Outcome`."""
 
     reward: float | None = None
     answer: str | None = None
@@ -70,21 +70,21 @@ class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: str | list[str]
     timeout_s: float = TIMEOUT_S
-    """Deadline of one rollout, from its begin."""
+    """Seconds of one rollout, from its begin."""
     max_at_once: int | None = None
-    """Rollouts; commands have a few per core when unset."""
+    """Number of rollouts at once; unset, commands have a few per core."""
     env: list[str] = []
-    """Variables that a command gets of the run's environment, besides `PASSED`."""
+    """Names of further variables that a command gets of the run's environment, besides `PASSED`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """Who holds the conversations of a task."""
+    """The holder of a task's conversations."""
 
     timeout_s: float
     max_at_once: int | None
     play: Callable[[], contextlib.AbstractAsyncContextManager[Play]]
-    """Ready to play until the context is left."""
+    """A context in which `Play` is ready."""
 
 
 def agent_of(named: object) -> Agent:
@@ -161,7 +161,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
 
 
 def _environment(seat: AgentSession, more: Sequence[str]) -> dict[str, str]:
-    """What is passed, and what clients of OpenAI and Anthropic look for."""
+    """The variables that are passed, and the variables that clients of OpenAI and Anthropic read."""
     return {
         **{name: os.environ[name] for name in (*PASSED, *more) if name in os.environ},
         "OPENAI_BASE_URL": seat.base_url,
@@ -172,7 +172,7 @@ def _environment(seat: AgentSession, more: Sequence[str]) -> dict[str, str]:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Has the supervisor end all that is left of a rollout, when it has not yet."""
+    """Has the supervisor end the rest of a rollout, if it still runs."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.returncode is not None:
             return
@@ -188,7 +188,7 @@ def _how(code: int) -> str:
 
 
 def _outcome(written: bytes) -> Outcome:
-    """What a command wrote; nothing leaves all to the task's scorer. Raises `AgentFailed`."""
+    """The outcome that a command wrote; without an outcome the task's scorer decides. Raises `AgentFailed`."""
     if not written.strip():
         return Outcome()
     try:
@@ -222,7 +222,7 @@ class _Complaint:
             self._kept = (self._kept + os.read(self._ours, 1 << 16))[-COMPLAINT_BYTES:]
 
     def last_line(self) -> str:
-        """What was said last, after a colon, and the place that a Python traceback names; empty for nothing."""
+        """The last line of the pipe, after a colon, with a Python traceback's place; empty without a line."""
         self._read()
         said = self._kept.decode(errors="replace").strip()
         places = _TRACEBACK_PLACE.findall(said)

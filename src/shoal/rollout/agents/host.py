@@ -33,7 +33,7 @@ class AgentSession:
     purpose: Purpose
     timeout_s: float
     base_url: str
-    """For OpenAI's clients."""
+    """URL for OpenAI's clients."""
     anthropic_base_url: str
 
     @property
@@ -46,7 +46,7 @@ class Host:
     """A gateway and how sessions at it are drawn."""
 
     def __init__(self, gateway: Gateway, sampling: Sampling, url: str) -> None:
-        """`sampling` is training's, `url` where the gateway is served."""
+        """`sampling` is training's, `url` the gateway's address."""
         self.gateway = gateway
         self._sampling = sampling
         self._url = url
@@ -90,7 +90,7 @@ class Host:
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals to the run that it is part of."""
+    """A server that leaves signals to its run."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

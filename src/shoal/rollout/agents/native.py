@@ -1,4 +1,4 @@
-"""Agents of this process: tasks that hold their conversations themselves, on the ledger and without HTTP."""
+"""Agents of this process: tasks that hold their conversations themselves, in the token tree and without HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class SessionChat:
     api_key: str = ""
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
-        """What the model says next; messages that go on from an answer are not tokenised again."""
+        """The model's next message; messages that extend an answer are not tokenised again."""
         asked = AnswerRequest(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
         generation = await self.session.generation(asked)
         self.session.deliver(generation)

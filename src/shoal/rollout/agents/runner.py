@@ -18,21 +18,21 @@ from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task, Turn
 
 Play: TypeAlias = Callable[[Task, AgentSession], Awaitable[Outcome]]
-"""Works on a task through a seat's session until it is done. Whatever it raises makes the rollout a failed one."""
+"""Works on a task through its session until it is done. Any exception makes a failed rollout."""
 
 OVERFLOW = "context: the conversation did not fit any more"
 OVERFLOW_CODE = "context_length_exceeded"
-"""In the gateway's answer, and so in the errors of OpenAI's clients."""
+"""Code of an overflow in the gateway's answer, and so in the errors of OpenAI's clients."""
 ATTEMPTS = 4
-"""Of one rollout, when those who play it are lost."""
+"""Number of attempts at one rollout whose player is lost."""
 
 
 class AgentFailed(Exception):
-    """The rollout failed for a reason that the policy cannot cause; the text is the reason that is recorded."""
+    """The rollout failed for a reason that the policy cannot cause; the text is the recorded reason."""
 
 
 class AgentLost(AgentFailed):
-    """Whoever played is gone: what was drawn is given up, and the rollout begins again in a new session."""
+    """The player of a rollout is gone: its tokens are given up, and the rollout begins again in a new session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class AgentRunner:
         return await self._judged(task, i, seat.session.tree, end)
 
     async def _played(self, task: Task, seat: AgentSession) -> _End:
-        """How the agent ended. Raises `AgentLost`."""
+        """Runs the agent and returns how it ended. Raises `AgentLost`."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return _End(await self._play(task, seat))
@@ -114,7 +114,7 @@ class AgentRunner:
             return _End(None, f"agent: {described(error)}")
 
     async def _judged(self, task: Task, i: int, tree: TokenTree, end: _End) -> Rollout:
-        """The rollout that the ledger shows, with its reward and status."""
+        """The rollout of the token tree, with its reward and status."""
         turns, outcome, reason = tree.turns(), end.outcome, end.reason
         if outcome is not None and tree.truncated:
             reason = reason or OVERFLOW
@@ -134,7 +134,7 @@ class AgentRunner:
         return Rollout(f"{task.id}#{i}", tree.messages(), _rewarded(turns, given), reward, status, reason)
 
     async def _reward(self, task: Task, tree: TokenTree, outcome: Outcome) -> Reward:
-        """As the agent says, else as the scorer says."""
+        """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
             return Reward(outcome.reward)
         answer = _answer(tree) if outcome.answer is None else outcome.answer
@@ -146,7 +146,7 @@ class AgentRunner:
 
 
 def _is_overflow(error: BaseException) -> bool:
-    """Whether this is the refusal of a conversation that is too long, or was raised from it."""
+    """True for the refusal of a conversation that is too long, and for errors raised from it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ContextOverflow) or getattr(cause, "code", None) == OVERFLOW_CODE:

@@ -16,22 +16,22 @@ from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Outcome, Rollout, RolloutStatus, Split, Task
 
 MARGIN_S = 0.5
-"""Before a rollout's deadline: who plays it says that it is late before it is given up."""
+"""Seconds before a rollout's deadline at which its worker reports that it is late."""
 BAD_IN_A_ROW = 8
-"""Failed groups after which a service rests."""
+"""Number of failed groups after which a service rests."""
 REST_S, LONGEST_REST_S = 5.0, 300.0
 REDRAW_S, LONGEST_REDRAW_S = 1.0, 60.0
-"""Before another question is asked for in place of one that cannot be drawn; twice as long each time."""
+"""Seconds before another question is drawn in place of a failed draw; twice as long each time."""
 NO_QUESTION = "no question can be drawn"
 NO_PROCESS = "no process serves the task"
 AWAY_S = 30.0
-"""Without a process, after which a service's share goes to the others: it may be starting again."""
+"""Seconds without a worker after which a service's share goes to the others: a worker may be starting again."""
 ANOTHER = 1 << 32
-"""Added to the index of a question that cannot be drawn: another one takes its place."""
+"""Number added to the index of a question that cannot be drawn: another question takes its place."""
 
 
 def remote_play(service: RemoteService) -> Play:
-    """Has a rollout played by one of the service's processes."""
+    """Has a worker of the service play a rollout."""
 
     async def play(task: Task, seat: AgentSession) -> Outcome:
         at = SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key)
@@ -49,13 +49,13 @@ def remote_play(service: RemoteService) -> Play:
 
 @dataclass(slots=True)
 class Health:
-    """When a service rests: after groups of which nothing came, for longer each time. Pure."""
+    """The rests of a service after failed groups, longer each time. Pure."""
 
     bad: int = 0
     rests: int = 0
 
     def ended(self, *, usable: bool) -> float:
-        """Notes a group; seconds to rest now, mostly 0."""
+        """Notes a group and returns the seconds to rest now, mostly 0."""
         if usable:
             self.bad = self.rests = 0
             return 0.0
@@ -77,19 +77,19 @@ class RemoteSource:
     """Called when the service's share goes to others (False) and comes back (True)."""
     health: Health = field(default_factory=Health)
     _away: set[str] = field(default_factory=set)
-    """Why its share goes to others."""
+    """Reasons for which its share goes to others."""
     _leaving: asyncio.TimerHandle | None = None
     _limits: set[asyncio.Timeout] = field(default_factory=set)
-    """Of the groups that run."""
+    """Timeouts of the running groups."""
 
     @property
     def name(self) -> str:
-        """The service's."""
+        """The service's name."""
         return self.service.name
 
     @property
     def max_running(self) -> int | None:
-        """Groups at once, by what its processes take now."""
+        """Number of groups at once, by the limits of its workers now."""
         return -(-self.service.max_running // self.group_size)
 
     async def draw(self, index: int) -> Task:
@@ -113,7 +113,7 @@ class RemoteSource:
                 return task
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
-        """As `answer` gives them; a service that only ever fails has a rest afterwards."""
+        """The rollouts that `answer` returns; a service that only fails rests afterwards."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
@@ -147,7 +147,7 @@ class RemoteSource:
             limit.reschedule(now_s)
 
     def _is_away(self, why: str, away: bool) -> None:
-        """Tells when the first reason comes, and when the last one goes."""
+        """Notifies when the first reason comes, and when the last reason goes."""
         before = bool(self._away)
         (self._away.add if away else self._away.discard)(why)
         if bool(self._away) != before:
@@ -155,7 +155,7 @@ class RemoteSource:
 
 
 def attend(server: TaskServerThread, sources: Sequence[Source], wake: Callable[[], None]) -> None:
-    """Tells the sources, on the event loop that calls this, how many processes serve them; `wake` hears of it too."""
+    """Notifies the sources, on the calling event loop, of the number of their workers; `wake` is called too."""
     loop = asyncio.get_running_loop()
     served = {source.name: source for source in sources if isinstance(source, RemoteSource)}
 

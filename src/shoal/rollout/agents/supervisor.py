@@ -31,7 +31,7 @@ def _asked_to_end(*_: object) -> NoReturn:
 
 
 def _become_keeper(parent: int) -> bool:
-    """Prepares this process; whether the next child begins a PID namespace of its own."""
+    """Prepares this process, and returns whether the next child begins its own PID namespace."""
     if not LINUX:
         return False
     libc = ctypes.CDLL(None)
@@ -63,7 +63,7 @@ def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
 
 
 def _descendants() -> list[int]:
-    """Processes below this one that are no zombies, by one look at /proc."""
+    """Processes below this process that are no zombies, by one look at /proc."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
