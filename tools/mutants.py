@@ -261,11 +261,16 @@ class Results:
         return record is not None and bool(record["killed_by"] or set(tests) <= set(record["tests"]))  # type: ignore[call-overload]
 
 
+def stamped(test: str) -> str:
+    """A test file with a hash of its text: what lived through it is tried again when it changes."""
+    return f"{test} {blake2b((ROOT / test).read_bytes(), digest_size=6).hexdigest()}"
+
+
 def measured(runner: Runner, results: Results, tests: Iterable[Path], at_most_s: float) -> dict[str, float]:
     """Seconds that each test file takes without a mutant, quickest first; those that take too long are left out."""
     found = {}
     for path in tests:
-        name = f"{path.relative_to(ROOT)} {blake2b(path.read_bytes(), digest_size=6).hexdigest()}"
+        name = stamped(str(path.relative_to(ROOT)))
         if name not in results.seconds:
             began = time.monotonic()
             failed = runner.failure([str(path.relative_to(ROOT))], at_most_s)
@@ -293,7 +298,7 @@ def hunt(arguments: argparse.Namespace) -> dict[str, object]:
             if mutant.key in known:
                 continue
             tests = measured(runner, results, tests_of(mutant.module), arguments.test_seconds)
-            if results.has(mutant, list(tests)):
+            if results.has(mutant, list(map(stamped, tests))):
                 continue
             if not (source := mutant.source()):
                 continue
