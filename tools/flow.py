@@ -164,7 +164,7 @@ run.loop:TrainLoop._write_version
       trainer.trainer:Trainer.count_push
         trainer.optim:Optimizer.count_push
   weights.store:WeightStore.seal
-  experience.buffer:Buffer.published
+  experience.buffer:Buffer.record_version
 run.loop:TrainLoop.serve_versions
   engine.pool:EnginePool.update_weights
     engine.pool:EnginePool._load
@@ -173,8 +173,8 @@ run.loop:TrainLoop.serve_versions
           engine.routes:EngineServer._update_weights @ /update_weights
             engine.weight_loading:WeightSlots.staged
             engine.step_engine:StepEngine.update
-  experience.buffer:Buffer.publish
-    experience.gate:AdmissionGate.publish
+  experience.buffer:Buffer.on_loaded
+    experience.gate:AdmissionGate.on_loaded
   weights.store:WeightStore.remove_before
 engine.step_engine:StepEngine.step
   engine.step_engine:StepEngine._load_or_drain

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from shoal.gateway import Gateway, Session, SessionBounds, SessionLimits
-from shoal.gateway.sessions import SessionRenderer
+from shoal.gateway.registry import SessionBounds
+from shoal.gateway.server import Gateway
+from shoal.gateway.sessions import Session, SessionLimits, SessionRenderer
 from shoal.interfaces import Engine, Purpose
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
