@@ -31,7 +31,7 @@ def seed_for(*names: str | int) -> int:
 
 
 class Role(StrEnum):
-    """Who speaks a message."""
+    """The speaker of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -55,16 +55,16 @@ class Message:
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant: the tools it calls, in order."""
+    """Calls of an assistant's tools, in order."""
     tool_call_id: str = ""
-    """Of a tool: the call that it answers."""
+    """Id of the call that a tool's message answers."""
     reasoning: str = ""
-    """Of an assistant: what it thought before it answered, where the template sets that apart."""
+    """An assistant's thought before its answer, where the template sets that apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """From where a procedural task can be drawn again: same receipt, same question and truth."""
+    """The origin of a procedural task: equal receipts give equal questions and truths."""
 
     dataset: str
     dataset_version: str
@@ -93,14 +93,14 @@ class Task:
 
 
 class FinishReason(StrEnum):
-    """Why an engine stopped drawing tokens."""
+    """The reason why an engine stopped sampling tokens."""
 
     STOP = "stop"
-    """A stop token was drawn; it is the last token of the completion."""
+    """A stop token was sampled; it is the last token of the completion."""
     LENGTH = "length"
     """The token budget or the context ran out."""
     ABORT = "abort"
-    """Somebody asked the engine to stop; the tokens drawn so far are kept."""
+    """A caller stopped the engine; the tokens sampled so far are kept."""
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 1e5
@@ -111,7 +111,7 @@ MOST_TOP_K = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off."""
+    """Settings of sampling. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -167,7 +167,7 @@ class Turn:
     rendered_ids: tuple[int, ...]  # [P] the whole prompt of a turn without a parent
     completion: Completion
     reward: float = 0.0
-    """What this answer earned by itself, beside the rollout's reward."""
+    """Reward of this answer by itself, beside the rollout's reward."""
     parent: int | None = None
     """Index of the earlier turn whose prompt and completion come before `rendered_ids`.
 
@@ -180,7 +180,7 @@ class Turn:
 
 
 class RewardStatus(StrEnum):
-    """Whether the scorer answered. Only `SCORED` says anything about the policy."""
+    """The end of scoring. Only `SCORED` says anything about the policy."""
 
     SCORED = "scored"
     TIMED_OUT = "timed_out"
@@ -193,7 +193,7 @@ EXHAUSTED = "exhausted"
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a scorer said of an answer. `value` is 0 and means nothing unless `status` is `SCORED`."""
+    """The scorer's reward of an answer. `value` is 0 and means nothing unless `status` is `SCORED`."""
 
     value: float
     status: RewardStatus = RewardStatus.SCORED
@@ -208,20 +208,20 @@ class Reward:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a checker used up its processor time on the answer, which is then worth 0 there."""
+        """True if a checker used up its processor time on the answer, which is then worth 0 there."""
         return any(name.rpartition("/")[2] == EXHAUSTED for name, _ in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent says when it is done with a task."""
+    """An agent's result at the end of a task."""
 
     reward: float | None = None
     """None leaves it to the task's scorer."""
     answer: str | None = None
-    """What is scored; None stands for the newest answer that was drawn."""
+    """The answer to score; None stands for the newest sampled answer."""
     turn_rewards: tuple[float, ...] = ()
-    """What each drawn answer earned by itself, in the order they were asked for; those not named earned 0."""
+    """Rewards of the sampled answers by themselves, in the order of the requests; unnamed answers earned 0."""
 
     def __post_init__(self) -> None:
         given = (*self.turn_rewards, *(() if self.reward is None else (self.reward,)))
@@ -230,21 +230,21 @@ class Outcome:
 
 
 class RolloutStatus(StrEnum):
-    """What became of a rollout. `FAILED` ones enter neither baselines nor gradients."""
+    """The end of a rollout. A `FAILED` rollout enters neither baselines nor gradients."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
     """The policy used up its context, turns or tokens; what it has come to counts."""
     FAILED = "failed"
-    """Something else than the policy went wrong."""
+    """The cause of the failure was not the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """What this node knew of itself when it took a peer's answer. Nothing in it comes from the peer."""
+    """Figures of this node itself at the time it took a peer's answer. Nothing in it comes from the peer."""
 
     skill: float | None = None
-    """Its own mean reward in such tasks, where that is the baseline."""
+    """This node's mean reward in such tasks, where that is the baseline."""
     usual_logprob: float = 0.0
     """Nats per token of what it sampled itself in such tasks lately; 0 when it sampled nothing yet."""
 
@@ -264,20 +264,20 @@ class Rollout:
     status: RolloutStatus = RolloutStatus.FINISHED
     reason: str = ""
     external: External | None = None
-    """Of a peer's answer."""
+    """Figures beside a peer's answer; None for an own rollout."""
 
     def __post_init__(self) -> None:
         check_parents(self.turns)
 
     @property
     def oldest_version(self) -> int | None:
-        """The version that drew the rollout's oldest token; None when nothing was drawn."""
+        """The Version of the rollout's oldest token; None without sampled tokens."""
         drawn = [turn.completion.versions[0] for turn in self.turns if turn.completion.versions]
         return min(drawn, default=None)
 
     @property
     def drawn_tokens(self) -> int:
-        """How many tokens the engine drew for this rollout."""
+        """Number of tokens that the engine sampled for this rollout."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
@@ -302,7 +302,7 @@ class Group:
 
     @property
     def external(self) -> bool:
-        """Whether a peer sampled the group."""
+        """True if a peer sampled the group."""
         return self.origin is not None
 
     @property
@@ -312,7 +312,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the group's oldest drawn token; the admitted version when nothing was drawn."""
+        """The Version of the group's oldest sampled token; the admitted version without sampled tokens."""
         drawn = [rollout.oldest_version for rollout in self.rollouts]
         return min((version for version in drawn if version is not None), default=self.admitted_version)
 
