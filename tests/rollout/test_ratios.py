@@ -66,6 +66,14 @@ def test_a_service_that_is_away_lends_what_it_does_not_use_and_is_repaid_from_ha
     assert (split.quota("a"), split.quota("b")) == (10.75, 3.25)  # nothing is owed any more
 
 
+def test_a_service_that_is_away_lends_nothing_of_what_it_still_runs() -> None:
+    split = quotas()
+    split.grow(8.0)
+    split.leave("b")
+    split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(1, 1)}, ["a"])
+    assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
+
+
 def test_nothing_is_lent_where_nobody_could_use_it() -> None:
     split = quotas()
     split.grow(8.0)
