@@ -13,8 +13,9 @@ from statistics import fmean
 from torch import Tensor
 
 from shoal.config import Config
+from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
-from shoal.engine.step_engine import Limits, StepEngine
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import StagedWeights
 from shoal.interfaces import TaskService
 from shoal.model.chat_template import ChatRenderer
@@ -61,7 +62,7 @@ class Driver:
         self._renderer: ChatRenderer = prepared.renderer
         self._service: TaskService = prepared.service
         self._trainer = Trainer(prepared.model_dir, config.model, config.train, max_tokens=config.rollout.max_tokens)
-        limits = Limits(prepared.longest_prompt + 8 + config.rollout.max_tokens, config.engine.max_running)
+        limits = EngineLimits(prepared.longest_prompt + 8 + config.rollout.max_tokens, config.engine.max_running)
         self._engine = StepEngine(load_model(prepared.model_dir), limits)
         self._ring: deque[dict[str, Tensor]] = deque(maxlen=1 if eta == NEVER else int(eta) + 1)
         self._ring.append(self._weights())

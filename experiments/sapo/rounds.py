@@ -18,7 +18,7 @@ from experiments.grid import Record
 from experiments.sapo.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo.questions import Question, lesson
 from shoal.swarm.external_share import AdaptiveSplit, most_external
-from shoal.swarm.strategy import Candidate, differ, informative
+from shoal.swarm.strategy import Candidate, differ, uniform
 from shoal.trainer.advantage import advantages
 from shoal.types import seed_for
 
@@ -179,7 +179,7 @@ def chosen(
             Candidate(str(peer), one.question.task, tuple(one.rewards), 0.0, 0, 0, 1.0, newcomer=False)
             for peer, one in others
         ]
-        picked = [others[i][1] for i in informative(candidates, wanted[me], rng)]
+        picked = [others[i][1] for i in uniform(candidates, wanted[me], rng)]
         external += len(picked)
         drop = cell.negatives == "drop"
         result.append([(one, False) for one in own] + [(one, drop) for one in picked])

@@ -17,7 +17,8 @@ from experiments.tito.tables import write_results
 from experiments.tito.talks import Talk, changed, hold, ledger_row, misaligned, spelling, text_row
 from experiments.tito.words import Style, questions, tokenizer, warm_model
 from shoal.config import GRPOLoss, ModelConfig, TrainConfig
-from shoal.engine.step_engine import Limits, StepEngine
+from shoal.engine.options import EngineLimits
+from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import StagedWeights
 from shoal.model.loading import load_model
 from shoal.trainer.advantage import advantages
@@ -71,7 +72,7 @@ class _Run:
         self._style, self._path, self._seed, self._plan = style, path, seed, plan
         train = TrainConfig(loss=GRPOLoss(), lr=plan["lr"])
         self._trainer = Trainer(folder, ModelConfig(path=str(folder), device="cpu"), train, max_tokens=64)
-        self._engine = StepEngine(load_model(folder), Limits(max_model_len=512, max_running=128))
+        self._engine = StepEngine(load_model(folder), EngineLimits(max_model_len=512, max_running=128))
 
     def step(self, step: int) -> dict[str, float]:
         """Draws, measures and trains one batch."""

@@ -3,7 +3,7 @@
 from benchmarks import run_bench
 from benchmarks.echo import answer_ids, tokenizer
 from benchmarks.gateway import Seen, _check
-from shoal.gateway.session_routes import DrawnTurn, Export
+from shoal.gateway.session_routes import Export, SampledTurn
 
 
 def test_the_gateway_benchmark_loses_and_retokenises_nothing() -> None:
@@ -19,9 +19,9 @@ def test_the_benchmark_counts_what_text_in_text_out_would_change() -> None:
     drawn = list(answer_ids(1))
     spelled = made.encode(made.decode(drawn), add_special_tokens=False)
     assert spelled != drawn
-    first = DrawnTurn([1, 2], drawn, [], [], "stop", False)
-    exact = DrawnTurn([1, 2, *drawn, 3], list(answer_ids(2)), [], [], "stop", False)
-    retokenised = DrawnTurn([1, 2, *spelled, 3], list(answer_ids(2)), [], [], "stop", False)
+    first = SampledTurn([1, 2], drawn, [], [], "stop", False)
+    exact = SampledTurn([1, 2, *drawn, 3], list(answer_ids(2)), [], [], "stop", False)
+    retokenised = SampledTurn([1, 2, *spelled, 3], list(answer_ids(2)), [], [], "stop", False)
     for second, wrong in ((exact, 0), (retokenised, 1)):
         seen = Seen()
         _check(Export((), [first, second], False), [1, 2], seen)

@@ -350,7 +350,7 @@ import asyncio, resource, pathlib, sys
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
 from shoal.reward.scorer import WorkerScorer
-from shoal.sandbox.program import Rung
+from shoal.sandbox.program import Backend
 from shoal.sandbox.backends import why_not
 
 async def main():

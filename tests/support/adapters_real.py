@@ -41,7 +41,7 @@ async def verifiers(python: str) -> None:
                 renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
                 async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
                     runner = AgentRunner(host, remote_play(service), CoinScorer(), timeout_s=30.0)
-                    task = await service.drawn(Split.TRAIN, 0)
+                    task = await service.draw_async(Split.TRAIN, 0)
                     rollouts = await runner.rollouts(task, 4)
             finally:
                 process.kill()

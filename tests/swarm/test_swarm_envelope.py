@@ -215,6 +215,7 @@ def test_a_group_is_shared_as_text_and_only_what_others_can_read_of_it() -> None
     assert made.rollouts == (
         OfferedRollout("2", complete=True),
         OfferedRollout("two thousand", complete=False),
+        OfferedRollout("<think>\nhm\n</think>\n\n2", complete=True),
     )
-    nothing = Group("g", task, group.rollouts[2:], 0)
+    nothing = Group("g", task, tuple(one for i, one in enumerate(group.rollouts) if i not in (0, 1, 5)), 0)
     assert offer_of(nothing, CLAIM, generator=GeneratorKind.TRAINING, model="tiny", made_s=9.0) is None

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -114,6 +115,18 @@ class Policy:
 
 
 @asynccontextmanager
+async def _prepared(config: Config) -> AsyncIterator[tuple[Prepared, Path]]:
+    """The checked parts of a run and a folder for its files; checks run in a thread, for they may run coroutines."""
+    with tempfile.TemporaryDirectory(prefix="shoal-policy-") as folder:
+        preparing = prepare(config)
+        prepared = await asyncio.to_thread(preparing.__enter__)
+        try:
+            yield prepared, Path(folder)
+        finally:
+            await asyncio.to_thread(preparing.__exit__, *sys.exc_info())
+
+
+@asynccontextmanager
 async def open_policy(
     model: str | os.PathLike[str] = "demo",
     tasks: Sequence[TaskSource] | TaskSource | None = None,
@@ -131,8 +144,7 @@ async def open_policy(
     >>> asyncio.run(loop())  # doctest: +SKIP
     """
     config, threads = config_of(model, tasks, reward, **settings), compute_threads()
-    with prepare(config) as prepared, tempfile.TemporaryDirectory(prefix="shoal-policy-") as made:
-        folder = Path(made)
+    async with _prepared(config) as (prepared, folder):
         log = folder / "logs" / "trainer.log"
         async with (
             TrainerProcess.child(log, threads.trainer, prepared.devices.ranks) as child,
