@@ -9,7 +9,7 @@ import pytest
 from shoal.engine.detect_server import connect
 from shoal.engine.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.net.client import Client
+from shoal.net.client import Client, exchange, session
 from shoal.types import Sampling
 from stub_server import Stub, stubbed
 
@@ -56,6 +56,16 @@ def test_health_that_a_proxy_answers_is_none() -> None:
                     await engine.alive()
 
     asyncio.run(ask())
+
+
+def test_a_request_whose_client_was_closed_meanwhile_finds_no_engine() -> None:
+    async def ask() -> None:
+        http = session()
+        await http.close()
+        await exchange(http, "GET", "http://127.0.0.1:9/info", b"", {}, timeout_s=1.0)
+
+    with pytest.raises(EngineUnavailable, match="the client was closed"):
+        asyncio.run(ask())
 
 
 def test_what_the_engine_refuses_is_refused() -> None:

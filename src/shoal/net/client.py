@@ -75,6 +75,8 @@ async def exchange(
     """
     last = None
     for tried in itertools.count(1):
+        if http.closed:  # while this paused, or before it began: whoever it belonged to is no longer asked
+            raise EngineUnavailable(f"{url} is no longer asked: the client was closed")
         given = {"Content-Type": "application/json", **headers}
         if tried > 1:
             given[RETRY_HEADER] = str(tried - 1)
