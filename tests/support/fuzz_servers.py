@@ -268,7 +268,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
             "rewards": RewardServer(rewards).app,
             "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,
             "judge": JudgeServer(judge, ["chain_sum"]).app,
-            "view": ViewServer(watched([folder / "run"]), folder / "view").app,
+            "view": ViewServer(watched([folder / "run"]), folder).app,
         }
 
 
