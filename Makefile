@@ -102,6 +102,7 @@ lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 # Screenshots of every view of a demo's page, for docs/view.md.
 figures: $(VENV)/dev-installed $(VENV)/chromium-tried

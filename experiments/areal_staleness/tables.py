@@ -99,7 +99,7 @@ def tables(cells: Sequence[Record]) -> str:
         ],
     )
     before = fmean(cell["before"] for cell in cells)
-    steps = sorted(set.intersection(*({step for step, _ in cell["course"]} for cell in cells)))
+    steps = sorted(set.intersection(*({step for step, _ in cell["course"]} for cell in cells)))  # type: ignore[str-unpack]
     third = markdown(
         ["eta", *(f"{objective}, step {step}" for step in steps[:-1] for objective in objectives)],
         [
@@ -124,7 +124,7 @@ def regime_table(regimes: Mapping[str, Sequence[Record]]) -> str:
             cell["eta"],
             cell["objective"],
             f"{100 * cell['sampled']:.1f} ± {100 * cell['sampled_deviation']:.1f}",
-            " ".join(f"{100 * accuracy:.1f}" for _, accuracy in cell["course"]),
+            " ".join(f"{100 * accuracy:.1f}" for _, accuracy in cell["course"]),  # type: ignore[str-unpack]
             f"{100 * cell['greedy']:.1f}",
             f"{100 * (cell['clipped_share'] + cell['masked_share']):.1f}",
             f"{100 * cell['ess']:.0f}",

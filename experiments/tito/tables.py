@@ -28,7 +28,7 @@ def write_results(folder: Path, records: list[Record]) -> None:
             f"{row['log_ratio']:.2g}",
             f"{row['ess']:.2f}",
             f"{row['first']:.2f}",
-            f"{row['last']:.2f} ({', '.join(f'{one:.2f}' for one in row['lasts'])})",
+            f"{row['last']:.2f} ({', '.join(f'{one:.2f}' for one in row['lasts'])})",  # type: ignore[attr-defined]
         ]
         for row in rows
     ]

@@ -79,7 +79,7 @@ def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> 
         )
         node.remember(SPLIT_FILE, before.state())
         parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=node)
-        wanted, chosen = TrainLoop(parts, first_step=30, version=1)._chosen()
+        wanted, chosen = TrainLoop(parts, first_step=30, version=1)._choose_offers()
         assert (wanted, chosen) == (before.external, [])
         assert wanted > 0
         await buffer.close()

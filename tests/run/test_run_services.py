@@ -79,7 +79,7 @@ def test_a_run_trains_on_tasks_of_the_user_s_own_here_and_elsewhere_and_outlives
     result = audit(run_dir)
     assert result.ok, result.sentences()
     tasks = status(run_dir)["tasks"]
-    assert {name: task["trained"] for name, task in tasks.items()} == {"fast": STEPS, "words": STEPS}
+    assert {name: task["trained"] for name, task in tasks.items()} == {"fast": STEPS, "words": STEPS}  # type: ignore[attr-defined]
     assert tasks["fast"]["tokens_per_s"] > 0
     assert 0 <= tasks["fast"]["solve_rate"] <= 1
 
@@ -87,7 +87,7 @@ def test_a_run_trains_on_tasks_of_the_user_s_own_here_and_elsewhere_and_outlives
 def test_experiments_of_balance_describe_shares_and_rewards_of_such_a_run(run_dir: Path, tmp_path: Path) -> None:
     figures = described(run_dir)
     assert figures["shares"] == {"fast": [0.5], "words": [0.5]}
-    assert all(0 <= reward <= 1 for (reward,) in figures["rewards"].values())
+    assert all(0 <= reward <= 1 for (reward,) in figures["rewards"].values())  # type: ignore[attr-defined]
     draw(tmp_path / "balance.png", figures)
     assert (tmp_path / "balance.png").stat().st_size > 1000
     for name in ("automatic", "joint"):

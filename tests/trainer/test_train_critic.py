@@ -49,7 +49,7 @@ def test_the_value_loss_and_its_gradient_equal_the_definition(
         return  # the derivative jumps there
     value_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     others = (torch.tensor([x], dtype=torch.float64) for x in (before, wanted))
-    loss_T = critic.value_loss(value_T, *others, clip)
+    loss_T = critic.value_loss(value_T, *others, clip)  # type: ignore[call-arg]
     loss_T.sum().backward()
     loss, slope = definition.value_loss(value, before, wanted, clip)
     assert loss_T.item() == pytest.approx(loss, abs=1e-9)
