@@ -170,8 +170,8 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 deadline_s = time.monotonic() + 60
                 while time.monotonic() < deadline_s and len(trained) < 12:
                     for group in await node.external_groups(0, logprobs):
-                        trained.add(group.id.split("/")[1])
-                        assert group.id.split("/")[1] == honest.peer_id, group.task
+                        trained.add(group.origin.peer_id)
+                        assert group.origin.peer_id == honest.peer_id, group.task
                         assert len({rollout.reward.value for rollout in group.rollouts}) > 1
                         trained.add(group.id)
                     await asyncio.sleep(0.05)
