@@ -67,8 +67,9 @@ def scored() -> Iterator[Callable[[Task, list[str]], list[Reward]]]:
         scorer = WorkerScorer(RewardConfig(timeout_s=20))
         runner.run(scorer.start())
         yield lambda task, answers: runner.run(scorer.score(task, answers))
-        assert scorer.stats.restarts == 0
+        restarts = scorer.stats.restarts
         runner.run(scorer.aclose())
+        assert restarts == 0
 
 
 def values(rewards: list[Reward]) -> list[float | str]:
@@ -179,18 +180,19 @@ def test_a_worker_killed_before_it_is_ready_is_started_again(drawn: Callable[[st
 
     async def work(scorer: WorkerScorer) -> list[Reward]:
         (first,) = scorer.pids
+        before = {child.pid for child in psutil.Process().children()}  # the worker of other tests among them
         os.kill(first, signal.SIGKILL)
         scoring = asyncio.create_task(scorer.score(coin, [coin.answer or ""]))
-        await until(lambda: bool(others(first)))
-        for child in others(first):
+        await until(lambda: bool(starting(before)))
+        for child in starting(before):
             child.kill()
         return await scoring
 
-    def others(first: int) -> list[psutil.Process]:
+    def starting(before: set[int]) -> list[psutil.Process]:
         return [
             child
             for child in psutil.Process().children()
-            if child.pid != first and "shoal.sandbox" in " ".join(child.cmdline())
+            if child.pid not in before and "shoal.sandbox" in " ".join(child.cmdline())
         ]
 
     assert values(run(work)) == [1.0]
