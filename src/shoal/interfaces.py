@@ -159,7 +159,7 @@ class NotOurs(StrEnum):
     TIMED_OUT = "not drawn in time"
     """The process that draws took too long or died, for the claim's sake or for this machine's."""
     OUT_OF_BOUNDS = "outside this node's bounds"
-    """Of a dataset or of a size that this node does not draw for others."""
+    """The dataset or the size is outside the bounds that this node draws for others."""
     OTHER_LIBRARIES = "drawn otherwise by other libraries"
     """The receipt gives another question or truth here, where Python or a library is another one: no proof of a lie."""
     WRONG_QUESTION = "wrong question"

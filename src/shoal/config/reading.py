@@ -204,7 +204,7 @@ def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
 
 
 def _short(value: object) -> str:
-    """What came, short enough for a sentence."""
+    """A value as it came, short enough for a sentence."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
