@@ -352,12 +352,12 @@ import asyncio, resource, pathlib, sys
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
 from shoal.reward.scorer import WorkerScorer
-from shoal.sandbox.program import Backend
-from shoal.sandbox.backends import why_not
+from shoal.sandbox import backends
 
 async def main():
+    await asyncio.to_thread(backends.backend)  # before the limit: it costs this process a thread
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20), size + (24 << 20)))  # too little for a worker
+    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))  # too little for a worker
     try:
         await WorkerScorer(RewardConfig(), pathlib.Path(sys.argv[1])).start()
     except ChildDied as error:
