@@ -28,13 +28,6 @@ class TreeTurn(Protocol):
     def parent(self) -> int | None: ...
 
 
-def check_parents(turns: Sequence[TreeTurn]) -> None:
-    """Check that parents are earlier turns. Raises `ValueError`."""
-    for index, turn in enumerate(turns):
-        if turn.parent is not None and not 0 <= turn.parent < index:
-            raise ValueError(f"turn {index} has turn {turn.parent} as its parent, expected an earlier one")
-
-
 def prompt_ids(turns: Sequence[TreeTurn], index: int, after: int | None = None) -> tuple[int, ...]:
     """Tokens that the engine had in context for a turn, from the end of the ancestor `after` where one is given.
 

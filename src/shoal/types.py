@@ -8,11 +8,10 @@ tokenizers), `Sample`s are not (token ids and logprobs belong to one tokenizer).
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
-
-from shoal.turn_tree import check_parents
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -160,6 +159,13 @@ class Completion:
             raise ValueError("completion versions must not decrease")
 
 
+def check_parents(parents: Iterable[int | None]) -> None:
+    """Checks that the parents of turns, in order, are earlier turns. Raises `ValueError`."""
+    for index, parent in enumerate(parents):
+        if parent is not None and not 0 <= parent < index:
+            raise ValueError(f"turn {index} has turn {parent} as its parent, expected an earlier one")
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One completion of a rollout, with the tokens that were rendered between its parent turn and it."""
@@ -267,7 +273,7 @@ class Rollout:
     """Figures beside a peer's answer; None for an own rollout."""
 
     def __post_init__(self) -> None:
-        check_parents(self.turns)
+        check_parents(turn.parent for turn in self.turns)
 
     @property
     def oldest_version(self) -> int | None:

@@ -2,11 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from shoal.config.settings import Config
 from shoal.errors import ConfigError
 
 FILE = "credentials.json"
@@ -14,7 +14,7 @@ MASK = "***"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
-def masked(tree: JsonValue, hidden: dict[str, str], where: str = "") -> JsonValue:
+def masked(tree: JsonValue, hidden: dict[str, str]) -> JsonValue:
     """The settings without the credentials of urls; the texts that had some are put into `hidden`, by their place.
 
     >>> hidden: dict[str, str] = {}
@@ -23,24 +23,32 @@ def masked(tree: JsonValue, hidden: dict[str, str], where: str = "") -> JsonValu
     >>> hidden
     {'.swarm.servers.0': 'nats://secret@reef:4222'}
     """
-    if isinstance(tree, dict):
-        return {key: masked(value, hidden, f"{where}.{key}") for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [masked(value, hidden, f"{where}.{index}") for index, value in enumerate(tree)]
-    if not isinstance(tree, str) or not _CREDENTIALS.search(tree):
-        return tree
-    hidden[where] = tree
-    return _CREDENTIALS.sub(MASK, tree)
+
+    def mask(where: str, text: str) -> str:
+        if _CREDENTIALS.search(text):
+            hidden[where] = text
+        return _CREDENTIALS.sub(MASK, text)
+
+    return _mapped(tree, mask)
 
 
-def restored(tree: JsonValue, hidden: dict[str, str], where: str = "") -> JsonValue:
+def restored(tree: JsonValue, hidden: Mapping[str, str]) -> JsonValue:
     """The settings with the texts that `masked` has hidden, where they are still as it left them."""
+
+    def restore(where: str, text: str) -> str:
+        whole = hidden.get(where, "")
+        return whole if text == _CREDENTIALS.sub(MASK, whole) else text
+
+    return _mapped(tree, restore)
+
+
+def _mapped(tree: JsonValue, text: Callable[[str, str], str], where: str = "") -> JsonValue:
+    """The settings with each text replaced; `text` gets its place and the text."""
     if isinstance(tree, dict):
-        return {key: restored(value, hidden, f"{where}.{key}") for key, value in tree.items()}
+        return {key: _mapped(value, text, f"{where}.{key}") for key, value in tree.items()}
     if isinstance(tree, list):
-        return [restored(value, hidden, f"{where}.{index}") for index, value in enumerate(tree)]
-    whole = hidden.get(where, "")
-    return whole if tree == _CREDENTIALS.sub(MASK, whole) else tree
+        return [_mapped(value, text, f"{where}.{index}") for index, value in enumerate(tree)]
+    return text(where, tree) if isinstance(tree, str) else tree
 
 
 def hidden_beside(path: Path) -> dict[str, str]:
@@ -52,10 +60,10 @@ def hidden_beside(path: Path) -> dict[str, str]:
     return {str(where): str(text) for where, text in hidden.items()} if isinstance(hidden, dict) else {}
 
 
-def refuse_masked(config: Config) -> None:
-    """Raises `ConfigError` when credentials are needed that only a file which is missing has."""
+def refuse_masked(tree: JsonValue) -> None:
+    """Raises `ConfigError` when settings need credentials that only a file which is missing has."""
     hidden: dict[str, str] = {}
-    masked(config.model_dump(mode="json", exclude_none=True), hidden)
+    masked(tree, hidden)
     for where, text in hidden.items():
         if f"://{MASK}@" in text:
             raise ConfigError(f"{where[1:]}: expected credentials in place of {MASK}, which {FILE} of the run has")

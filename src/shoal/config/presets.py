@@ -72,37 +72,19 @@ PRESETS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
 )
 
 
-def with_preset(tree: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The tree with what its preset sets and it does not set itself; an unknown preset is left to be refused."""
-    settings = PRESETS.get(name) if isinstance(name := tree.get("preset"), str) else None
-    if settings is None:
-        return tree
+def set_preset(tree: dict[str, JsonValue]) -> None:
+    """Sets what the tree's preset sets and the tree does not; an unknown preset is left to be refused."""
     rollout = tree.get("rollout")
     max_tokens = rollout.get("max_tokens") if isinstance(rollout, dict) else None
-    base: dict[str, JsonValue] = {}
-    for key, setting in settings.items():
-        value = setting.value
+    for key, setting in PRESETS.get(str(tree.get("preset")), {}).items():
+        value, (*path, last) = setting.value, key.split(".")
         if setting.share_of_max_tokens and isinstance(value, float):
             value = int(value * (max_tokens if isinstance(max_tokens, int) else DEFAULT_MAX_TOKENS))
-        *path, last = key.split(".")
-        section = base
+        node: JsonValue = tree
         for part in path:
-            inner = section.setdefault(part, {})
-            assert isinstance(inner, dict)
-            section = inner
-        section[last] = value
-    return _merged(base, tree)
-
-
-def _merged(base: dict[str, JsonValue], own: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Both, own values first; tables are merged unless their names say that they are of different kinds."""
-    result = {**base, **own}
-    for key, value in base.items():
-        mine = own.get(key)
-        if (
-            isinstance(value, dict)
-            and isinstance(mine, dict)
-            and mine.get("name", value.get("name")) == value.get("name")
-        ):
-            result[key] = _merged(value, mine)
-    return result
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            continue  # what is no table is refused with the name of the setting
+        own = node.setdefault(last, value)
+        if isinstance(own, dict) and isinstance(value, dict) and own.get("name", value["name"]) == value["name"]:
+            node[last] = {**value, **own}  # tables of one kind are merged

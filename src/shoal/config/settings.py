@@ -4,14 +4,16 @@ Every field has a default that works, a sentence and a unit. What can be derived
 """
 
 import re
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from shoal.config.losses import DecoupledLoss, LossConfig, PositiveOnlyLoss
 from shoal.config.presets import DEFAULT_MAX_TOKENS
-from shoal.config.section import MOST, OwnName, Section
+from shoal.config.section import MOST, Section
+from shoal.config.training import PositiveOnlyLoss, TrainConfig
 from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
@@ -114,94 +116,6 @@ class AsyncConfig(Section):
     )
 
 
-class KLConfig(Section):
-    """Distance to the model that the run began with."""
-
-    coefficient: float = Field(0.0, ge=0, description="Weight of the KL; 0 is off and loads no reference model.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of KL(pi_theta, pi_ref) at one sampled token.")
-    where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
-
-
-class LoRAConfig(Section):
-    """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
-
-    rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
-    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
-
-
-class CriticConfig(Section):
-    """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
-
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    value_clip: float = Field(0.2, gt=0, description="Distance a step may move a value before its gradient is cut.")
-    coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
-    lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
-
-
-class TrainConfig(Section):
-    """The optimizer's side."""
-
-    steps: int = Field(100, ge=1, description="Training steps of the run.")
-    groups_per_step: int = Field(8, ge=1, description="Groups consumed by one step.")
-    minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
-    push_every: int = Field(1, ge=1, description="Steps between loads of new weights by the engines (K).")
-    loss: LossConfig = Field(DecoupledLoss(), description="Loss by name, with its own parameters.")
-    loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
-        None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
-    )
-    kl: KLConfig = Field(KLConfig())
-    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
-        "grpo",
-        description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic, "
-        "`module:function` makes them from the rewards of each group.",
-    )
-    turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
-    critic: CriticConfig = Field(CriticConfig())
-    lora: LoRAConfig = Field(LoRAConfig())
-    short_groups: Literal["pad", "keep"] = Field(
-        "pad", description="Whether repeated finished rollouts replace failed ones (GLM-5)."
-    )
-    overlong_tokens: int = Field(
-        0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
-    )
-    dynamic_sampling: bool = Field(
-        False, description="Replace groups whose rewards are all equal (DAPO), up to a bound."
-    )
-    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
-    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Fall of the rate from then to the last of steps * minibatches updates."
-    )
-    lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), description="Adam's moving averages."
-    )
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW; 0 is Adam.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
-    reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
-    rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
-    tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
-    gpus: list[Annotated[int, Field(ge=0)]] = Field(
-        [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
-    )
-    ranks: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Processes that train together, weights and moments sharded over them; on GPUs one each.",
-    )
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _named(cls, value: object) -> object:
-        """Takes a name alone, `module:function`, and parameters without a name, which are the default loss's."""
-        if isinstance(value, str):
-            return {"name": "own", "function": value} if ":" in value else {"name": value}
-        return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value
-
-
 class RewardConfig(Section):
     """Where answers are scored."""
 
@@ -257,17 +171,17 @@ class Credit(StrEnum):
     @property
     def by_skill(self) -> bool:
         """Whether the baseline is the node's own mean reward, and not the mean of the peer's group."""
-        return self in (Credit.SKILL, Credit.SKILL_DROP, Credit.SKILL_WEIGHT)
+        return self.startswith("skill")
 
     @property
     def drops(self) -> bool:
         """Whether negative advantages are left out."""
-        return self in (Credit.GROUP_DROP, Credit.SKILL_DROP)
+        return self.endswith("_drop")
 
     @property
     def weighs(self) -> bool:
         """Whether negative advantages are scaled by how likely the node itself is to say the text."""
-        return self in (Credit.GROUP_WEIGHT, Credit.SKILL_WEIGHT)
+        return self.endswith("_weight")
 
 
 class SwarmConfig(Section):
@@ -342,12 +256,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        self._check_training()
-        self._check_truncation()
-        self._check_masking()
-        self._check_critic()
-        self._check_tasks()
-        self._check_services()
+        if complaint := next(chain(_in_training(self), _in_critic(self), _in_tasks(self.tasks)), None):
+            raise ValueError(complaint)
         for field, urls in (("engine.urls", self.engine.urls), ("reward.urls", self.reward.urls)):
             for url in urls:
                 checked_url(field, url)
@@ -355,92 +265,74 @@ class Config(Section):
             checked_url("swarm.servers", url, NATS)
         return self
 
-    def _check_truncation(self) -> None:
-        """Refuses sampling of which the trainer would compute other logprobs than those the tokens were drawn with."""
-        rollout = self.rollout
-        truncates = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
-        for name in (name for name, on in truncates.items() if on):
-            if not isinstance(self.train.loss, PositiveOnlyLoss):
-                raise ValueError(
-                    f"rollout.{name}: expected {getattr(RolloutConfig(), name):g}, which is off, got "
-                    f"{getattr(rollout, name):g}: the loss {self.train.loss.name!r} compares logprobs of whole "
-                    "distributions"
-                )
 
-    def _check_training(self) -> None:
-        if self.train.groups_per_step % self.train.minibatches:
-            raise ValueError(
-                f"train.minibatches: expected a divisor of groups_per_step = {self.train.groups_per_step}, "
-                f"got {self.train.minibatches}"
+def _in_training(config: Config) -> Iterator[str]:
+    """Complaints about settings of training that contradict others."""
+    train, rollout = config.train, config.rollout
+    groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
+    if groups % train.minibatches:
+        yield f"train.minibatches: expected a divisor of groups_per_step = {groups}, got {train.minibatches}"
+    if rollout.group_size == 1 and not over_batch:
+        yield (
+            f"rollout.group_size: expected at least 2 with train.advantage = {train.advantage!r}, got 1: it compares "
+            "the answers of a group, so that every advantage would be 0"
+        )
+    if train.dynamic_sampling and over_batch:
+        yield (
+            "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
+            "rewards are all equal have a gradient there"
+        )
+    if (overlong := train.overlong_tokens) >= rollout.max_tokens:
+        yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"
+    off = {"top_p": 1, "top_k": 0, "min_p": 0}
+    for name in (name for name, value in off.items() if getattr(rollout, name) != value):
+        if not isinstance(
+            train.loss, PositiveOnlyLoss
+        ):  # the trainer computes other logprobs than tokens were drawn with
+            yield (
+                f"rollout.{name}: expected {off[name]}, which is off, got {getattr(rollout, name):g}: the loss "
+                f"{train.loss.name!r} compares logprobs of whole distributions"
             )
-        if self.rollout.group_size == 1 and self.train.advantage not in ("batch", "gae"):
-            raise ValueError(
-                f"rollout.group_size: expected at least 2 with train.advantage = {self.train.advantage!r}, got 1: it "
-                "compares the answers of a group, so that every advantage would be 0"
-            )
-        if self.train.dynamic_sampling and self.train.advantage in ("batch", "gae"):
-            raise ValueError(
-                "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups "
-                "whose rewards are all equal have a gradient there"
-            )
-        if self.train.overlong_tokens >= self.rollout.max_tokens:
-            raise ValueError(
-                f"train.overlong_tokens: expected less than rollout.max_tokens = {self.rollout.max_tokens}, "
-                f"got {self.train.overlong_tokens}"
-            )
+    if config.asynchrony.late == "mask_tokens" and (train.kl.coefficient or train.entropy_bonus):
+        yield (
+            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, "
+            "got 'mask_tokens': both would still train the tokens that it masks"
+        )
 
-    def _check_masking(self) -> None:
-        """Masked tokens lose their advantage, and nothing else that has a gradient."""
-        if self.asynchrony.late == "mask_tokens" and (self.train.kl.coefficient or self.train.entropy_bonus):
-            raise ValueError(
-                "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, "
-                "got 'mask_tokens': both would still train the tokens that it masks"
-            )
 
-    def _check_critic(self) -> None:
-        if self.train.advantage != "gae":
-            return
-        if self.swarm.external_groups and self.swarm.credit is not Credit.GROUP:
-            raise ValueError(
-                "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, "
-                f"got {self.swarm.credit.value!r}"
-            )
-        if self.asynchrony.late == "mask_tokens":
-            raise ValueError(
-                "asynchrony.late: expected 'drop' or 'train' with train.advantage = 'gae', got 'mask_tokens': "
-                "a critic learns from every token of a row"
-            )
-        if self.train.ranks > 1:
-            raise ValueError(
-                f"train.ranks: expected 1 with train.advantage = 'gae', whose critic is not sharded, "
-                f"got {self.train.ranks}"
-            )
-        if self.train.turn_discount != 1:
-            raise ValueError(
-                "train.turn_discount: expected 1 with train.advantage = 'gae', whose critic sees whole rows, "
-                f"got {self.train.turn_discount:g}"
-            )
+def _in_critic(config: Config) -> Iterator[str]:
+    """Complaints about settings that a critic cannot work with."""
+    gae, swarm = "with train.advantage = 'gae', whose", config.swarm
+    if config.train.advantage != "gae":
+        return
+    if swarm.external_groups and swarm.credit is not Credit.GROUP:
+        yield f"swarm.credit: expected 'group' {gae} advantages are the critic's, got {swarm.credit.value!r}"
+    if config.asynchrony.late == "mask_tokens":
+        yield f"asynchrony.late: expected 'drop' or 'train' {gae} critic learns from every token, got 'mask_tokens'"
+    if config.train.ranks > 1:
+        yield f"train.ranks: expected 1 {gae} critic is not sharded, got {config.train.ranks}"
+    if config.train.turn_discount != 1:
+        yield f"train.turn_discount: expected 1 {gae} critic sees whole rows, got {config.train.turn_discount:g}"
 
-    def _check_tasks(self) -> None:
-        names = [task.name for task in self.tasks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"tasks: names must differ, got {twice[0]!r} twice")
-        for task in self.tasks:
-            if task.service == "jsonl" and task.path is None:
-                raise ValueError(f"tasks.{task.name}.path: a jsonl task needs the path of its file")
-            if task.agent is not None and (task.service == "remote" or not task.agent):
-                raise ValueError(
-                    f"tasks.{task.name}.agent: expected module:function or a command, and none for a remote task, "
-                    f"got {task.agent!r}"
-                )
-            if task.service == "python" and ":" not in (task.path or ""):
-                raise ValueError(f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}")
 
-    def _check_services(self) -> None:
-        addresses = {task.path or DEFAULT_ADDRESS for task in self.tasks if task.service == "remote"}
-        ports = [int(found[1]) if (found := re.fullmatch(r".+:(\d{1,5})", address)) else MOST for address in addresses]
-        if len(addresses) > 1 or any(port > 65535 for port in ports):
-            raise ValueError(f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}")
-        if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
-            raise ValueError("tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0")
+def _in_tasks(tasks: Sequence[TaskConfig]) -> Iterator[str]:
+    """Complaints about tasks that could not be told apart, found or reached."""
+    names = [task.name for task in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        yield f"tasks: names must differ, got {min(twice)!r} twice"
+    for task in tasks:
+        if task.service == "jsonl" and task.path is None:
+            yield f"tasks.{task.name}.path: a jsonl task needs the path of its file"
+        if task.agent is not None and (task.service == "remote" or not task.agent):
+            yield (
+                f"tasks.{task.name}.agent: expected module:function or a command, and none for a remote task, "
+                f"got {task.agent!r}"
+            )
+        if task.service == "python" and ":" not in (task.path or ""):
+            yield f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}"
+    addresses = {task.path or DEFAULT_ADDRESS for task in tasks if task.service == "remote"}
+    ports = [int(found[1]) if (found := re.fullmatch(r".+:(\d{1,5})", address)) else MOST for address in addresses]
+    if len(addresses) > 1 or any(port > 65535 for port in ports):
+        yield f"tasks: remote ones register at one HOST:PORT, got {', '.join(sorted(addresses))}"
+    if any(address.startswith(("0.0.0.0:", "[::]:")) for address in addresses):
+        yield "tasks: remote ones need an address of this machine that they can reach, got 0.0.0.0"

@@ -37,8 +37,8 @@ from shoal import wire
 from shoal.errors import RunDirError, WireError
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawGroup, RawRollout, RawTask, RawTurn, read_groups
-from shoal.turn_tree import check_parents, prompt_ids
-from shoal.types import Message, Receipt
+from shoal.turn_tree import prompt_ids
+from shoal.types import Message, Receipt, check_parents
 
 ROWS_PER_SHARD = 1024
 """Number of rollouts per row group of a Parquet file, which are in memory at a time."""
@@ -171,7 +171,7 @@ def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], li
     Raises `WireError` for a turn whose parent is no earlier one.
     """
     try:
-        check_parents(turns)
+        check_parents(turn.parent for turn in turns)
     except ValueError as error:
         raise WireError(str(error)) from error
     tokens: list[int] = []

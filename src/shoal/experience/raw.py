@@ -9,8 +9,8 @@ import msgspec
 from shoal import wire
 from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
-from shoal.turn_tree import check_parents, turns_of_rows
-from shoal.types import Message, Receipt
+from shoal.turn_tree import turns_of_rows
+from shoal.types import Message, Receipt, check_parents
 
 
 class RawCompletion(msgspec.Struct):
@@ -60,7 +60,7 @@ class RawRollout(msgspec.Struct):
 
         Rows are sampled side by side, so only within a row a later turn means a later token.
         """
-        check_parents(self.turns)
+        check_parents(turn.parent for turn in self.turns)
         return [
             [version for index in row for version in self.turns[index].completion.versions]
             for row in turns_of_rows(self.turns)

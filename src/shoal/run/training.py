@@ -77,7 +77,7 @@ class RunOutcome:
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> RunOutcome:
     """Runs a whole training run; each listener gets every metrics record. Raises a `ShoalError`."""
-    refuse_masked(config)
+    refuse_masked(config.model_dump(mode="json"))
     check_start(config, resume=resume)
     with prepare(config) as prepared:
         return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))

@@ -1,0 +1,207 @@
+"""Settings of training: each loss by its name with its own parameters, and the optimizer's side."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from pydantic import Field, field_validator
+
+from shoal.config.section import OwnName, Section
+
+_DUAL_CLIP = Field(
+    3.0,
+    gt=1,
+    description="Ratio above which a token of negative advantage gives no gradient (dual clip); a huge number is off.",
+)
+
+
+class GRPOLoss(Section):
+    """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
+
+
+class DecoupledLoss(Section):
+    """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
+
+    name: Literal["decoupled"] = "decoupled"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
+    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
+    weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
+    weight_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether it is of each token or the product over each row."
+    )
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
+    proximal: Literal["recomputed", "log_linear"] = Field(
+        "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
+    )
+    behaviour_correction: Literal["on", "off_and_biased"] = Field(
+        "on", description="Whether pi_prox / pi_behav weighs each token; turning it off biases the gradient."
+    )
+
+
+class DoubleSidedLoss(Section):
+    """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
+
+    name: Literal["double_sided"] = "double_sided"
+    band_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - band_low are masked.")
+    band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
+
+
+class GSPOLoss(Section):
+    """Clipped ratio of whole rows, the geometric mean over their tokens (GSPO)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = _DUAL_CLIP
+
+
+class CISPOLoss(Section):
+    """REINFORCE with each token's importance weight clamped from above (MiniMax-M1); every token keeps a gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    ratio_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
+
+
+class ReinforceLoss(Section):
+    """REINFORCE with truncated or masked importance weights of tokens or whole rows."""
+
+    name: Literal["reinforce"] = "reinforce"
+    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
+    weight_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether it is of each token or the product over each row."
+    )
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
+
+
+class SoftAdaptiveLoss(Section):
+    """A smooth gate on the ratio instead of a clip (Soft Adaptive Policy Optimization)."""
+
+    name: Literal["soft_adaptive"] = "soft_adaptive"
+    tau_positive: float = Field(1.0, gt=0, description="How fast the gate closes where the advantage is positive.")
+    tau_negative: float = Field(1.05, gt=0, description="How fast it closes elsewhere.")
+
+
+class PositiveOnlyLoss(Section):
+    """Imitation of the model's own better answers: no ratio, and only advantages above 0 (RAFT)."""
+
+    name: Literal["positive_only"] = "positive_only"
+
+
+class OwnLoss(Section):
+    """A function of the user's over the streams of a micro-batch; see docs/library.md."""
+
+    name: Literal["own"] = "own"
+    function: OwnName = Field(description="`module:function` or `file.py:function`, from Streams to a loss per token.")
+
+
+LossConfig: TypeAlias = Annotated[
+    GRPOLoss
+    | DecoupledLoss
+    | DoubleSidedLoss
+    | GSPOLoss
+    | CISPOLoss
+    | ReinforceLoss
+    | SoftAdaptiveLoss
+    | PositiveOnlyLoss
+    | OwnLoss,
+    Field(discriminator="name"),
+]
+
+
+LOSSES: Mapping[str, type[Section]] = {
+    kind.model_fields["name"].default: kind for kind in get_args(get_args(LossConfig)[0])
+}
+
+
+class KLConfig(Section):
+    """Distance to the model that the run began with."""
+
+    coefficient: float = Field(0.0, ge=0, description="Weight of the KL; 0 is off and loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Of KL(pi_theta, pi_ref) at one sampled token.")
+    where: Literal["loss", "reward"] = Field("loss", description="Added to the loss, or taken off each token's return.")
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
+
+    rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
+
+
+class CriticConfig(Section):
+    """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
+
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
+    value_clip: float = Field(0.2, gt=0, description="Distance a step may move a value before its gradient is cut.")
+    coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
+    lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
+
+
+class TrainConfig(Section):
+    """The optimizer's side."""
+
+    steps: int = Field(100, ge=1, description="Training steps of the run.")
+    groups_per_step: int = Field(8, ge=1, description="Groups consumed by one step.")
+    minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
+    push_every: int = Field(1, ge=1, description="Steps between loads of new weights by the engines (K).")
+    loss: LossConfig = Field(DecoupledLoss(), description="Loss by name, with its own parameters.")
+    loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
+        None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
+    )
+    kl: KLConfig = Field(KLConfig())
+    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
+        "grpo",
+        description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic, "
+        "`module:function` makes them from the rewards of each group.",
+    )
+    turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
+    critic: CriticConfig = Field(CriticConfig())
+    lora: LoRAConfig = Field(LoRAConfig())
+    short_groups: Literal["pad", "keep"] = Field(
+        "pad", description="Whether repeated finished rollouts replace failed ones (GLM-5)."
+    )
+    overlong_tokens: int = Field(
+        0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
+    )
+    dynamic_sampling: bool = Field(
+        False, description="Replace groups whose rewards are all equal (DAPO), up to a bound."
+    )
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Fall of the rate from then to the last of steps * minibatches updates."
+    )
+    lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="Adam's moving averages."
+    )
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW; 0 is Adam.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
+    reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
+    rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
+    tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
+    gpus: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
+    )
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Processes that train together, weights and moments sharded over them; on GPUs one each.",
+    )
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """Takes a name alone, `module:function`, and parameters without a name, which are the default loss's."""
+        if isinstance(value, str):
+            return {"name": "own", "function": value} if ":" in value else {"name": value}
+        return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value
