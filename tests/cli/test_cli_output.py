@@ -26,6 +26,14 @@ def test_a_status_shows_what_a_server_said_on_one_line_and_without_control_chara
     assert json.loads(shoal("swarm", "status", str(tmp_path), "--json").stdout) == values
 
 
+def test_a_status_that_is_cut_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "swarm").mkdir()
+    (tmp_path / "swarm" / "status.json").write_text('{"failure": ')
+    done = shoal("swarm", "status", str(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "status.json: expected a node's status" in done.stderr
+
+
 def test_a_mistake_is_told_without_control_characters(tmp_path: Path) -> None:
     done = shoal("swarm", "status", str(tmp_path / "\x1b[2J"))
     assert done.returncode == 2

@@ -110,6 +110,11 @@ def test_every_section_says_what_it_is_about() -> None:
             "'skill'",
         ),
         (
+            'train={advantage = "batch", kl = {coefficient = 0.1, where = "reward"}}',
+            "swarm.credit: expected 'group' with train.advantage = 'batch', whose advantages come after the KL penalty, "
+            "got 'group_weight'",
+        ),
+        (
             'train={advantage = "batch", dynamic_sampling = true}',
             "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
             "rewards are all equal have a gradient there",
@@ -128,8 +133,9 @@ def test_every_section_says_what_it_is_about() -> None:
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complaint: str) -> None:
     advantage = {"advantage": "gae"} if override.startswith("swarm") else {}
+    swarm = {"external_groups": 2} if complaint.startswith("swarm") else {}
     with pytest.raises(ConfigError) as caught:
-        parse({"seed": 0, "train": {"entropy_bonus": 0.01, **advantage}, **TASKS}, [override])
+        parse({"seed": 0, "train": {"entropy_bonus": 0.01, **advantage}, "swarm": swarm, **TASKS}, [override])
     assert str(caught.value) == complaint
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from shoal.cli.output import JsonFlag, show
@@ -120,23 +121,32 @@ def join(
         asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace))
     except KeyboardInterrupt:
         print("stopped")
-    path = Path(settings.run_dir) / "swarm" / "status.json"
-    if path.exists():  # else it was stopped before it began
-        show(json.loads(path.read_text()), json_)
+    values = status_of(Path(settings.run_dir))
+    if values is not None:  # else it was stopped before it began
+        show(values, json_)
 
 
 @app.command()
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
     """Show a node's state in its swarm: connection, peers, and the offers shared, taken and refused."""
+    values = status_of(run)
+    if values is None:
+        raise RunDirError(f"{run} is not the run of a swarm's node: it has no swarm/status.json")
+    show(values, json_)
+
+
+def status_of(run: Path) -> dict[str, object] | None:
+    """State that a node wrote last; None if it wrote none. Raises `RunDirError`."""
     from shoal.run.join_swarm import FOLDER
     from shoal.swarm.node_files import STATUS_FILE
 
     path = run / FOLDER / STATUS_FILE
     try:
-        values: dict[str, object] = json.loads(path.read_text())
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except FileNotFoundError:
-        raise RunDirError(f"{run} is not the run of a swarm's node: {path} is missing") from None
-    show(values, json_)
+        return None
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise RunDirError(f"{path}: expected a node's status: {error}") from error
 
 
 @app.command()

@@ -256,7 +256,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if complaint := next(chain(_in_training(self), _in_critic(self), _in_tasks(self.tasks)), None):
+        if complaint := next(
+            chain(_in_training(self), _in_credit(self), _in_critic(self), _in_tasks(self.tasks)), None
+        ):
             raise ValueError(complaint)
         for field, urls in (("engine.urls", self.engine.urls), ("reward.urls", self.reward.urls)):
             for url in urls:
@@ -300,13 +302,25 @@ def _in_training(config: Config) -> Iterator[str]:
         )
 
 
+def _in_credit(config: Config) -> Iterator[str]:
+    """Complaints about a credit that changes advantages which the trainer computes later."""
+    train, swarm = config.train, config.swarm
+    penalised = train.kl.coefficient > 0 and train.kl.where == "reward"
+    if not swarm.external_groups or swarm.credit is Credit.GROUP:
+        return
+    if train.advantage == "gae" or (train.advantage == "batch" and penalised):
+        after = "are the critic's" if train.advantage == "gae" else "come after the KL penalty"
+        yield (
+            f"swarm.credit: expected 'group' with train.advantage = {train.advantage!r}, whose advantages {after}, "
+            f"got {swarm.credit.value!r}"
+        )
+
+
 def _in_critic(config: Config) -> Iterator[str]:
     """Complaints about settings that a critic cannot work with."""
-    gae, swarm = "with train.advantage = 'gae', whose", config.swarm
+    gae = "with train.advantage = 'gae', whose"
     if config.train.advantage != "gae":
         return
-    if swarm.external_groups and swarm.credit is not Credit.GROUP:
-        yield f"swarm.credit: expected 'group' {gae} advantages are the critic's, got {swarm.credit.value!r}"
     if config.asynchrony.late == "mask_tokens":
         yield f"asynchrony.late: expected 'drop' or 'train' {gae} critic learns from every token, got 'mask_tokens'"
     if config.train.ranks > 1:
