@@ -45,13 +45,12 @@ from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.identity import Identity
-from shoal.swarm.judge.condition import Condition
 from shoal.swarm.judge.judging import Judge, Rules
-from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Specialty, opened, signed
+from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Condition, opened, signed
 from shoal.swarm.judge.server import WIRE, JudgeServer
 from shoal.swarm.judge.store import JudgeStore
 from shoal.tasks.jsonl import JsonlService
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.tasks.remote_server import TaskServer
 from shoal.types import Completion, FinishReason, Sampling, Split
 from view_run import MadeRun
@@ -62,7 +61,7 @@ CLIENTS = 2
 FAST = 1e9
 """Requests per second, where there is a rate: what is refused for its haste is not tested."""
 HERE, ME = Identity.fresh(), Identity.fresh()
-SUMS = Specialty("chain_sum", "0.1.25", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
+SUMS = Spec("chain_sum", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
 
 
 class BabblingEngine:
@@ -212,7 +211,7 @@ def judge_target() -> Target:
         signature = author.sign(b"shoal judge\x00" + kind + b"\x00" + inner)
         return wire.encode({"author": author.public_key, "signature": signature, "body": inner})
 
-    gets = ["/", "/style.css", "/leaderboard.json", "/ledger", "/sittings/{number}", "/transcripts/{number}"]
+    gets = ["/", "/style.css", "/leaderboard.json", "/ledger", "/sittings/{number}/0", "/sittings/0/{number}"]
 
     async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
         asking = signed(ME, ChallengeRequest(HERE.peer_id, "m", Condition.SOLO, 7, time.time()))
@@ -267,7 +266,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
             "tasks": TaskServer(["made"], token="t", beat_s=0.05).app,
             "rewards": RewardServer(rewards).app,
             "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,
-            "judge": JudgeServer(judge, ["chain_sum"]).app,
+            "judge": JudgeServer(judge).app,
             "view": ViewServer(watched([folder / "run"]), folder).app,
         }
 

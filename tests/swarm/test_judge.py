@@ -21,35 +21,34 @@ import uvicorn
 from shoal import wire
 from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
 from shoal.net.listening import listening_socket
+from shoal.net.server import Refused
 from shoal.run.serve_judge import NINE
 from shoal.swarm.chat import ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audit as audit_judge
 from shoal.swarm.judge.client import fitting, statements, take
-from shoal.swarm.judge.commitment import opens
-from shoal.swarm.judge.condition import Condition
-from shoal.swarm.judge.judging import ChallengeRefused, Judge, Rules
+from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,
     Challenge,
     ChallengeRequest,
     ChallengeVerdict,
+    Condition,
     GradedAnswer,
     Revealed,
     Round,
-    Specialty,
+    commitment_of,
     opened,
     signed,
 )
-from shoal.swarm.judge.page import leaderboard_html
-from shoal.swarm.judge.server import JudgeServer
-from shoal.swarm.judge.store import FILE, JudgeStore, KeptRound
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.swarm.judge.server import JudgeServer, leaderboard_html
+from shoal.swarm.judge.store import FILE, JudgeStore, Record
+from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import Reward, RewardStatus, Task
 
-SUMS = Specialty("chain_sum", "0.1.25", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
-GCD = Specialty("gcd", "0.1.25", "{}")
+SUMS = Spec("chain_sum", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
+GCD = Spec("gcd", "{}")
 ME, OTHER, HERE = (Identity.fresh() for _ in range(3))
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 
@@ -100,7 +99,7 @@ def ask(judge: Judge, identity: Identity = ME, model: str = "m") -> bytes:
 
 def tick(judge: Judge) -> None:
     """A moment later: no two messages of a peer are of the same time."""
-    judge._clock.now_s += 0.001  # type: ignore[attr-defined]  # the clock of this file
+    judge.now_s.now_s += 0.001  # type: ignore[attr-defined]  # the clock of this file
 
 
 async def challenged(judge: Judge, identity: Identity = ME, model: str = "m") -> Challenge:
@@ -144,17 +143,16 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
 def kept(store: JudgeStore, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:
     """Answered challenges of ten questions each."""
     for i, score in enumerate(scores):
-        asked = ChallengeRequest(HERE.peer_id, model, Condition.SOLO, 1, start_s + i)
         id_ = f"{peer_id}/{model}/{i}"
-        store.issue(Challenge(id_, 0, peer_id, asked, i, start_s + i, ()), b"")
+        store.issue(Record(id_, 0, peer_id, model, Condition.SOLO, 1, i, start_s + i, start_s + i, b""))
         marks = [GradedAnswer("coin", float(k < 10 * score), RewardStatus.SCORED) for k in range(10)]
-        store.keep_grades(id_, b"", marks, score)
+        store.answer(id_, b"", marks, score)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JudgeStore]:
     one = JudgeStore(tmp_path)
-    one.put_round(KeptRound(0, 0.0, 1.0, 2.0, b"", b""))
+    one.put_round(0, b"", b"")
     yield one
     one.close()
 
@@ -178,7 +176,7 @@ def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judge
 
 def test_a_leaderboard_is_made_once_for_all_who_ask_at_once(judge: Judge) -> None:
     asyncio.run(judged(judge, ["1"] * 4))
-    server = JudgeServer(judge, ["gcd"])
+    server = JudgeServer(judge)
     first = server._newest()
     server._stale_s = math.inf
     asyncio.run(judged(judge, ["1"] * 4, OTHER))
@@ -192,7 +190,7 @@ def test_a_time_that_is_none_is_refused_before_anything_is_drawn(judge: Judge, s
     body = wire.encode({"judge": HERE.peer_id, "model": "m", "arm": "solo", "round": 1, "sent_s": sent_s})
     signature = ME.sign(b"shoal judge\x00ChallengeRequest\x00" + body)
     frame = wire.encode({"author": ME.public_key, "signature": signature, "body": body})
-    with pytest.raises(ChallengeRefused, match="sent_s: expected a Unix time"):
+    with pytest.raises(Refused, match="sent_s: expected a Unix time"):
         asyncio.run(judge.challenge(frame))
 
 
@@ -205,8 +203,7 @@ def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: C
     clock.now_s = sittings[0].reveals_s + 1
     after = judge.ledger()
     (revealed,) = [opened(data, Revealed, author=HERE.peer_id)[1] for data in after.seeds]
-    assert opens(revealed.seed, sittings[0].commitment)
-    assert not opens(revealed.seed, sittings[1].commitment)
+    assert commitment_of(revealed.seed) == sittings[0].commitment != sittings[1].commitment
     assert after.sittings[-2:] == before.sittings
 
 
@@ -233,7 +230,7 @@ def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judg
         (standing,) = judge.store.standings(clock.now_s)
         assert (standing.score, standing.unanswered) == (0.0, 1)
         assert [one.score for one in judge.store.judged(clock.now_s)] == [0.0]
-        with pytest.raises(ChallengeRefused, match="deadline"):
+        with pytest.raises(Refused, match="deadline"):
             await judge.verdict(answers(challenge, right(challenge)))
 
     asyncio.run(main())
@@ -276,7 +273,7 @@ def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
         both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
         found = await asyncio.gather(*both, return_exceptions=True)
         assert isinstance(found[0], bytes)
-        assert isinstance(found[1], ChallengeRefused)
+        assert isinstance(found[1], Refused)
         raise found[1]
 
     async def hoarding() -> bytes:
@@ -333,7 +330,7 @@ def test_a_judge_refuses(judge: Judge, why: str) -> None:
     async def main() -> None:
         await sent_to(judge, why)()
 
-    with pytest.raises(ChallengeRefused, match=why):
+    with pytest.raises(Refused, match=why):
         asyncio.run(main())
 
 
@@ -345,13 +342,9 @@ def test_a_changed_byte_is_nobody_s_message() -> None:
 
 
 def test_transcripts_stay_closed_until_the_round_is_over(judge: Judge) -> None:
-    async def main() -> Challenge:
-        return await challenged(judge)
-
-    challenge = asyncio.run(main())
-    for look in (lambda: judge.transcripts(0), lambda: judge.transcript(challenge.id)):
-        with pytest.raises(ChallengeRefused, match="not over"):
-            look()
+    asyncio.run(challenged(judge))
+    with pytest.raises(Refused, match="not over"):
+        judge.transcripts(0, 0)
 
 
 def test_the_leaderboard_shows_names_as_text(judge: Judge) -> None:
@@ -406,7 +399,7 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
     async def main() -> None:
         with listening_socket("127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum"]).app, log_level="warning"))
+            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             dead = ModelAt("http://127.0.0.1:9/v1", "m")
             with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1: "):
@@ -426,10 +419,9 @@ def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
 
 
 def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: ProceduralClient) -> None:
-    judge.rehearse()
     wordy = replace(SUMS, system_prompt="x" * 16_000)
     with pytest.raises(ConfigError, match="expected fewer of every specialty"):
-        Judge(judge.store, HERE, [wordy], drawer, ExactScorer(), Rules(each=20)).rehearse()
+        Judge(judge.store, HERE, [wordy], drawer, ExactScorer(), Rules(each=20))
 
 
 def test_an_audit_finds_a_judge_that_cheats(
@@ -441,7 +433,7 @@ def test_an_audit_finds_a_judge_that_cheats(
     async def main() -> None:
         with listening_socket("127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge, ["chain_sum", "gcd"]).app, log_level="warning"))
+            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             _, verdict, silent = await take(
                 url, ModelAt(model_url, "m"), ME, arm=Condition.SWARM, round_=3, judge=HERE.peer_id, clock=clock
@@ -461,10 +453,11 @@ def test_an_audit_finds_a_judge_that_cheats(
                 assert words in complaint, change
                 back = "UPDATE challenges SET answers = NULL, attempt = 1, ask = ? WHERE id = ?"
                 store.execute(back, (asked, unanswered.id))
-            store.execute("UPDATE marks SET value = 1 WHERE specialty = 'gcd'")
+            good = GradedAnswer("gcd", 1.0, RewardStatus.SCORED)
+            store.execute("UPDATE challenges SET marks = ? WHERE marks NOT NULL", (wire.encode([good] * 4),))
             _, (complaint,) = await audited(url)
             assert "other grades" in complaint
-            store.execute("UPDATE sittings SET seed = zeroblob(32) WHERE number = 0")
+            store.execute("UPDATE rounds SET seed = zeroblob(32) WHERE number = 0")
             store.close()
             assert await audited(url) == (0, ["round 0: the seed is not the one that was committed to"])
             server.should_exit = True

@@ -12,7 +12,7 @@ import typer
 
 from shoal.cli.output import JsonFlag, printable, show
 from shoal.errors import ConfigError, RunDirError
-from shoal.swarm.judge.condition import Condition
+from shoal.swarm.judge.messages import Condition
 
 app = typer.Typer(name="judge", help="Challenge models and grade their answers.", no_args_is_help=True)
 
@@ -120,10 +120,9 @@ def report(
     import time
 
     try:
-        from shoal.swarm.judge.comparison import TEST, compare
+        from shoal.swarm.judge.comparison import TEST, compare, comparison_png
     except ModuleNotFoundError as error:
         raise ConfigError("judge report: expected the package scipy; pip install 'shoal[judge]' brings it") from error
-    from shoal.swarm.judge.figure import comparison_png
     from shoal.swarm.judge.store import FILE, JudgeStore
 
     if not (folder / FILE).is_file():

@@ -1,9 +1,10 @@
 """A taker asks a model behind an OpenAI-compatible URL and hands in its answers; an audit checks a judge."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
@@ -14,8 +15,6 @@ from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
 from shoal.swarm.chat import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
-from shoal.swarm.judge.commitment import opens
-from shoal.swarm.judge.condition import Condition
 from shoal.swarm.judge.judging import draw_questions, grade
 from shoal.swarm.judge.messages import (
     MOST_ANSWER_CHARACTERS,
@@ -24,15 +23,17 @@ from shoal.swarm.judge.messages import (
     Challenge,
     ChallengeRequest,
     ChallengeVerdict,
+    Condition,
     PublicLedger,
     Revealed,
     Round,
     Transcript,
+    commitment_of,
     opened,
     signed,
 )
 from shoal.tasks.procedural_client import ProceduralClient
-from shoal.types import Message
+from shoal.types import Message, Task
 
 JUDGE_TIMEOUT_S = 300.0
 TRIES = 3
@@ -67,14 +68,12 @@ async def take(
         if stated is None or not stated.opens_s <= challenge.deadline_s <= stated.reveals_s:
             raise WireError(f"challenge: expected one of a round that was committed to, got {challenge.sitting}")
         found = await asyncio.gather(*(_answer(chat, one.messages, retry_s) for one in challenge.questions))
-        texts = ["" if isinstance(one, EngineUnavailable) else one for one in found]
         failures = [one for one in found if isinstance(one, EngineUnavailable)]
         if len(failures) == len(found):
             raise failures[0]
-        answers = Answers(judge_id, challenge.id, fitting(texts))
-        data = await _exchanged(http, f"{judge_url}/verdict", signed(identity, answers))
-        _, verdict = opened(data, ChallengeVerdict, author=judge_id)
-        return challenge, verdict, len(failures)
+        texts = fitting(["" if isinstance(one, EngineUnavailable) else one for one in found])
+        data = await _exchanged(http, f"{judge_url}/verdict", signed(identity, Answers(judge_id, challenge.id, texts)))
+        return challenge, opened(data, ChallengeVerdict, author=judge_id)[1], len(failures)
 
 
 def fitting(texts: Sequence[str]) -> tuple[str, ...]:
@@ -106,107 +105,80 @@ async def audit(
     Seeds are compared with the commitments. Takers' messages are compared with their signatures and with the judge, the
     challenge and the attempt. Questions are drawn and answers graded again. Raises `JudgeError` or `WireError`.
     """
+    wrong, checked = list[str](), 0
     async with aiohttp.ClientSession() as http:
         ledger = await _ledger(http, judge_url)
         rounds, judge_id = statements(ledger, judge)
-        seeds = {one.number: one.seed for _, one in (opened(data, Revealed, author=judge_id) for data in ledger.seeds)}
-        wrong, checked = [], 0
-        for number, seed in sorted(seeds.items()):
+        for number, seed in sorted((one.number, one.seed) for one in _revealed(ledger, judge_id)):
             round_ = rounds.get(number)
-            if round_ is None or not opens(seed, round_.commitment):
+            if round_ is None or commitment_of(seed) != round_.commitment:
                 wrong.append(f"round {number}: the seed is not the one that was committed to")
                 continue
-            data = await _exchanged(http, f"{judge_url}/sittings/{number}", most=MOST_LEDGER_BYTES)
-            asked: dict[str, _Asked] = {}
-            for id_ in wire.decode(data, list[str]):
-                found = await _exchanged(http, f"{judge_url}/transcripts/{id_}", most=2 * MOST_BYTES)
+            attempts, moments = defaultdict[tuple[str, str], list[int]](list), Counter[tuple[str, float]]()
+            for position in itertools.count():
+                data = await _exchanged(http, f"{judge_url}/sittings/{number}/{position}", most=2 * MOST_BYTES)
+                found = wire.decode(data, list[Transcript])
+                if not found:
+                    break
                 checked += 1
                 try:
-                    one = _asked(id_, wire.decode(found, Transcript), judge_id)
-                    wrong += [f"{id_}: {why}" for why in await _complaints(one, round_, seed, drawer, scorer)]
+                    peer_id, ask, answers = _said(found[0], judge_id)
+                    attempts[peer_id, ask.model].append(found[0].attempt)
+                    moments[peer_id, ask.sent_s] += 1
+                    if answers is not None:
+                        of = (peer_id, ask.model, found[0].attempt)
+                        tasks = await asyncio.to_thread(draw_questions, drawer, round_, seed, *of)
+                        await _check(tasks, answers.texts, found[0], scorer)
                 except (WireError, TaskError) as error:
-                    wrong.append(f"{id_}: {error}")
-                else:
-                    asked[id_] = replace(one, answers=None)
-            wrong += [f"round {number}: {why}" for why in _uncounted(asked.values())]
+                    wrong.append(f"{found[0].challenge}: {error}")
+            wrong += [f"round {number}: {why}" for why in _miscounted(attempts, moments)]
     return checked, wrong
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Transcript whose signed messages name this judge and this challenge."""
-
-    peer_id: str
-    ask: ChallengeRequest
-    attempt: int
-    answers: Answers | None
-    passed: tuple[bool, ...]
+def _revealed(ledger: PublicLedger, judge: str) -> list[Revealed]:
+    return [opened(data, Revealed, author=judge)[1] for data in ledger.seeds]
 
 
-def _asked(id_: str, transcript: Transcript, judge: str) -> _Asked:
-    """Raises `WireError`."""
-    peer_id, ask = opened(transcript.ask, ChallengeRequest)
-    answers = None if transcript.answers is None else opened(transcript.answers, Answers, author=peer_id)[1]
-    if ask.judge != judge or (answers is not None and (answers.judge, answers.challenge) != (judge, id_)):
+def _said(one: Transcript, judge: str) -> tuple[str, ChallengeRequest, Answers | None]:
+    """Decodes a challenge's taker, request and answers. Raises `WireError` unless they are for this judge."""
+    peer_id, ask = opened(one.ask, ChallengeRequest)
+    answers = None if one.answers is None else opened(one.answers, Answers, author=peer_id)[1]
+    if ask.judge != judge or (answers is not None and (answers.judge, answers.challenge) != (judge, one.challenge)):
         raise WireError("the taker said this to another judge, or in another challenge")
-    return _Asked(peer_id, ask, transcript.attempt, answers, tuple(answer.passed for answer in transcript.marks))
+    return peer_id, ask, answers
 
 
-async def _complaints(
-    one: _Asked, round_: Round, seed: bytes, drawer: ProceduralClient, scorer: Scorer
-) -> Sequence[str]:
-    """Raises `TaskError`."""
-    if one.answers is None:
-        return []
-    tasks = await asyncio.to_thread(draw_questions, drawer, round_, seed, one.peer_id, one.ask.model, one.attempt)
-    texts = one.answers.texts
+async def _check(tasks: Sequence[Task], texts: Sequence[str], one: Transcript, scorer: Scorer) -> None:
+    """Raises `WireError` for grades that the answers do not have."""
     if len(texts) != len(tasks):
-        return [f"expected {len(tasks)} answers, got {len(texts)}"]
+        raise WireError(f"expected {len(tasks)} answers, got {len(texts)}")
     graded = await grade(scorer, tasks, texts)
-    right = tuple(answer.passed for answer in graded)
-    return [] if one.passed == right else ["other grades than these answers are worth"]
+    if [answer.passed for answer in graded] != [answer.passed for answer in one.marks]:
+        raise WireError("other grades than these answers are worth")
 
 
-def _uncounted(asked: Iterable[_Asked]) -> list[str]:
+def _miscounted(attempts: dict[tuple[str, str], list[int]], moments: Counter[tuple[str, float]]) -> list[str]:
     """Complaints of a round's attempts: a judge that skips attempts chooses questions, and a request counted twice
     makes up a challenge."""
-    attempts: dict[tuple[str, str], list[int]] = {}
-    moments: dict[str, list[float]] = {}
-    for one in asked:
-        attempts.setdefault((one.peer_id, one.ask.model), []).append(one.attempt)
-        moments.setdefault(one.peer_id, []).append(one.ask.sent_s)
-    return [
-        *(
-            f"attempts of {peer_id}, {model}: expected 0 to {len(found) - 1}, got {sorted(found)}"
-            for (peer_id, model), found in attempts.items()
-            if sorted(found) != list(range(len(found)))
-        ),
-        *(
-            f"{peer_id} asked for fewer challenges than it was given"
-            for peer_id, found in moments.items()
-            if len(set(found)) < len(found)
-        ),
+    gaps = [
+        f"attempts of {peer_id}, {model}: expected 0 to {len(found) - 1}, got {sorted(found)}"
+        for (peer_id, model), found in attempts.items()
+        if sorted(found) != list(range(len(found)))
     ]
+    twice = sorted({peer_id for (peer_id, _), count in moments.items() if count > 1})
+    return gaps + [f"{peer_id} asked for fewer challenges than it was given" for peer_id in twice]
 
 
 async def _ledger(http: aiohttp.ClientSession, judge_url: str) -> PublicLedger:
     return wire.decode(await _exchanged(http, f"{judge_url}/ledger", most=MOST_LEDGER_BYTES), PublicLedger)
 
 
-async def _exchanged(
-    http: aiohttp.ClientSession, url: str, message: bytes | None = None, *, most: int = MOST_BYTES
-) -> bytes:
+async def _exchanged(http: aiohttp.ClientSession, url: str, message: bytes = b"", *, most: int = MOST_BYTES) -> bytes:
     """Requests a URL and returns the body of a 200. Raises `JudgeError` with the judge's message."""
+    method, headers = "POST" if message else "GET", {"Content-Type": "application/octet-stream"}
     try:
         status, body = await exchange(
-            http,
-            "GET" if message is None else "POST",
-            url,
-            message or b"",
-            {"Content-Type": "application/octet-stream"},
-            timeout_s=JUDGE_TIMEOUT_S,
-            most_bytes=most,
-            retry=ONCE,
+            http, method, url, message, headers, timeout_s=JUDGE_TIMEOUT_S, most_bytes=most, retry=ONCE
         )
     except EngineUnavailable as error:
         raise JudgeError(f"judge: {error}") from error

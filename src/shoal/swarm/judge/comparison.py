@@ -10,15 +10,19 @@ Weak nodes that leave raise the raw curve although no node learned. Every point 
 tells nothing of those that left. Both curves are therefore given.
 """
 
+import io
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeAlias
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy import stats
 
-from shoal.swarm.judge.condition import Condition, Judged
+from shoal.swarm.judge.messages import Condition
+from shoal.swarm.judge.store import Judged
 
 EXACT_WAYS = 20_000
 """Ways to deal the nodes to the conditions, up to which p is exact: 8 nodes against 8. Beyond, p comes from the normal
@@ -27,6 +31,10 @@ LEAST_NODES = 2
 """Nodes of each condition that a test needs."""
 SIGNIFICANT = 0.05
 TEST = "two-sided Mann-Whitney U test per bin of rounds, p adjusted by Benjamini-Hochberg over the bins"
+COLOURS = {Condition.SWARM: "#2563c9", Condition.SOLO: "#d9730d"}
+
+Curves: TypeAlias = Mapping[Condition, Mapping[str, Mapping[int, float]]]
+"""Mean scores by condition, node and bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,76 +95,52 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
     >>> mann_whitney([1, 2, 3], [4, 5, 6])
     RankTest(u=0.0, p=0.1, favours=0.0)
     """
-    n, m = len(first), len(second)
-    if min(n, m) < LEAST_NODES:
-        raise ValueError(f"expected at least {LEAST_NODES} values on both sides, got {n} and {m}")
-    few = math.comb(n + m, n) <= EXACT_WAYS
+    pairs = len(first) * len(second)
+    few = math.comb(len(first) + len(second), len(first)) <= EXACT_WAYS
     method = stats.PermutationMethod(n_resamples=EXACT_WAYS) if few else "asymptotic"
     found = stats.mannwhitneyu(first, second, method=method)
     p = 1.0 if len({*first, *second}) == 1 else float(found.pvalue)  # equal values leave no variance to divide by
-    return RankTest(float(found.statistic), p, float(found.statistic) / (n * m))
+    return RankTest(float(found.statistic), p, float(found.statistic) / pairs)
 
 
 def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
     """Compares swarm with solo. The horizon is the last bin that a share `reached_by` of each condition's nodes
     reached."""
-    if bin_rounds < 1 or not 0 < reached_by <= 1:
-        raise ValueError(f"expected bins of at least 1 round and a share in (0, 1], got {bin_rounds} and {reached_by}")
     curves = binned(results, bin_rounds)
-    horizon = _horizon(curves, reached_by)
-    cohort = {condition: _carried(nodes, horizon) for condition, nodes in curves.items()} if horizon is not None else {}
-    return Comparison(
-        bin_rounds,
-        None if horizon is None else horizon * bin_rounds,
-        _points(curves, bin_rounds),
-        _points(cohort, bin_rounds),
-    )
-
-
-def binned(results: Sequence[Judged], bin_rounds: int) -> dict[Condition, dict[str, dict[int, float]]]:
-    """Mean scores by condition, node and bin. A node judged under two conditions is two nodes."""
-    first: dict[tuple[Condition, str], int] = {}
-    for one in results:
-        key = one.arm, one.node
-        first[key] = min(first.get(key, one.round), one.round)
-    scores: dict[tuple[Condition, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in results:
-        key = one.arm, one.node
-        scores[key][(one.round - first[key]) // bin_rounds].append(one.score)
-    curves: dict[Condition, dict[str, dict[int, float]]] = {condition: {} for condition in Condition}
-    for (condition, node), bins in sorted(scores.items()):
-        curves[condition][node] = {index: fmean(values) for index, values in sorted(bins.items())}
-    return curves
-
-
-def _horizon(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], reached_by: float) -> int | None:
+    raw = _points(curves, bin_rounds)
     if not all(curves.values()):
-        return None
+        return Comparison(bin_rounds, None, raw, ())
     lasts = [sorted((max(bins) for bins in nodes.values()), reverse=True) for nodes in curves.values()]
-    return min(last[math.ceil(reached_by * len(last)) - 1] for last in lasts)
+    horizon = min(last[math.ceil(reached_by * len(last)) - 1] for last in lasts)
+    cohort = {
+        condition: {node: _filled(bins, horizon) for node, bins in nodes.items() if max(bins) >= horizon}
+        for condition, nodes in curves.items()
+    }
+    return Comparison(bin_rounds, horizon * bin_rounds, raw, _points(cohort, bin_rounds))
 
 
-def _carried(nodes: Mapping[str, Mapping[int, float]], horizon: int) -> dict[str, dict[int, float]]:
-    """Fills the bins of nodes that reached the horizon; every node was judged in bin 0."""
-    cohort: dict[str, dict[int, float]] = {}
-    for node, bins in nodes.items():
-        if max(bins) < horizon:
-            continue
-        filled, score = dict[int, float](), bins[0]
-        for index in range(horizon + 1):
-            score = filled[index] = bins.get(index, score)
-        cohort[node] = filled
-    return cohort
+def binned(results: Sequence[Judged], bin_rounds: int) -> Curves:
+    """Mean scores of each node in its bins. A node judged under two conditions is two nodes."""
+    scores: dict[Condition, dict[str, dict[int, list[float]]]] = {condition: {} for condition in Condition}
+    first: dict[tuple[Condition, str], int] = {}
+    for one in sorted(results, key=lambda one: one.round):
+        index = (one.round - first.setdefault((one.arm, one.node), one.round)) // bin_rounds
+        scores[one.arm].setdefault(one.node, {}).setdefault(index, []).append(one.score)
+    return {
+        condition: {node: {index: fmean(each) for index, each in bins.items()} for node, bins in nodes.items()}
+        for condition, nodes in scores.items()
+    }
 
 
-def _points(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], bin_rounds: int) -> tuple[Point, ...]:
-    indices = sorted({index for nodes in curves.values() for bins in nodes.values() for index in bins})
+def _filled(bins: Mapping[int, float], horizon: int) -> dict[int, float]:
+    """Scores up to the horizon, where an empty bin repeats the one before; every node was judged in bin 0."""
+    return {index: bins[max(one for one in bins if one <= index)] for index in range(horizon + 1)}
+
+
+def _points(curves: Curves, bin_rounds: int) -> tuple[Point, ...]:
     found = []
-    for index in indices:
-        swarm, solo = (
-            [bins[index] for bins in curves[condition].values() if index in bins]
-            for condition in (Condition.SWARM, Condition.SOLO)
-        )
+    for index in sorted({index for nodes in curves.values() for bins in nodes.values() for index in bins}):
+        swarm, solo = ([bins[index] for bins in curves[one].values() if index in bins] for one in Condition)
         test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
         found.append((index * bin_rounds, _band(swarm), _band(solo), test))
     p = [test.p for *_, test in found if test is not None]
@@ -165,6 +149,31 @@ def _points(curves: Mapping[Condition, Mapping[str, Mapping[int, float]]], bin_r
 
 
 def _band(values: Sequence[float]) -> Band:
-    if not values:
-        return Band(0)
-    return Band(len(values), fmean(values), min(values), max(values))
+    return Band(len(values), fmean(values), min(values), max(values)) if values else Band(0)
+
+
+def comparison_png(comparison: Comparison) -> bytes:
+    """Plots mean pass@1 with the band from worst to best node; filled markers show significant differences."""
+    figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
+    raw, cohort = figure.subplots(1, 2, sharey=True)
+    _plot(raw, comparison.raw, "all nodes judged in a bin")
+    _plot(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
+    raw.set(ylabel="judged pass@1", ylim=(0, None))
+    bins = f"rounds since a node was first judged, in bins of {comparison.bin_rounds}"
+    figure.supxlabel(f"{bins}\n{TEST}; filled: q <= {SIGNIFICANT:g}", size=8.5)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
+
+
+def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
+    axes.set_title(title)
+    for condition, colour in COLOURS.items():
+        shown = [(point, band) for point in points if (band := getattr(point, condition)).nodes]
+        rounds = [point.round for point, _ in shown]
+        low, high, mean = ([getattr(band, name) for _, band in shown] for name in ("low", "high", "mean"))
+        axes.fill_between(rounds, low, high, color=colour, alpha=0.15, lw=0)
+        axes.plot(rounds, mean, "o-", color=colour, mfc="white", label=condition.value)
+        sure = [point.q is not None and point.q <= SIGNIFICANT for point, _ in shown]
+        axes.plot(rounds, mean, "o", color=colour, markevery=sure)
+    axes.legend(loc="best")

@@ -9,9 +9,15 @@
 The signature covers the type of message, so no message passes for another type. A taker's messages name their judge, so
 no judge can pass them on. The protocol keeps its keys: `sitting` is a round's number, `arm` the condition, and `marks`
 the graded answers.
+
+A commitment fixes questions before anybody asks for them, and everybody can draw them afterwards. Before a round the
+judge publishes the hash of a random seed, and afterwards the seed. The questions of a challenge follow from the seed,
+the taker and the attempt. The judge cannot pick them, and the taker can neither foresee them nor use another's answers.
 """
 
+import hashlib
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, TypeVar
 
 from msgspec import Meta
@@ -19,7 +25,7 @@ from msgspec import Meta
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
-from shoal.swarm.judge.condition import Condition
+from shoal.tasks.procedural_client import Spec
 from shoal.types import Message, RewardStatus
 
 MOST_BYTES = 256 * 1024
@@ -32,15 +38,11 @@ _PURPOSE = b"shoal judge\x00"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Specialty:
-    """One dataset with the settings of its questions."""
+class Condition(StrEnum):
+    """Training of a compared node."""
 
-    dataset: str
-    dataset_version: str
-    config: str  # JSON object, keys sorted
-    system_prompt: str = ""
-    rewrite: tuple[tuple[str, str], ...] = ()
+    SWARM = "swarm"
+    SOLO = "solo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class Round:
     commitment: bytes
     each: int
     """Questions of every specialty in a challenge."""
-    specialties: tuple[Specialty, ...]
+    specialties: tuple[Spec, ...]
+    """Datasets with the settings of their questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class PublicLedger:
 class Transcript:
     """One challenge of a finished round: the taker's signed messages, and the judge's grades."""
 
-    sitting: int
+    challenge: str
     attempt: int
     ask: bytes
     answers: bytes | None
@@ -164,6 +167,11 @@ class _Signed:
     author: bytes
     signature: bytes
     body: bytes
+
+
+def commitment_of(seed: bytes) -> bytes:
+    """Hashes a seed to 32 bytes, from which a random seed of 32 bytes cannot be found."""
+    return hashlib.blake2b(seed, digest_size=32, person=b"shoal-commit").digest()
 
 
 def signed(identity: Identity, message: object) -> bytes:

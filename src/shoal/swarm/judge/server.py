@@ -1,55 +1,80 @@
 """The judge serves its messages and its leaderboard over HTTP.
 
-    GET  /                   the leaderboard
+    GET  /                   the leaderboard, a page without a script; every text of a taker is escaped
     GET  /leaderboard.json   its rows for programs
     GET  /ledger             `PublicLedger`: commitments, and the seeds of finished rounds
     POST /challenge          a signed `ChallengeRequest` -> a signed `Challenge`
     POST /verdict            signed `Answers` -> a signed `ChallengeVerdict`
-    GET  /sittings/N         ids of the challenges of a finished round
-    GET  /transcripts/ID     `Transcript`: questions asked, answers, grades
+    GET  /sittings/N/K       list of one `Transcript`, challenge K of a finished round; empty after the last
 
-Messages are the wire bytes of `shoal.swarm.judge.messages`; errors are one line of text.
+Messages are the wire bytes of `shoal.swarm.judge.messages`; an error is JSON with one sentence.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import escape
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.errors import ShoalError
-from shoal.net.server import body, guarded
-from shoal.swarm.judge import page
+from shoal.net.server import HANDLERS, JSON, body, guarded
+from shoal.swarm.human.server import HEADERS
 from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
-from shoal.swarm.judge.store import Standing
+from shoal.swarm.judge.store import NEWEST, Standing
 
 RESTS = 50.0
 """Rest between two computations of the leaderboard, relative to the time of one."""
+MOST_NUMBER = 2**62
+"""Numbers that SQLite knows are below twice this."""
 WIRE = "application/octet-stream"
-_HEADERS = {
-    "Content-Security-Policy": page.POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 1.5rem auto; padding: 0 1rem; }
+div { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .5rem .8rem; text-align: right; white-space: nowrap; border-top: 1px solid #8884; }
+td.name { text-align: left; overflow: hidden; text-overflow: ellipsis; max-width: 16rem; }
+"""
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Leaderboard - Shoal</title>
+<link rel="stylesheet" href="style.css">
+</head>
+<body>
+<h1>Leaderboard</h1>
+<p>pass@1 is the mean of a peer's newest {newest} challenges, whatever it called its models; one that was not answered
+in time counts 0. Peers are in the order of what that says at least, given how many questions and peers there are.
+The columns after it are the share of each specialty's questions that was answered right.
+Judge: <code>{judge}</code></p>
+<div tabindex="0" role="region" aria-label="Leaderboard">
+<table>
+<thead><tr>{heads}</tr></thead>
+<tbody>{rows}</tbody>
+</table>
+</div>
+</body>
+</html>
+"""
+_HEADS = ("Rank", "Peer", "Model", "Condition", "Round", "Challenges", "Unanswered", "pass@1", "at least")
 
 
 class JudgeServer:
     """HTTP server of a judge; `app` is the ASGI application."""
 
-    def __init__(self, judge: Judge, specialties: Sequence[str]) -> None:
-        """`specialties` are the columns of the leaderboard."""
+    def __init__(self, judge: Judge) -> None:
         self._judge = judge
-        self._specialties = tuple(specialties)
         self._standings: list[Standing] = []
-        self._stale_s = 0.0  # of the monotonic clock: from when on they are asked for again
+        self._stale_s = 0.0
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
@@ -58,32 +83,24 @@ class JudgeServer:
                 Route("/ledger", self._ledger),
                 Route("/challenge", self._challenge, methods=["POST"]),
                 Route("/verdict", self._verdict, methods=["POST"]),
-                Route("/sittings/{number:int}", self._round),
-                Route("/transcripts/{id}", self._transcript),
+                Route("/sittings/{sitting:int}/{position:int}", self._transcripts),
             ],
             middleware=[Middleware(guarded, media_type=WIRE)],
-            exception_handlers={ShoalError: _refusal},
+            exception_handlers=HANDLERS,
         )
 
     async def _page(self, _: Request) -> Response:
-        html = page.leaderboard_html(self._judge.peer_id, self._newest(), self._specialties)
-        return HTMLResponse(html, headers=_HEADERS)
-
-    def _newest(self) -> list[Standing]:
-        """Rows of the leaderboard, computed again in at most 2 % of the loop's time, however often it is read."""
-        began_s = time.monotonic()
-        if began_s >= self._stale_s:
-            self._standings = self._judge.store.standings(self._judge.now_s())
-            self._stale_s = time.monotonic() + RESTS * (time.monotonic() - began_s)
-        return self._standings
+        names = [one.dataset for one in self._judge.specialties]
+        html = leaderboard_html(self._judge.peer_id, self._newest(), names)
+        return Response(html, media_type="text/html", headers=HEADERS)
 
     async def _style(self, _: Request) -> Response:
-        return Response(page.STYLE, media_type="text/css", headers=_HEADERS)
+        return Response(STYLE, media_type="text/css", headers=HEADERS)
 
     async def _leaderboard(self, _: Request) -> Response:
         standings = [{**asdict(one), "specialties": dict(one.specialties)} for one in self._newest()]
-        body = msgspec.json.encode({"judge": self._judge.peer_id, "standings": standings})
-        return Response(body, media_type="application/json", headers=_HEADERS)
+        data = msgspec.json.encode({"judge": self._judge.peer_id, "standings": standings})
+        return Response(data, media_type=JSON, headers=HEADERS)
 
     async def _ledger(self, _: Request) -> Response:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)
@@ -94,13 +111,29 @@ class JudgeServer:
     async def _verdict(self, http: Request) -> Response:
         return Response(await self._judge.verdict(await body(http, MOST_BYTES)), media_type=WIRE)
 
-    async def _round(self, http: Request) -> Response:
-        return Response(wire.encode(self._judge.transcripts(http.path_params["number"])), media_type=WIRE)
+    async def _transcripts(self, http: Request) -> Response:
+        place = {name: min(value, MOST_NUMBER) for name, value in http.path_params.items()}
+        return Response(wire.encode(self._judge.transcripts(**place)), media_type=WIRE)
 
-    async def _transcript(self, http: Request) -> Response:
-        return Response(wire.encode(self._judge.transcript(http.path_params["id"])), media_type=WIRE)
+    def _newest(self) -> list[Standing]:
+        """Rows of the leaderboard, computed again in at most 2 % of the loop's time, however often it is read."""
+        began_s = time.monotonic()
+        if began_s >= self._stale_s:
+            self._standings = self._judge.store.standings(self._judge.now_s())
+            self._stale_s = time.monotonic() + RESTS * (time.monotonic() - began_s)
+        return self._standings
 
 
-async def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ShoalError)
-    return Response(f"{error}\n", status_code=error.http_status, media_type="text/plain", headers=_HEADERS)
+def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Sequence[str]) -> str:
+    """Page of the judge with this peer id, best peer first."""
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *specialties))
+    rows = "".join(_row(rank, one, specialties) for rank, one in enumerate(standings, 1))
+    return PAGE.format(newest=NEWEST, judge=escape(judge), heads=heads, rows=rows)
+
+
+def _row(rank: int, one: Standing, specialties: Sequence[str]) -> str:
+    passed = dict(one.specialties)
+    named = "".join(f"<td class=name>{escape(text)}</td>" for text in (one.peer_id[:12], one.model, one.arm))
+    shares = [f"{passed[name]:.0%}" if name in passed else "" for name in specialties]
+    counts = (f"{one.round:,}", f"{one.challenges:,}", f"{one.unanswered:,}", f"{one.score:.3f}", f"{one.at_least:.3f}")
+    return f"<tr><td>{rank}</td>{named}{''.join(f'<td>{text}</td>' for text in (*counts, *shares))}</tr>"

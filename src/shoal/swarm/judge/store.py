@@ -1,64 +1,46 @@
 """The judge's store is one SQLite file.
 
-    sittings    seed and signed statement of a round; the seed stays secret until the round is over
-    challenges  taker, time and model of a request; no questions: they follow from the seed
-    marks       one graded answer per question of an answered challenge
+    rounds      secret seed and signed statement of each round
+    challenges  a `Record` each; no questions: they follow from the seed
 
 A challenge unanswered at its deadline has the score 0, so takers cannot choose by leaving challenges unanswered.
 """
 
 import math
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
+from typing import Any
 
+import msgspec
+
+from shoal import wire
 from shoal.errors import RunDirError
-from shoal.swarm.judge.condition import Condition, Judged
-from shoal.swarm.judge.messages import Challenge, GradedAnswer
-from shoal.types import RewardStatus
+from shoal.swarm.judge.messages import Condition, GradedAnswer
 
 FILE = "judge.sqlite"
-FORMAT = 1
+FORMAT = 2
 NEWEST = 10
 """Challenges of a peer in its score on the leaderboard, under any model name."""
 CONFIDENCE = 0.95
 """Probability that no peer on the leaderboard is worse than its row says, for any number of peers (Bonferroni)."""
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS sittings(
-    number INTEGER PRIMARY KEY, opens_s REAL NOT NULL, closes_s REAL NOT NULL, reveals_s REAL NOT NULL,
-    seed BLOB NOT NULL, statement BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS rounds(number INTEGER PRIMARY KEY, seed BLOB NOT NULL, statement BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS challenges(
-    id TEXT PRIMARY KEY, sitting INTEGER NOT NULL REFERENCES sittings(number), peer_id TEXT NOT NULL,
+    id TEXT PRIMARY KEY, sitting INTEGER NOT NULL REFERENCES rounds(number), peer_id TEXT NOT NULL,
     model TEXT NOT NULL, arm TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, sent_s REAL NOT NULL,
-    deadline_s REAL NOT NULL, ask BLOB NOT NULL, answers BLOB, score REAL, UNIQUE(sitting, peer_id, model, attempt));
-CREATE INDEX IF NOT EXISTS challenges_of_peer ON challenges(peer_id, model, sent_s);
-CREATE INDEX IF NOT EXISTS newest_of_peer ON challenges(peer_id, sent_s, deadline_s, score, model, arm, round, id);
-CREATE TABLE IF NOT EXISTS marks(
-    challenge TEXT NOT NULL REFERENCES challenges(id), position INTEGER NOT NULL, specialty TEXT NOT NULL,
-    value REAL NOT NULL, status TEXT NOT NULL, passed INTEGER NOT NULL, PRIMARY KEY(challenge, position));
+    deadline_s REAL NOT NULL, ask BLOB NOT NULL, answers BLOB, marks BLOB, score REAL,
+    UNIQUE(sitting, peer_id, model, attempt));
+CREATE INDEX IF NOT EXISTS newest_of_peer ON challenges(peer_id, sent_s, deadline_s, score);
 """
 _OVER = "(score IS NOT NULL OR deadline_s < ?)"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptRound:
-    """A round with its secret seed."""
-
-    number: int
-    opens_s: float
-    closes_s: float
-    reveals_s: float
-    seed: bytes
-    statement: bytes
-    """Signed `Round`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, array_like=True):
     """A stored challenge; `score` is None while it is open."""
 
     id: str
@@ -73,8 +55,25 @@ class Record:
     deadline_s: float
     ask: bytes
     """Request signed by the taker, as are the answers."""
-    answers: bytes | None
-    score: float | None
+    answers: bytes | None = None
+    marks: bytes | None = None
+    """Wire bytes of the graded answers."""
+    score: float | None = None
+
+    @property
+    def graded(self) -> tuple[GradedAnswer, ...]:
+        """Graded answers, in order; empty for an unanswered challenge."""
+        return wire.decode(self.marks, tuple[GradedAnswer, ...]) if self.marks else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Score of one challenge, 0..1, after `round` training rounds of a node."""
+
+    node: str
+    arm: Condition
+    round: int
+    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,179 +100,111 @@ class JudgeStore:
 
     def __init__(self, folder: Path) -> None:
         """Raises `RunDirError`."""
+        path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(folder / FILE, isolation_level=None)
-            self._connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-            (folder / FILE).chmod(0o600)  # it holds seeds that are still secret
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+            self._connection = sqlite3.connect(path, isolation_level=None)
+            path.chmod(0o600)  # it holds seeds that are still secret
+            (tables,) = self._row("SELECT COUNT(*) FROM sqlite_master")
+            (version,) = self._row("PRAGMA user_version")
+            if tables and version != FORMAT:
+                raise RunDirError(f"{path}: expected format {FORMAT}, got {version}; begin in a new folder")
+            self._connection.executescript(
+                f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={FORMAT}; {_SCHEMA}"
+            )
         except (OSError, sqlite3.DatabaseError) as error:
-            raise RunDirError(f"{folder / FILE} cannot be written: {error}") from error
-        if version not in (0, FORMAT):
-            raise RunDirError(f"{folder / FILE}: expected format {FORMAT}, got {version}")
-        self._connection.execute(f"PRAGMA user_version={FORMAT}")
+            raise RunDirError(f"{path} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Closes the file."""
         self._connection.close()
 
-    def put_round(self, round_: KeptRound) -> None:
-        """Stores a round."""
+    def put_round(self, number: int, seed: bytes, statement: bytes) -> None:
+        """Stores a round with its seed and its signed `Round`."""
+        self._connection.execute("INSERT INTO rounds VALUES(?, ?, ?)", (number, seed, statement))
+
+    def rounds(self, most: int) -> list[tuple[bytes, bytes]]:
+        """Seed and statement of the newest rounds, newest first; the first may not have opened yet."""
+        rows = self._connection.execute("SELECT seed, statement FROM rounds ORDER BY number DESC LIMIT ?", (most,))
+        return rows.fetchall()
+
+    def round(self, number: int) -> tuple[bytes, bytes] | None:
+        """Seed and statement of a round."""
+        found: tuple[bytes, bytes] | None = self._row("SELECT seed, statement FROM rounds WHERE number = ?", number)
+        return found
+
+    def issue(self, record: Record) -> None:
+        """Stores a new challenge."""
+        values = msgspec.structs.astuple(record)
+        self._connection.execute(f"INSERT INTO challenges VALUES({', '.join('?' * len(values))})", values)
+
+    def answer(self, id_: str, answers: bytes, graded: Sequence[GradedAnswer], score: float) -> None:
+        """Stores answers and grades of an open challenge."""
+        changes = (answers, wire.encode(graded), score, id_)
         self._connection.execute(
-            "INSERT INTO sittings VALUES(?, ?, ?, ?, ?, ?)",
-            (
-                round_.number,
-                round_.opens_s,
-                round_.closes_s,
-                round_.reveals_s,
-                round_.seed,
-                round_.statement,
-            ),
-        )
-
-    def kept_round(self, number: int) -> KeptRound | None:
-        """Finds a round by number."""
-        row = self._connection.execute("SELECT * FROM sittings WHERE number = ?", (number,)).fetchone()
-        return None if row is None else KeptRound(*row)
-
-    def newest_rounds(self, most: int) -> list[KeptRound]:
-        """Newest rounds first; the first may not have opened yet."""
-        rows = self._connection.execute("SELECT * FROM sittings ORDER BY number DESC LIMIT ?", (most,))
-        return [KeptRound(*row) for row in rows]
-
-    def attempts(self, round_: int, peer_id: str, model: str) -> int:
-        """Number of challenges issued to a peer's model in a round."""
-        (count,) = self._connection.execute(
-            "SELECT COUNT(*) FROM challenges WHERE sitting = ? AND peer_id = ? AND model = ?", (round_, peer_id, model)
-        ).fetchone()
-        return int(count)
-
-    def issue(self, challenge: Challenge, ask: bytes) -> None:
-        """Stores a new challenge with its signed request."""
-        asked = challenge.ask
-        self._connection.execute(
-            "INSERT INTO challenges VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)",
-            (
-                challenge.id,
-                challenge.sitting,
-                challenge.peer_id,
-                asked.model,
-                asked.arm.value,
-                asked.round,
-                challenge.attempt,
-                asked.sent_s,
-                challenge.deadline_s,
-                ask,
-            ),
+            "UPDATE challenges SET answers = ?, marks = ?, score = ? WHERE id = ? AND score IS NULL", changes
         )
 
     def challenge(self, id_: str) -> Record | None:
         """Finds a challenge by id."""
-        row = self._connection.execute("SELECT * FROM challenges WHERE id = ?", (id_,)).fetchone()
-        return None if row is None else _record(row)
+        found: Record | None = msgspec.convert(self._row("SELECT * FROM challenges WHERE id = ?", id_), Record | None)
+        return found
 
-    def challenges(self, round_: int) -> list[Record]:
-        """Challenges of one round, in order of request."""
-        rows = self._connection.execute("SELECT * FROM challenges WHERE sitting = ? ORDER BY rowid", (round_,))
-        return [_record(row) for row in rows]
+    def challenge_at(self, sitting: int, position: int) -> Record | None:
+        """Finds a challenge of a round by its place in the order of request."""
+        query = "SELECT * FROM challenges WHERE sitting = ? ORDER BY rowid LIMIT 1 OFFSET ?"
+        found: Record | None = msgspec.convert(self._row(query, sitting, position), Record | None)
+        return found
 
-    def open_challenges(self, peer_id: str, now_s: float) -> int:
-        """Number of a peer's challenges that can still be answered."""
-        (count,) = self._connection.execute(
-            "SELECT COUNT(*) FROM challenges WHERE peer_id = ? AND score IS NULL AND deadline_s >= ?", (peer_id, now_s)
-        ).fetchone()
-        return int(count)
+    def attempts(self, sitting: int, peer_id: str, model: str) -> int:
+        """Number of challenges issued to a peer's model in a round."""
+        query = "SELECT COUNT(*) FROM challenges WHERE sitting = ? AND peer_id = ? AND model = ?"
+        return int(self._row(query, sitting, peer_id, model)[0])
 
-    def has_answered(self, peer_id: str) -> bool:
-        """Tells whether a peer ever answered a challenge."""
-        row = self._connection.execute(
-            "SELECT 1 FROM challenges WHERE peer_id = ? AND score IS NOT NULL LIMIT 1", (peer_id,)
-        ).fetchone()
-        return row is not None
-
-    def last_asked_s(self, peer_id: str) -> float:
-        """Unix time of a peer's newest granted request by its own clock; no request is granted twice."""
-        (last,) = self._connection.execute(
-            "SELECT COALESCE(MAX(sent_s), 0) FROM challenges WHERE peer_id = ?", (peer_id,)
-        ).fetchone()
-        return float(last)
-
-    def keep_grades(self, id_: str, answers: bytes, graded: Sequence[GradedAnswer], score: float) -> None:
-        """Stores answers and grades of a challenge; the primary key of the grades refuses a second time."""
-        with self._transaction():
-            self._connection.execute("UPDATE challenges SET answers = ?, score = ? WHERE id = ?", (answers, score, id_))
-            self._connection.executemany(
-                "INSERT INTO marks VALUES(?, ?, ?, ?, ?, ?)",
-                [
-                    (id_, position, answer.specialty, answer.value, answer.status.value, answer.passed)
-                    for position, answer in enumerate(graded)
-                ],
-            )
-
-    def graded_answers(self, id_: str) -> tuple[GradedAnswer, ...]:
-        """Graded answers of a challenge, in order; empty for an unanswered challenge."""
-        rows = self._connection.execute(
-            "SELECT specialty, value, status FROM marks WHERE challenge = ? ORDER BY position", (id_,)
-        )
-        return tuple(GradedAnswer(specialty, value, RewardStatus(status)) for specialty, value, status in rows)
+    def history(self, peer_id: str, now_s: float) -> tuple[float, int, int]:
+        """Unix time of a peer's newest request by its own clock, number of its open and of its answered challenges."""
+        query = """SELECT COALESCE(MAX(sent_s), 0), COALESCE(SUM(score IS NULL AND deadline_s >= ?), 0), COUNT(score)
+            FROM challenges WHERE peer_id = ?"""
+        last_s, still_open, answered = self._row(query, now_s, peer_id)
+        return last_s, still_open, answered
 
     def judged(self, now_s: float) -> list[Judged]:
         """Scores of all finished challenges, for the comparison; a node is a peer."""
-        rows = self._connection.execute(
-            f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid",
-            (now_s,),
-        )
+        query = f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid"
+        rows = self._connection.execute(query, (now_s,))
         return [Judged(peer_id, Condition(arm), round_, score) for peer_id, arm, round_, score in rows]
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
         """Rows of the leaderboard, best first."""
         rows = self._connection.execute(
-            f"""
-            WITH over AS (SELECT id, peer_id, model, arm, round, score,
-                ROW_NUMBER() OVER (PARTITION BY peer_id ORDER BY sent_s DESC) AS age FROM challenges WHERE {_OVER})
-            SELECT peer_id, MAX(CASE age WHEN 1 THEN model END), MAX(CASE age WHEN 1 THEN arm END),
-                MAX(CASE age WHEN 1 THEN round END), COUNT(*), SUM(score IS NULL),
-                AVG(CASE WHEN age <= {NEWEST} THEN COALESCE(score, 0) END),
-                MAX(CASE WHEN age <= {NEWEST} THEN (SELECT COUNT(*) FROM marks WHERE challenge = id) END)
-            FROM over GROUP BY peer_id""",
+            f"""SELECT peer_id, total, unanswered, challenges.* FROM challenges JOIN (
+                SELECT id, COUNT(*) OVER peer AS total, SUM(score IS NULL) OVER peer AS unanswered,
+                    ROW_NUMBER() OVER (PARTITION BY peer_id ORDER BY sent_s DESC) AS age
+                FROM challenges WHERE {_OVER} WINDOW peer AS (PARTITION BY peer_id)
+            ) USING (id) WHERE age <= {NEWEST} ORDER BY peer_id, age""",
             (now_s,),
-        ).fetchall()
-        bound = partial(lower_bound, peers=len(rows))
-        found = [
-            Standing(
-                peer_id,
-                model,
-                Condition(arm),
-                round_,
-                count,
-                unanswered,
-                score,
-                bound(score, each * min(count, NEWEST)),
-            )
-            for peer_id, model, arm, round_, count, unanswered, score, each in rows
-        ]
-        best = sorted(found, key=lambda one: (-one.at_least, -one.score, one.peer_id))[:most]
-        return [replace(one, specialties=self._passed(one.peer_id)) for one in best]
-
-    def _passed(self, peer_id: str) -> tuple[tuple[str, float], ...]:
-        rows = self._connection.execute(
-            "SELECT specialty, AVG(passed) FROM marks WHERE challenge IN "
-            "(SELECT id FROM challenges WHERE peer_id = ? ORDER BY sent_s DESC LIMIT ?) "
-            "GROUP BY specialty ORDER BY specialty",
-            (peer_id, NEWEST),
         )
-        return tuple((str(specialty), float(share)) for specialty, share in rows)
+        peers = [list(found) for _, found in groupby(rows, itemgetter(0))]
+        found = [
+            _standing(msgspec.convert([row[3:] for row in rows], list[Record]), *rows[0][1:3], peers=len(peers))
+            for rows in peers
+        ]
+        return sorted(found, key=lambda one: (-one.at_least, -one.score, one.peer_id))[:most]
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with closing(self._connection.cursor()) as cursor:
-            cursor.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                cursor.execute("ROLLBACK")
-                raise
-            cursor.execute("COMMIT")
+    def _row(self, query: str, *values: object) -> Any:
+        return self._connection.execute(query, values).fetchone()
+
+
+def _standing(newest: Sequence[Record], total: int, unanswered: int, *, peers: int) -> Standing:
+    last, score = newest[0], fmean(record.score or 0.0 for record in newest)
+    passed: dict[str, list[bool]] = {}
+    for record in newest:
+        for answer in record.graded:
+            passed.setdefault(answer.specialty, []).append(answer.passed)
+    questions = len(newest) * max(len(record.graded) for record in newest)
+    shares = tuple((name, fmean(each)) for name, each in sorted(passed.items()))
+    bound = lower_bound(score, questions, peers)
+    return Standing(last.peer_id, last.model, last.arm, last.round, total, unanswered, score, bound, shares)
 
 
 def lower_bound(share: float, questions: int, peers: int) -> float:
@@ -287,9 +218,3 @@ def lower_bound(share: float, questions: int, peers: int) -> float:
     z2 = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(peers, 1)) ** 2
     spread = math.sqrt(z2 * share * (1 - share) / questions + z2 * z2 / (4 * questions**2))
     return max(0.0, (share + z2 / (2 * questions) - spread) / (1 + z2 / questions))
-
-
-def _record(row: Sequence[object]) -> Record:
-    values = dict(zip(Record.__dataclass_fields__, row, strict=True))
-    values["arm"] = Condition(str(values["arm"]))
-    return Record(**values)  # type: ignore[arg-type]  # columns of the table above
