@@ -111,8 +111,8 @@ def test_every_section_says_what_it_is_about() -> None:
         ),
         (
             'train={advantage = "batch", kl = {coefficient = 0.1, where = "reward"}}',
-            "swarm.credit: expected 'group' with train.advantage = 'batch', whose advantages come after the KL penalty, "
-            "got 'group_weight'",
+            "swarm.credit: expected 'group' with train.advantage = 'batch', whose advantages come after the KL "
+            "penalty, got 'group_weight'",
         ),
         (
             'train={advantage = "batch", dynamic_sampling = true}',
