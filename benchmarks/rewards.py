@@ -28,9 +28,8 @@ from shoal.reward.code_runner import CodeRunner
 from shoal.reward.mathematics import mathematics
 from shoal.reward.scorer import WorkerScorer
 from shoal.reward.service import CodeScorer
-from shoal.sandbox import backends
 from shoal.sandbox.program import Backend, Program
-from shoal.sandbox.runner import run
+from shoal.sandbox.runner import run, strongest
 from shoal.types import Reward, RewardStatus, Task
 
 Report = dict[str, object]
@@ -44,7 +43,7 @@ ROUNDS = 3
 
 def measure(quick: bool) -> Report:
     """Measures the figures of the module's text. Raises `SandboxUnavailable`."""
-    backend = backends.backend()
+    backend = strongest()
     times_ms = _sandbox_ms(backend, 10 if quick else 60)
     cases = CASES[::12] if quick else CASES
     kinds = ("stdin",) if quick else tuple(TESTED)

@@ -12,8 +12,8 @@ from shoal.reward import code
 from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
 from shoal.reward.code_runner import CodeRunner
 from shoal.reward.service import CodeScorer
-from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Backend, Ended, Finished
+from shoal.sandbox.runner import why_not
 from shoal.types import Json, Reward, RewardStatus, Task
 
 T = TypeVar("T")

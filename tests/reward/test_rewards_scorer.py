@@ -18,8 +18,8 @@ import pytest
 from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
-from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Backend
+from shoal.sandbox.runner import why_not
 from shoal.tasks.library import ReasoningGymService
 from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Reward, RewardStatus, Split, Task
@@ -352,10 +352,10 @@ import asyncio, resource, pathlib, sys
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
 from shoal.reward.scorer import WorkerScorer
-from shoal.sandbox import backends
+from shoal.sandbox.runner import strongest
 
 async def main():
-    await asyncio.to_thread(backends.backend)  # before the limit: it costs this process a thread
+    await asyncio.to_thread(strongest)  # before the limit: it costs this process a thread
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))  # too little for a worker
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +12,10 @@ import psutil
 import pytest
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox.backends import probe, why_not
 from shoal.sandbox.command import installed_packages, outermost, package_folders
 from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
-from shoal.sandbox.runner import run, run_async
+from shoal.sandbox.runner import probe, run, run_async, why_not
+from shoal.sandbox.supervisor import run_on
 
 FOREVER = "while True: pass"
 
@@ -91,14 +92,15 @@ def test_a_cancelled_program_is_gone(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", [one for one in Backend if one is not Backend.LANDLOCK], indirect=True)
 def test_a_sandbox_that_is_killed_from_outside_failed_and_its_program_ended_in_no_way(backend: Backend) -> None:
     """With Landlock alone the only process is the program's."""
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run, Program("import time; time.sleep(60)"), ProgramLimits(wall_s=30), backend)
-        while len(processes := psutil.Process().children(recursive=True)) < 3:
-            assert not running.done()
-        launcher, first, _ = processes
+    ours, theirs = socket.socketpair()
+    source = "import os, time; os.write(0, b'begun'); time.sleep(60)"
+    with ours, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_on, backend, Program(source), ProgramLimits(wall_s=30), None, theirs)
+        assert ours.recv(5) == b"begun"
+        launcher, first, _ = psutil.Process().children(recursive=True)
         assert first.parent() == launcher
         first.kill()
-        with pytest.raises(SandboxUnavailable, match=r"ended from outside|could not be set up"):
+        with pytest.raises(SandboxUnavailable, match=f"the {backend.value} sandbox was ended from outside"):
             running.result()
 
 

@@ -22,9 +22,8 @@ from benchmarks.hostile.arena import (
 )
 from benchmarks.hostile.corpus import CASES, Case
 from benchmarks.hostile.judged import JUDGED, TESTS
-from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Backend, Program
-from shoal.sandbox.runner import run
+from shoal.sandbox.runner import run, why_not
 
 HONEST_BESIDE = 20
 AT_ONCE = 4

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from shoal.sandbox.backends import why_not
 from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
-from shoal.sandbox.runner import run
+from shoal.sandbox.runner import run, why_not
 
 AMPLE = ProgramLimits(
     wall_s=30.0, cpu_s=20.0, memory_bytes=512 << 20, processes=16, output_bytes=4 << 20, file_bytes=16 << 20

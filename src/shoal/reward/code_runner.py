@@ -10,10 +10,9 @@ from dataclasses import replace
 from shoal.errors import SandboxUnavailable
 from shoal.reward import in_sandbox
 from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
-from shoal.sandbox import backends
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
-from shoal.sandbox.runner import run_async
+from shoal.sandbox.runner import run_async, strongest
 
 RETRIES = 2
 """Number of further attempts to set up a sandbox."""
@@ -80,7 +79,7 @@ class CodeRunner:
         """Runs a job in one sandbox, or in one per input of a script where a sandbox may have only one process."""
         if self._backend is None:
             with ThreadPoolExecutor(1, "sandbox") as thread:
-                self._backend = await asyncio.get_running_loop().run_in_executor(thread, backends.backend)
+                self._backend = await asyncio.get_running_loop().run_in_executor(thread, strongest)
         if job.kind == "call" or (self._backend is not Backend.LANDLOCK and len(job.given) > 1):
             return Runs((await self._run(program_of(job), limits_of(job)),))
         runs: list[Finished] = []

@@ -20,11 +20,10 @@ from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied, SandboxUnavailable, TaskError
 from shoal.net.process import Child
-from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, AnswerVerdict, Batch, WorkerReady
-from shoal.sandbox import backends
-from shoal.sandbox.command import WORK_FOLDER, installed_packages, own_package
-from shoal.sandbox.program import Backend
-from shoal.sandbox.runner import confined
+from shoal.reward.messages import AnswerVerdict, Batch, WorkerReady
+from shoal.sandbox.command import WORK_FOLDER, installed_packages, module_command, own_package
+from shoal.sandbox.program import Backend, Program
+from shoal.sandbox.runner import strongest
 from shoal.types import EXHAUSTED, Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
@@ -142,7 +141,7 @@ class WorkerScorer:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
         if self._boxed:
             with contextlib.suppress(SandboxUnavailable):
-                self._rung = await asyncio.to_thread(backends.backend)
+                self._rung = await asyncio.to_thread(strongest)
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
@@ -336,15 +335,12 @@ class _Worker(Child):
         """The worker's command, within namespaces where the machine has them; elsewhere the worker confines itself."""
         if self._rung not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
             return super().command(fd)
-        return confined(
-            WORKER,
-            ["--boxed", "--fd", str(fd)],
-            backend=self._rung,
-            memory_bytes=MEMORY_BYTES,
-            open_files=OPEN_FILES,
-            packages=[*installed_packages(), own_package().parent],
+        module = Program(
+            argv=("python", "-s", "-S", "-B", "-P", "-m", WORKER, "--boxed", "--fd", str(fd)),
+            packages=(*installed_packages(), own_package().parent),
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
         )
+        return module_command(self._rung, module)
 
     @property
     def was_killed(self) -> bool:

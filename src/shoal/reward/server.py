@@ -24,7 +24,7 @@ from shoal.net.server import HANDLERS, Refused, body, decoded, guarded, json, re
 from shoal.reward import code
 from shoal.reward.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
 from shoal.reward.service import RewardService
-from shoal.sandbox import backends
+from shoal.sandbox.runner import probe
 from shoal.types import Task
 
 MOST_TEST_S = 60.0
@@ -118,7 +118,7 @@ class RewardServer:
         return json(reply_of(rewards))
 
     async def _health(self, _: Request) -> Response:
-        works = [backend.value for backend, why in backends.probe().items() if not why]
+        works = [backend.value for backend, why in probe().items() if not why]
         return json({"status": "ok", "backend": works[0] if works else None, "waiting": self._waiting})
 
     async def _metrics(self, _: Request) -> Response:

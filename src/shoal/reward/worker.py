@@ -28,7 +28,7 @@ from shoal.reward.mathematics import mathematics
 from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, AnswerVerdict, Batch, WorkerReady
 from shoal.reward.reasoning import scorer_of
 from shoal.reward.schema import complaint_of, json_in
-from shoal.sandbox import kernel, landlock, seccomp
+from shoal.sandbox import files, kernel, seccomp
 from shoal.sandbox.command import installed_packages, own_package, visible
 
 Judging = Callable[[str], tuple[float, str]]
@@ -182,8 +182,8 @@ def _enter_sandbox() -> None:
     caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
     readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
     kernel.drop_capabilities()
-    if kernel.landlock_version() >= landlock.OLDEST:
-        landlock.restrict(readable, "")
+    if files.landlock_version() >= files.OLDEST:
+        files.restrict(readable, "")
     kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid()))
 
 

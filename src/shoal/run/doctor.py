@@ -13,7 +13,7 @@ import psutil
 from shoal.errors import SandboxUnavailable
 from shoal.model.made_models import cache_directory
 from shoal.net import process
-from shoal.sandbox.backends import backend
+from shoal.sandbox.runner import strongest
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
 OPTIONAL = {
@@ -47,7 +47,7 @@ def diagnosis() -> dict[str, object]:
 def _sandbox() -> str:
     """Finds the sandbox backend for untrusted programs by trying."""
     try:
-        return backend().value
+        return strongest().value
     except SandboxUnavailable as error:
         return f"missing: {error}"
 

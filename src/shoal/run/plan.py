@@ -24,7 +24,7 @@ from shoal.run.checks import check_start
 from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
 from shoal.run.model_files import kv_bytes_per_token, number_in, parameter_count, settings_of, shapes_of
 from shoal.run.probe import check_functions, check_scores, judges
-from shoal.sandbox import backends
+from shoal.sandbox.runner import strongest
 from shoal.tasks.games.repair import Repair
 from shoal.tasks.library import Library, library_of
 from shoal.trainer.own_advantage import own_advantage
@@ -86,7 +86,7 @@ def _check_sandbox(service: Library) -> None:
     own = {one.name for one in service.services if judges(one)}
     repairs = any(isinstance(one, Repair) for one in service.services)
     if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
-        backends.backend()
+        strongest()
 
 
 def _longest_prompt(service: Library, renderer: ChatRenderer, max_model_len: int) -> int:

@@ -41,7 +41,7 @@ from shoal.run.plan import Prepared, changed_settings, own_mathematics, prepare,
 from shoal.run.recovery import open_buffer, recover
 from shoal.run.standstill import OwnEngines, report_waits, watch_run
 from shoal.run.totals import RunTotals
-from shoal.sandbox import backends
+from shoal.sandbox.runner import in_use
 from shoal.trainer.client import TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights.store import FILE, WeightStore
@@ -265,7 +265,7 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     await recover(parts, loop)
     parity = await logprob_mismatch(parts, prepared)
     parts.trackers.log_event("parity", mismatch=parity)
-    parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(backends.in_use))
+    parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
     await loop.evaluate(first_step)
     with report_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)

@@ -1,24 +1,80 @@
 """Command line that runs a program in a sandbox: the facts of this machine and this Python that a backend needs."""
 
+import marshal
+import math
 import os
 import secrets
 import shutil
 import site
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from shoal.sandbox import launcher
-from shoal.sandbox.launch_spec import NONE, LaunchSpec, pack
-from shoal.sandbox.mounts import DEVICES
-from shoal.sandbox.program import Backend
+from shoal.sandbox.kernel import DEVICES, NONE
+from shoal.sandbox.program import Backend, Program, ProgramLimits
 
 WORK_FOLDER = "/shoal-work"  # no readable file lies below this path
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-_BOOT = f"import sys; sys.path.append(sys.argv[1]); from {launcher.__name__} import main; main(*sys.argv[2:])"
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from shoal.sandbox.launcher import main; main(*sys.argv[2:])"
 _NOBODY = "65534"
 _UIDS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What the launcher is told of one program's sandbox and start. A limit of 0 means no limit."""
+
+    backend: str
+    argv: list[str]
+    environment: dict[str, str]
+    readable: list[str]
+    folder: str
+    """The only writable place: a mount point in the sandbox, an existing folder under Landlock, or "" for none."""
+    uid: int
+    """User id of the program; `NONE` keeps the starter's."""
+    status_fd: int
+    """Pipe for the launcher's reports; `NONE` for a module of Shoal, which talks to its parent itself."""
+    files_fd: int
+    """Marshalled files of the program, path to content."""
+    cpu_s: int
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+
+
+def launch_spec(
+    backend: Backend, program: Program, limits: ProgramLimits, folder: str, status_fd: int, files_fd: int
+) -> LaunchSpec:
+    """Launch specification of a program."""
+    first, *rest = program.command
+    packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
+    return LaunchSpec(
+        backend=backend.value,
+        argv=[interpreter() if first == "python" else first, *rest],
+        environment={**packages, **program.environment},
+        readable=visible(*program.packages, *program.readable),
+        folder=folder,
+        uid=NONE if backend is Backend.LANDLOCK else other_uid(),
+        status_fd=status_fd,
+        files_fd=files_fd,
+        cpu_s=math.ceil(limits.cpu_s),
+        memory_bytes=limits.memory_bytes,
+        processes=limits.processes,
+        file_bytes=limits.file_bytes,
+    )
+
+
+def module_command(backend: Backend, module: Program) -> list[str]:
+    """Command that runs a module of Shoal in a sandbox with namespaces, for as long as its parent wants.
+
+    The module keeps the descriptors it inherits, limits itself, and has an empty `WORK_FOLDER`. The parent enforces its
+    time and kills its whole process group. A sandbox that cannot be set up ends with code 1 and reports the reason on
+    standard error.
+    """
+    spec = launch_spec(backend, module, ProgramLimits(), WORK_FOLDER, NONE, NONE)
+    return boxed(replace(spec, cpu_s=0, memory_bytes=0, processes=0))
 
 
 @cache
@@ -106,7 +162,17 @@ def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
 
 
 def _launcher(place: str, spec: LaunchSpec) -> list[str]:
-    return [interpreter(), "-I", "-S", "-B", "-c", _BOOT, str(own_package().parent), place, pack(spec)]
+    return [
+        interpreter(),
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        _BOOT,
+        str(own_package().parent),
+        place,
+        marshal.dumps(asdict(spec)).hex(),
+    ]
 
 
 def outermost(paths: Sequence[str]) -> list[str]:
@@ -121,9 +187,3 @@ def outermost(paths: Sequence[str]) -> list[str]:
 def _parents(paths: Sequence[str]) -> list[str]:
     """Folders above the paths, outer ones first."""
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
-
-
-def environment_of(variables: Mapping[str, str], packages: Sequence[Path]) -> list[str]:
-    """Environment of a program as NAME=value."""
-    more = {"PYTHONPATH": os.pathsep.join(map(str, packages))} if packages else {}
-    return [f"{name}={value}" for name, value in {**more, **variables}.items()]

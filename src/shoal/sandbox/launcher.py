@@ -10,14 +10,20 @@ The launcher reports through a pipe. `{"child-pid": N}` names the first process,
 """
 
 import _signal  # type: ignore[import-not-found]  # as signal, without the milliseconds
+import marshal
 import os
 import resource
 import sys
 
-from shoal.sandbox import kernel, landlock, launch_spec, mounts, seccomp
-from shoal.sandbox.launch_spec import LANDLOCK, NONE, LaunchSpec
+from shoal.sandbox import files, kernel, seccomp
+from shoal.sandbox.kernel import LANDLOCK, NONE, PARENT
 
-PARENT = "SHOAL_PARENT_PID"
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # which take milliseconds
+    from collections.abc import Callable
+
+    from shoal.sandbox.command import LaunchSpec
+
 NOT_FOUND = 127
 _NOBODY = 65534
 _SIGKILL = 9
@@ -31,45 +37,46 @@ _NAMESPACES = (
 
 def main(place: str, word: str) -> None:
     """Confines this process and starts the program; never returns normally."""
-    wanted = launch_spec.unpack(word)
+    wanted: LaunchSpec = type(sys.implementation)(**marshal.loads(bytes.fromhex(word)))  # type: ignore[assignment]
     try:
         kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
         if place == "outside" and int(os.environ.get(PARENT, os.getppid())) != os.getppid():
             os._exit(1)  # the main process ended before the kernel was asked
         if wanted.status_fd != NONE:
             os.set_inheritable(wanted.status_fd, False)
-        files = _files(wanted)
         if place == "inside":
-            _be_first_process(wanted, files)
+            _be_first_process(wanted)
         elif wanted.backend == LANDLOCK:
-            _be_program(wanted, files)
+            _be_program(wanted)
         else:
-            _make_namespaces(wanted, files)
+            _make_namespaces(wanted)
     except OSError as error:
         _fail(wanted, error)
 
 
-def _files(wanted: LaunchSpec) -> list[tuple[str, bytes]]:
-    if wanted.files_fd == NONE:
-        return []
-    with os.fdopen(wanted.files_fd, "rb") as stream:
-        return launch_spec.unpack_files(stream.read())
-
-
-def _report(wanted: LaunchSpec, text: str) -> None:
+def _report(wanted: "LaunchSpec", text: str) -> None:
     if wanted.status_fd != NONE:
         os.write(wanted.status_fd, f"{text}\n".encode(errors="replace"))
 
 
-def _fail(wanted: LaunchSpec, error: OSError) -> None:
-    why = f"failed {error}".replace("\n", " ")
-    if wanted.status_fd == NONE:
-        os.write(2, f"the sandbox {why}\n".encode(errors="replace"))
-    _report(wanted, why)
+def _fail(wanted: "LaunchSpec", error: OSError) -> None:
+    why = f"the sandbox failed {error}".replace("\n", " ")
+    os.write(2 if wanted.status_fd == NONE else wanted.status_fd, f"{why}\n".encode(errors="replace"))
     os._exit(1)
 
 
-def _make_namespaces(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
+def _forked(wanted: "LaunchSpec", work: "Callable[[LaunchSpec], None]") -> int:
+    """Process id of a child that does `work`, which does not return."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(wanted)
+        except OSError as error:
+            _fail(wanted, error)
+    return pid
+
+
+def _make_namespaces(wanted: "LaunchSpec") -> None:
     """Makes the namespaces. A `uid` implies root's rights; otherwise a user namespace gives them."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(sum(_NAMESPACES) | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
@@ -77,18 +84,17 @@ def _make_namespaces(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_NOBODY} {user} 1")
         _write("/proc/self/gid_map", f"{_NOBODY} {group} 1")
-    child = os.fork()
-    if child == 0:
-        try:
-            kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
-            mounts.enter_own_root(wanted.readable, wanted.folder, wanted.file_bytes)
-            _be_first_process(wanted, files)
-        except OSError as error:
-            _fail(wanted, error)
+    child = _forked(wanted, _in_namespaces)
     _report(wanted, f'{{"child-pid": {child}}}')
     os.closerange(0, _MOST_DESCRIPTORS)
     _, status = os.waitpid(child, 0)
     os._exit(_exit_code(status))
+
+
+def _in_namespaces(wanted: "LaunchSpec") -> None:
+    kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
+    files.enter_own_root(wanted.readable, wanted.folder, wanted.file_bytes)
+    _be_first_process(wanted)
 
 
 def _write(path: str, text: str) -> None:
@@ -96,13 +102,8 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _be_first_process(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
-    program = os.fork()
-    if program == 0:
-        try:
-            _be_program(wanted, files)
-        except OSError as error:
-            _fail(wanted, error)
+def _be_first_process(wanted: "LaunchSpec") -> None:
+    program = _forked(wanted, _be_program)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # a first process receives only the signals that it handles
     _close_all_but(wanted.status_fd, 0)  # the program alone holds its pipes: readers wait for their end
     while True:
@@ -123,9 +124,12 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _be_program(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
+def _be_program(wanted: "LaunchSpec") -> None:
     alone = wanted.backend == LANDLOCK
-    if wanted.status_fd != NONE:  # without a status pipe the program is a module of Shoal, which talks to its parent
+    content: dict[str, bytes] = {}
+    if wanted.status_fd != NONE:  # else it is a module of Shoal, which brings no files and talks to its parent
+        with os.fdopen(wanted.files_fd, "rb") as stream:
+            content = marshal.load(stream)
         _close_all_but(wanted.status_fd, 3)
     os.umask(0o022)
     os.chdir(wanted.folder or "/")
@@ -133,38 +137,31 @@ def _be_program(wanted: LaunchSpec, files: list[tuple[str, bytes]]) -> None:
         os.setgroups([])
         os.setresgid(wanted.uid, wanted.uid, wanted.uid)
         os.setresuid(wanted.uid, wanted.uid, wanted.uid)
-    _unpack(files)
+    for name, data in content.items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(data)
     for limit, value in _limits(wanted):
         resource.setrlimit(limit, value)
     kernel.drop_capabilities()
     if alone:
-        landlock.restrict(wanted.readable, wanted.folder)
+        files.restrict(wanted.readable, wanted.folder)
     kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid() if alone else None))
-    environment = dict(entry.split("=", 1) for entry in wanted.environment)
     _report(wanted, "started")
     try:
-        os.execve(wanted.argv[0], wanted.argv, environment)
+        os.execve(wanted.argv[0], wanted.argv, wanted.environment)
     except (FileNotFoundError, PermissionError) as error:
         os.write(2, f"{wanted.argv[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND)
 
 
-def _unpack(files: list[tuple[str, bytes]]) -> None:
-    for name, content in files:
-        parent = os.path.dirname(name)
-        if parent:
-            os.makedirs(parent, exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
-
-
-def _limits(wanted: LaunchSpec) -> list[tuple[int, tuple[int, int]]]:
+def _limits(wanted: "LaunchSpec") -> list[tuple[int, tuple[int, int]]]:
     """Soft and hard limits; the hard CPU limit is a second later, for programs that ignore the signal."""
     pairs = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_NOFILE, wanted.open_files),
+        (resource.RLIMIT_NOFILE, kernel.OPEN_FILES),
         (resource.RLIMIT_FSIZE, wanted.file_bytes),
     ]
     if wanted.memory_bytes:
@@ -175,7 +172,3 @@ def _limits(wanted: LaunchSpec) -> list[tuple[int, tuple[int, int]]]:
     if wanted.cpu_s:
         limits.append((resource.RLIMIT_CPU, (wanted.cpu_s, wanted.cpu_s + 1)))
     return limits
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

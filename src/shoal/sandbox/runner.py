@@ -1,22 +1,57 @@
-"""Runner of programs on the strongest sandbox of this machine."""
+"""Runs programs in sandboxes: on the strongest backend of this machine, found by a trial program in each."""
 
 import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import cache
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox import backends
-from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
-from shoal.sandbox.launch_spec import NONE, LaunchSpec
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.supervisor import run_on
 
+_ADVICE = "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), or use Linux 6.2 or newer with Landlock"
+_TRIAL = Program("open('file', 'w').write('x'); print(input())", stdin=b"works")
 _DEFAULT = ProgramLimits()
-_FOLDER_BYTES = 16 << 20
+
+
+@cache
+def why_not(backend: Backend) -> str:
+    """Reason why this machine lacks a backend; empty when a program ran in it."""
+    if sys.platform != "linux":
+        return "needs Linux"
+    try:
+        finished = run_on(backend, _TRIAL, ProgramLimits(wall_s=20.0))
+    except (SandboxUnavailable, OSError) as error:
+        return str(error)
+    if finished.stdout != b"works\n":
+        return f"a trial program {finished.ended.value}: {finished.stderr.decode(errors='replace').strip()[-300:]}"
+    return ""
+
+
+def probe() -> Mapping[Backend, str]:
+    """Reasons (`why_not`) of every backend, strongest first."""
+    return {backend: why_not(backend) for backend in Backend}
+
+
+def strongest() -> Backend:
+    """Strongest backend that works. Raises `SandboxUnavailable` when none works."""
+    for candidate in Backend:
+        if not why_not(candidate):
+            return candidate
+    found = "; ".join(f"{candidate.value}: {why}" for candidate, why in probe().items())
+    raise SandboxUnavailable(f"no sandbox for untrusted programs works on this machine ({found}); {_ADVICE}")
+
+
+def in_use() -> str:
+    """Name of the strongest backend that works, or `none`."""
+    try:
+        return strongest().value
+    except SandboxUnavailable:
+        return "none"
 
 
 def run(program: Program, limits: ProgramLimits = _DEFAULT, backend: Backend | None = None) -> Finished:
@@ -27,7 +62,7 @@ def run(program: Program, limits: ProgramLimits = _DEFAULT, backend: Backend | N
     >>> run(Program("print(6 * 7)")).stdout
     b'42\\n'
     """
-    return run_on(backends.backend() if backend is None else backend, program, limits)
+    return run_on(backend or strongest(), program, limits)
 
 
 async def run_async(
@@ -42,7 +77,7 @@ async def run_async(
     """
 
     def work() -> Finished:
-        return run_on(backends.backend() if backend is None else backend, program, limits, stop, channel)
+        return run_on(backend or strongest(), program, limits, stop, channel)
 
     with contextlib.ExitStack() as stack:
         try:
@@ -59,38 +94,3 @@ async def run_async(
             os.eventfd_write(stop, 1)
             await asyncio.wait([running])
             raise
-
-
-def confined(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    backend: Backend,
-    memory_bytes: int,
-    open_files: int,
-    packages: Sequence[Path],
-    environment: Mapping[str, str],
-) -> list[str]:
-    """Command that runs a module of Shoal in a sandbox with namespaces, for as long as its parent wants.
-
-    The module keeps the descriptors it inherits, and `WORK_FOLDER` is an empty folder. The parent enforces its time and
-    kills its whole process group. A sandbox that cannot be set up ends with code 1 and reports the reason on standard
-    error.
-    """
-    assert backend is not Backend.LANDLOCK, "it has no folder of its own to be given"
-    spec = LaunchSpec(
-        backend=backend,
-        argv=[interpreter(), "-s", "-S", "-B", "-P", "-m", module, *arguments],
-        environment=environment_of(environment, packages),
-        readable=visible(*packages),
-        folder=WORK_FOLDER,
-        uid=other_uid(),
-        status_fd=NONE,
-        files_fd=NONE,
-        cpu_s=0,
-        memory_bytes=memory_bytes,
-        processes=0,
-        file_bytes=_FOLDER_BYTES,
-        open_files=open_files,
-    )
-    return boxed(spec)

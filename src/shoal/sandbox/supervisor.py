@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import marshal
 import math
 import os
 import re
@@ -15,10 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox.command import WORK_FOLDER, boxed, environment_of, interpreter, other_uid, visible
-from shoal.sandbox.launch_spec import NONE, LaunchSpec, pack_files
-from shoal.sandbox.launcher import PARENT
-from shoal.sandbox.mounts import MOST_FILES
+from shoal.sandbox.command import WORK_FOLDER, boxed, launch_spec
+from shoal.sandbox.kernel import MOST_FILES, NONE, PARENT
 from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
 
@@ -27,7 +26,6 @@ START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 """Seconds for the kernel to remove killed processes."""
 WATCH_EVERY_S = 0.025
-OPEN_FILES = 64
 _CHUNK_BYTES = 1 << 16
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
@@ -67,7 +65,7 @@ def _start(
 ) -> "_Watch":
     """Starts the launcher; the stack cleans up after it. Raises `OSError`."""
     folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
-    files_fd = stack.enter_context(_memory_file("files", pack_files(dict(program.all_files))))
+    files_fd = stack.enter_context(_memory_file("files", marshal.dumps(dict(program.all_files))))
     stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
     status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     stack.callback(os.close, status_fd)
@@ -78,7 +76,7 @@ def _start(
         info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
         theirs.callback(os.close, info_fd)
         process = subprocess.Popen(
-            boxed(_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
+            boxed(launch_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
             stdin=stdin_fd if channel is None else channel.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -115,27 +113,6 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _spec(
-    backend: Backend, program: Program, limits: ProgramLimits, folder: str, status_fd: int, files_fd: int
-) -> LaunchSpec:
-    first, *rest = program.command
-    return LaunchSpec(
-        backend=backend,
-        argv=[interpreter() if first == "python" else first, *rest],
-        environment=environment_of(program.environment, program.packages),
-        readable=visible(*program.packages, *program.readable),
-        folder=folder,
-        uid=NONE if backend is Backend.LANDLOCK else other_uid(),
-        status_fd=status_fd,
-        files_fd=files_fd,
-        cpu_s=math.ceil(limits.cpu_s),
-        memory_bytes=limits.memory_bytes,
-        processes=limits.processes,
-        file_bytes=limits.file_bytes,
-        open_files=OPEN_FILES,
-    )
 
 
 @dataclass(slots=True)
