@@ -24,7 +24,7 @@ _UIDS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What the launcher is told of one program's sandbox and start. A limit of 0 means no limit."""
+    """Specification of one program's sandbox and start, for the launcher. A limit of 0 means no limit."""
 
     backend: str
     argv: list[str]
