@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from shoal.gateway import Gateway
+from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.process import collect_rarely

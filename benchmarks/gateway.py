@@ -33,7 +33,7 @@ import uvloop
 
 from benchmarks import child_environment
 from benchmarks.echo import answer_ids, answer_s
-from shoal.gateway.session_routes import Export
+from shoal.gateway.registry import Export
 from shoal.net.process import collect_rarely
 from shoal.types import seed_for
 

@@ -133,26 +133,25 @@ run.loop:TrainLoop._step
 """
 
 CHAT = """
-gateway.server:Gateway._chat
+gateway.server:Gateway._generate
   gateway.server:Gateway._session
-  gateway.server:Gateway._body
-  gateway.chat:chat_ask
-  gateway.server:Gateway._answer
-    gateway.sessions:Session.generation
-      gateway.sessions:Session._open
-        gateway.token_tree:TokenTree.attach
-        gateway.sessions:Session._bridge
-          model.chat_template:ChatRenderer.bridge_ids
-        gateway.token_tree:TokenTree.open
-      gateway.sessions:Session._begin
-        gateway.sessions:Session._generate
-          gateway.sessions:SessionContext.completion
-            engine.pool:EnginePool.generate
-          model.chat_template:ChatRenderer.answer
-          gateway.token_tree:TokenTree.commit
-    gateway.sessions:Session.deliver
-      gateway.token_tree:TokenTree.deliver
-  gateway.chat:chat_body
+  gateway.dialects:Dialect.request
+  gateway.chat:chat_ask @ Dialect
+  gateway.sessions:Session.generation
+    gateway.sessions:Session._open
+      gateway.token_tree:TokenTree.attach
+      gateway.sessions:Session._bridge
+        model.chat_template:ChatRenderer.bridge_ids
+      gateway.token_tree:TokenTree.open
+    gateway.sessions:Session._begin
+      gateway.sessions:Session._generate
+        gateway.sessions:Session._completion
+          engine.pool:EnginePool.generate
+        model.chat_template:ChatRenderer.answer
+        gateway.token_tree:TokenTree.commit
+  gateway.chat:chat_body @ Reply
+  gateway.sessions:Session.deliver
+    gateway.token_tree:TokenTree.deliver
 """
 
 WEIGHTS = """

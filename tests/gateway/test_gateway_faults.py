@@ -15,7 +15,7 @@ import uvicorn
 from benchmarks import child_environment
 from benchmarks.echo import CONTEXT, tokenizer
 from shoal.engine.http_client import HttpEngine
-from shoal.gateway import Gateway
+from shoal.gateway.server import Gateway
 from shoal.model.chat_template import ChatRenderer
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout

@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 
 from gateway_engine import Served, served
-from shoal.gateway import SessionBounds
-from shoal.gateway.registry import CLOSED_KEPT
+from shoal.gateway.registry import CLOSED_KEPT, SessionBounds
 from shoal.gateway.server import MAX_BODY_BYTES
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout

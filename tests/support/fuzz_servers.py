@@ -30,7 +30,7 @@ from fuzz_attack import Attack, Target
 from fuzz_bodies import CHAT, MESSAGES, RESPONSES
 from shoal import wire
 from shoal.config import RewardConfig, TaskConfig
-from shoal.gateway import Gateway
+from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config

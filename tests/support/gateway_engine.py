@@ -11,8 +11,9 @@ from typing import Any
 import uvicorn
 
 from chat_templates import renderer
+from shoal.engine.pool import EnginePool
 from shoal.errors import EngineUnavailable
-from shoal.gateway import Gateway
+from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.model.chat_template import ChatRenderer
 from shoal.types import Completion, FinishReason, Sampling
@@ -64,6 +65,12 @@ class ScriptedEngine:
     async def update_weights(self, version: int, path: Path) -> None:
         self.version = version
 
+    async def alive(self) -> None: ...
+
+    async def abort(self, request_ids: Sequence[str] = ()) -> None: ...
+
+    async def aclose(self) -> None: ...
+
     async def info(self) -> EngineInfo:
         return EngineInfo(self.version, "", CONTEXT, 0.0, 0, 0, 0, 0, 0)
 
@@ -79,12 +86,16 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    *script: str | None, style: str = "qwen3", delay_s: float = 0.0, **options: Any
+    *script: str | None, style: str = "qwen3", delay_s: float = 0.0, pooled: bool = False, **options: Any
 ) -> AsyncIterator[Served]:
-    """A gateway on a free port, before a scripted engine; `options` are the gateway's."""
+    """A gateway on a free port, before a scripted engine, `pooled` as in a run; `options` are the gateway's."""
     made = renderer(style)
     engine = ScriptedEngine(made, list(script), delay_s=delay_s)
-    gateway = Gateway(engine, made, **{"max_model_len": CONTEXT, "max_body_bytes": 1 << 20, **options})
+    pool = EnginePool()
+    await pool.join("engine", engine)
+    gateway = Gateway(
+        pool if pooled else engine, made, **{"max_model_len": CONTEXT, "max_body_bytes": 1 << 20, **options}
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(gateway.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)

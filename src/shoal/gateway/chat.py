@@ -1,58 +1,33 @@
-"""OpenAI's `/v1/chat/completions` and `/v1/completions`: requests and answers."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`, and vLLM's `/inference/v1/generate`."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
-from shoal.errors import SessionError
+from shoal.gateway.dialects import (
+    Body,
+    Dialect,
+    ModelRequest,
+    R,
+    Refusal,
+    Reply,
+    TextPart,
+    conversation,
+    text_of,
+    unicode,
+)
 from shoal.gateway.sessions import AnswerRequest
-from shoal.gateway.token_tree import Conversation, Generation
-from shoal.types import FinishReason, Json, Message, Role, ToolCall
+from shoal.gateway.token_tree import TokenTree
+from shoal.net.chat import Call, wire_of, wire_of_call
+from shoal.types import FinishReason, Json, Message, Role
 
-Body: TypeAlias = dict[str, Json]
-ROLES = {
-    "system": Role.SYSTEM,
-    "developer": Role.SYSTEM,
-    "user": Role.USER,
-    "assistant": Role.ASSISTANT,
-    "tool": Role.TOOL,
-}
+ROLES = {"developer": Role.SYSTEM, **{role.value: role for role in Role}}
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
 """Names of the template arguments that clients may set; the renderer's own, such as the template, are not among
 them."""
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
-
-
-class Refusal(SessionError):
-    """Refusal of a field's value that cannot be served (HTTP 400); `field` names the field."""
-
-    def __init__(self, field: str, expected: str, came: object) -> None:
-        super().__init__(f"{field}: expected {expected}, got {came!r}")
-        self.field = field
-
-
-class TextPart(msgspec.Struct):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(msgspec.Struct):
-    """Function and arguments of a quoted call."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class QuotedCall(msgspec.Struct):
-    """Tool call as a client quotes it."""
-
-    id: str = ""
-    function: FunctionCall | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -60,7 +35,7 @@ class ChatMessage(msgspec.Struct):
 
     role: str
     content: str | list[TextPart] | None = None
-    tool_calls: list[QuotedCall] | None = None
+    tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
 
 
@@ -70,261 +45,103 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
 
 
-class Typed(msgspec.Struct):
-    """Object of which only the type matters."""
+class CompletionRequest(ModelRequest, kw_only=True):
+    """Fields that chat and text completions share."""
 
-    type: str
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields that chat and text completions share. Unknown fields are ignored, unserved values refused."""
-
-    model: str = ""
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     seed: int | None = None
-    n: int | None = 1
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
-
-    def refuse_unserved(self) -> None:
-        """Raises `Refusal` for a value that would change sampling and cannot be honoured."""
-        for field, value, allowed in (
-            ("n", self.n, (None, 1)),
-            ("stop", self.stop, (None, "", [])),
-            ("presence_penalty", self.presence_penalty, (None, 0.0)),
-            ("frequency_penalty", self.frequency_penalty, (None, 0.0)),
-            ("logit_bias", self.logit_bias, (None, {})),
-        ):
-            if value not in allowed:
-                raise Refusal(field, f"none or {allowed[-1]!r}", value)
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     tools: list[object] | None = None
-    tool_choice: str | Typed | None = None
-    parallel_tool_calls: bool | None = True
-    response_format: Typed | None = None
+    tool_choice: str | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = 0
     chat_template_kwargs: dict[str, object] | None = None
 
 
-class TextRequest(SamplingFields, kw_only=True):
+class TextRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int]
-    logprobs: int | None = None
-    echo: bool | None = False
 
 
-def chat_ask(body: ChatRequest, digest: str, *, is_retry: bool, takes_tools: bool) -> AnswerRequest:
+class TokenSampling(msgspec.Struct):
+    """Parameters of sampling; a session's own sampling wins."""
+
+    max_tokens: int = 16
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Literal[1] = 1
+    seed: int | None = None
+    stop: Literal[""] | None = None
+
+
+class TokensRequest(ModelRequest, kw_only=True):
+    """Body of `POST /inference/v1/generate`, for agents that render by themselves."""
+
+    token_ids: list[int]
+    sampling_params: TokenSampling
+    request_id: str = ""
+    logprobs_format: Literal["content", "flat"] = "content"
+    """Format of logprobs; `flat` gives a list of numbers, as Shoal's engines do."""
+
+
+C = TypeVar("C", bound=CompletionRequest)
+
+
+def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a chat body. Raises `Refusal`."""
-    body.refuse_unserved()
-    if body.response_format is not None and body.response_format.type != "text":
-        raise Refusal("response_format", "type 'text'", body.response_format.type)
-    if body.tool_choice not in (None, "auto", "none"):
-        raise Refusal("tool_choice", "'auto' or 'none'", msgspec.to_builtins(body.tool_choice))
-    if body.parallel_tool_calls is False:
-        raise Refusal("parallel_tool_calls", "true", False)
-    if body.top_logprobs:
-        raise Refusal("top_logprobs", "none or 0", body.top_logprobs)
-    tools = tools_text(body.tools if body.tool_choice != "none" else None, takes_tools=takes_tools)
-    messages = tuple(_message(i, message) for i, message in enumerate(body.messages))
-    template = _template_text(body.chat_template_kwargs or {})
+    messages = (_message(f"messages[{i}]", message) for i, message in enumerate(body.messages))
+    tools = body.tools if body.tool_choice != "none" else None
     return AnswerRequest(
-        Conversation(checked(messages), tools, template),
-        digest,
+        conversation(messages, tools, _template_text(body.chat_template_kwargs or {})),
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
-        is_retry=is_retry,
     )
 
 
-def prompt_ask(prompt_ids: tuple[int, ...], ask: AnswerRequest) -> AnswerRequest:
-    """Answer request with its prompt replaced by tokens. Raises `Refusal`."""
-    if any(token < 0 for token in prompt_ids):
-        raise Refusal("token_ids", "numbers of 0 and more", min(prompt_ids))
-    named = Conversation((Message(Role.USER, repr(prompt_ids)),), template="tokens")
-    return replace(ask, conversation=named, prompt_ids=prompt_ids)
+def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
+    """Answer request of a text completion. Raises `Refusal`."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    most = 16 if body.max_tokens is None else body.max_tokens
+    said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt)
+    return AnswerRequest(max_tokens=most, temperature=body.temperature, top_p=body.top_p, seed=body.seed, prompt=said)
 
 
-def text_ask(body: TextRequest, digest: str, prompt_ids: tuple[int, ...], *, is_retry: bool) -> AnswerRequest:
-    """Answer request of a text completion whose prompt is tokens. Raises `Refusal`."""
-    body.refuse_unserved()
-    if body.echo:
-        raise Refusal("echo", "false", True)
-    ask = AnswerRequest(
-        Conversation(()),
-        digest,
-        max_tokens=16 if body.max_tokens is None else body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-        is_retry=is_retry,
+def tokens_ask(body: TokensRequest, _: TokenTree) -> AnswerRequest:
+    """Answer request of a prompt in tokens. Raises `Refusal`."""
+    params = body.sampling_params
+    return AnswerRequest(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        seed=params.seed,
+        prompt=_tokens("token_ids", body.token_ids),
     )
-    return prompt_ask(prompt_ids, ask)
 
 
-def tools_text(tools: list[object] | None, *, takes_tools: bool) -> str:
-    """Tools as JSON, with the order of their fields kept. Raises `Refusal`."""
-    if not tools:
-        return ""
-    if not takes_tools:
-        raise Refusal("tools", "none: the model's chat template shows no tools", f"{len(tools)} tools")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refusal(f"tools[{i}]", '{"type": "function", "function": {"name": ...}}', tool)
-    return json.dumps(tools, ensure_ascii=False)
+def _tokens(where: str, prompt: list[str | int] | list[int]) -> tuple[int, ...]:
+    ids = tuple(token for token in prompt if isinstance(token, int) and token >= 0)
+    if len(ids) != len(prompt):
+        raise Refusal(where, "token ids of 0 and more, or one text", f"{len(prompt)} entries")
+    return ids
 
 
-def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages, if they can form a conversation. Raises `Refusal`."""
-    if not messages:
-        raise Refusal("messages", "at least one", [])
-    for i, message in enumerate(messages):
-        try:
-            message.content.encode()
-        except UnicodeEncodeError:
-            raise Refusal(f"messages[{i}].content", "Unicode text", "lone surrogates") from None
-    return messages
-
-
-def chat_body(generation: Generation, prompt_ids: tuple[int, ...], request: ChatRequest, created: int) -> Body:
-    """Body of the answer to a chat request."""
-    message: Body = {"role": "assistant", "content": generation.message.content, "refusal": None}
-    if generation.message.tool_calls:
-        message["tool_calls"] = [_call_body(call) for call in generation.message.tool_calls]
-        message["content"] = generation.message.content or None
-    if generation.message.reasoning:
-        message["reasoning_content"] = generation.message.reasoning
-    choice: Body = {
-        "index": 0,
-        "message": message,
-        "finish_reason": finish_reason(generation),
-        "logprobs": logprobs_body(generation) if request.logprobs else None,
-        **token_fields(generation, asked=bool(request.return_token_ids)),
-    }
-    if generation.ill_formed:
-        choice["ill_formed"] = True
-    return {
-        "id": f"chatcmpl-{generation.id}",
-        "object": "chat.completion",
-        "created": created,
-        "model": request.model,
-        "choices": [choice],
-        "usage": usage(generation, prompt_ids),
-        **({"prompt_token_ids": list(prompt_ids)} if request.return_token_ids else {}),
-    }
-
-
-def text_body(generation: Generation, prompt_ids: tuple[int, ...], request: TextRequest, created: int) -> Body:
-    """Body of the answer to a text completion."""
-    choice: Body = {
-        "index": 0,
-        "text": generation.message.content,
-        "finish_reason": FINISH[generation.completion.finish_reason],
-        "logprobs": None,
-        **token_fields(generation, asked=bool(request.return_token_ids)),
-    }
-    return {
-        "id": f"cmpl-{generation.id}",
-        "object": "text_completion",
-        "created": created,
-        "model": request.model,
-        "choices": [choice],
-        "usage": usage(generation, prompt_ids),
-        **({"prompt_token_ids": list(prompt_ids)} if request.return_token_ids else {}),
-    }
-
-
-def chat_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
-    """Chunks that stream a whole chat answer."""
-    choices = body["choices"]
-    assert isinstance(choices, list)
-    choice = choices[0]
-    assert isinstance(choice, dict)
-    message = choice.pop("message")
-    assert isinstance(message, dict)
-    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    deltas: list[Body] = [{"role": "assistant", "content": ""}]
-    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls) if isinstance(call, dict)]
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    extra = {"prompt_token_ids": body["prompt_token_ids"]} if "prompt_token_ids" in body else {}
-    yield {**head, "choices": [{**choice, "delta": {}}], **extra}
-    if with_usage:
-        yield {**head, "choices": [], "usage": body["usage"]}
-
-
-def text_chunks(body: Body, *, with_usage: bool) -> Iterator[Body]:
-    """Chunks that stream a whole text completion."""
-    yield {name: value for name, value in body.items() if name != "usage"}
-    if with_usage:
-        yield {**body, "choices": []}
-
-
-def wants_usage(request: SamplingFields) -> bool:
-    """Whether a stream ends with token counts."""
-    return bool(request.stream_options and request.stream_options.include_usage)
-
-
-def finish_reason(generation: Generation) -> str:
-    """Finish reason in OpenAI's words."""
-    if generation.completion.finish_reason is FinishReason.STOP and generation.message.tool_calls:
-        return "tool_calls"
-    return FINISH[generation.completion.finish_reason]
-
-
-def usage(generation: Generation, prompt_ids: tuple[int, ...]) -> Body:
-    """Token counts."""
-    sampled = len(generation.completion.token_ids)
-    return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt_ids) + sampled,
-    }
-
-
-def token_fields(generation: Generation, *, asked: bool) -> Body:
-    """Sampled tokens and their Versions, if the client asked for them."""
-    return {"token_ids": list(generation.completion.token_ids), "weight_versions": spans(generation)} if asked else {}
-
-
-def spans(generation: Generation) -> list[Json]:
-    """Spans of sampled tokens by Version."""
-    versions, found, start = generation.completion.versions, list[Json](), 0
-    for end in range(1, len(versions) + 1):
-        if end == len(versions) or versions[end] != versions[start]:
-            found.append({"version": versions[start], "start": start, "end": end})
-            start = end
-    return found
-
-
-def logprobs_body(generation: Generation) -> Body:
-    """Logprobs with an entry per sampled token, whose id has both spellings that clients know."""
-    pairs = zip(generation.completion.token_ids, generation.completion.logprobs, strict=True)
-    content: list[Json] = [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": lp, "bytes": None, "top_logprobs": []}
-        for token, lp in pairs
-    ]
-    return {"content": content, "refusal": None}
+def _message(where: str, message: ChatMessage) -> Message:
+    if message.role not in ROLES:
+        raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", message.role)
+    role, text = ROLES[message.role], text_of(f"{where}.content", message.content)
+    calls = tuple(call.tool_call for call in message.tool_calls or ()) if role is Role.ASSISTANT else ()
+    return Message(role, text, calls, tool_call_id=message.tool_call_id or "")
 
 
 def _template_text(arguments: dict[str, object]) -> str:
@@ -335,30 +152,125 @@ def _template_text(arguments: dict[str, object]) -> str:
     return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
-def _message(i: int, message: ChatMessage) -> Message:
-    where = f"messages[{i}]"
-    if message.role not in ROLES:
-        raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", message.role)
-    role = ROLES[message.role]
-    calls = tuple(_call(where, call) for call in message.tool_calls or ()) if role is Role.ASSISTANT else ()
-    return Message(role, text_of(f"{where}.content", message.content), calls, tool_call_id=message.tool_call_id or "")
+def chat_body(reply: Reply[ChatRequest]) -> Body:
+    """Body of the answer to a chat request."""
+    message = {**wire_of(reply.message), "refusal": None}
+    if reply.message.tool_calls and not reply.message.content:
+        message["content"] = None
+    choice: Body = {"index": 0, "message": message, **_ended(reply)}
+    return {**_head("chatcmpl", "chat.completion", reply), "choices": [choice], **_tail(reply)}
 
 
-def _call(where: str, call: QuotedCall) -> ToolCall:
-    if call.function is None:
-        raise Refusal(f"{where}.tool_calls", "calls of functions", call.id)
-    return ToolCall(call.id, call.function.name, call.function.arguments)
+def chat_chunks(reply: Reply[ChatRequest]) -> Iterator[Body]:
+    """Chunks that stream a whole chat answer."""
+    head, message = _head("chatcmpl", "chat.completion.chunk", reply), wire_of(reply.message)
+    deltas: list[Body] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+    deltas += [{"tool_calls": [{"index": i, **wire_of_call(call)}]} for i, call in enumerate(reply.message.tool_calls)]
+    for delta in deltas:
+        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, **_ended(reply)}], **reply.prompt_fields}
+    yield from _usage_chunk(head, reply)
 
 
-def text_of(where: str, content: str | list[TextPart] | None) -> str:
-    """Text of the parts, joined. Raises `Refusal` for parts that are not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.text is None:
-            raise Refusal(where, "parts of text", part.type)
-    return "".join(part.text or "" for part in content)
+def _ended(reply: Reply[ChatRequest]) -> Body:
+    called = reply.stopped and reply.message.tool_calls
+    return {
+        "finish_reason": "tool_calls" if called else _finish_reason(reply),
+        "logprobs": _logprobs(reply) if reply.request.logprobs else None,
+        **reply.token_fields,
+        **({"ill_formed": True} if reply.generation.ill_formed else {}),
+    }
 
 
-def _call_body(call: ToolCall) -> Json:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def text_body(reply: Reply[TextRequest]) -> Body:
+    """Body of the answer to a text completion."""
+    finish = _finish_reason(reply)
+    choice: Body = {"index": 0, "text": reply.message.content, "finish_reason": finish, "logprobs": None}
+    head = _head("cmpl", "text_completion", reply)
+    return {**head, "choices": [{**choice, **reply.token_fields}], **_tail(reply)}
+
+
+def text_chunks(reply: Reply[TextRequest]) -> Iterator[Body]:
+    """Chunks that stream a whole text completion."""
+    body = text_body(reply)
+    yield {name: value for name, value in body.items() if name != "usage"}
+    yield from _usage_chunk(body, reply)
+
+
+def tokens_body(reply: Reply[TokensRequest]) -> Body:
+    """Body of the answer to a prompt in tokens."""
+    is_flat = reply.request.logprobs_format == "flat"
+    logprobs: list[Json] = list(reply.generation.completion.logprobs)
+    choice: Body = {
+        "index": 0,
+        "token_ids": list(reply.token_ids),
+        "finish_reason": _finish_reason(reply),
+        "weight_versions": reply.spans,
+        **({"token_logprobs": logprobs} if is_flat else {"logprobs": _logprobs(reply)}),
+    }
+    prompt: list[Json] = list(reply.prompt_ids)
+    return {
+        "request_id": reply.request.request_id,
+        "prompt_token_ids": prompt,
+        "choices": [choice],
+        "usage": _usage(reply),
+    }
+
+
+def _head(prefix: str, kind: str, reply: Reply[R]) -> Body:
+    name = f"{prefix}-{reply.generation.id}"
+    return {"id": name, "object": kind, "created": reply.created, "model": reply.request.model}
+
+
+def _tail(reply: Reply[R]) -> Body:
+    return {"usage": _usage(reply), **reply.prompt_fields}
+
+
+def _usage_chunk(head: Body, reply: Reply[C]) -> Iterator[Body]:
+    """Last chunk of a stream with token counts, if the client asked for it."""
+    options = reply.request.stream_options
+    if options and options.include_usage:
+        yield {**head, "choices": [], "usage": _usage(reply)}
+
+
+def _usage(reply: Reply[R]) -> Body:
+    prompt, sampled = len(reply.prompt_ids), len(reply.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _finish_reason(reply: Reply[R]) -> str:
+    return FINISH[reply.generation.completion.finish_reason]
+
+
+def _logprobs(reply: Reply[R]) -> Body:
+    """Logprobs with an entry per sampled token, whose id has both spellings that clients know."""
+    content: list[Json] = [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logp, "bytes": None, "top_logprobs": []}
+        for token, logp in zip(reply.token_ids, reply.generation.completion.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+COMPLETIONS: dict[str, Sequence[object]] = {
+    "n": (1,),
+    "stop": ("", []),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+}
+CHAT = Dialect(
+    ChatRequest,
+    chat_ask,
+    chat_body,
+    chat_chunks,
+    {
+        **COMPLETIONS,
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "top_logprobs": (0,),
+    },
+)
+TEXT = Dialect(TextRequest, text_ask, text_body, text_chunks, {**COMPLETIONS, "echo": (False,)})
+TOKENS = Dialect(TokensRequest, tokens_ask, tokens_body, lambda reply: (), {"stream": (False,)})

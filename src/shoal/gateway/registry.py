@@ -3,13 +3,35 @@
 import secrets
 from dataclasses import dataclass
 
+import msgspec
+
 from shoal.errors import EngineUnavailable
-from shoal.gateway.session_routes import Export, export
 from shoal.gateway.sessions import ENDED, Session, SessionContext, SessionLimits
-from shoal.gateway.token_tree import HistoryPolicy
-from shoal.types import Sampling
+from shoal.gateway.token_tree import HistoryPolicy, TokenTree
+from shoal.types import Message, Sampling
 
 CLOSED_KEPT = 4096
+
+
+class SampledTurn(msgspec.Struct):
+    """One generation as it was sampled."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    ill_formed: bool
+    parent: int | None = None
+    """Index of the turn whose tokens `prompt_ids` begins with; None where it begins anew."""
+
+
+class Export(msgspec.Struct):
+    """Answer of `POST /s/<token>/end`: the session's turns, in the order in which they began."""
+
+    messages: tuple[Message, ...]
+    turns: list[SampledTurn]
+    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +76,15 @@ class Sessions:
         policy: HistoryPolicy = HistoryPolicy.PRESERVE,
         priority: int = 0,
     ) -> Session:
-        """Opens a session; `priority` is the priority of its requests.
-
-        Raises `EngineUnavailable` when too many are open.
-        """
+        """Opens a session; see `Session`. Raises `EngineUnavailable` when too many are open."""
         if len(self._open) >= self.bounds.sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        session = self.passing(sampling=sampling, limits=limits, policy=policy, priority=priority)
+        session = Session(new_token(), self.context, sampling=sampling, limits=limits, policy=policy, priority=priority)
         self._open[session.token] = session
-        self.context.counts.counted["sessions"] += 1
+        self.context.counted["sessions"] += 1
         return session
-
-    def passing(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        limits: SessionLimits | None = None,
-        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
-        priority: int = 0,
-    ) -> Session:
-        """Session outside the registry, for a single request."""
-        token, limits = secrets.token_urlsafe(18), limits or SessionLimits()
-        return Session(token, self.context, sampling=sampling, limits=limits, policy=policy, priority=priority)
 
     def get(self, token: str) -> Session | None:
         """Open session of a token; the call counts as use."""
@@ -94,10 +101,8 @@ class Sessions:
 
     async def end_and_export(self, session: Session) -> Export:
         """Closes a session and returns its export."""
-        await session.end(ENDED)
-        exported = export(session)
-        self._forget(session)
-        return exported
+        await self._close(session, ENDED)
+        return export(session.tree)
 
     async def evict(self) -> None:
         """Closes sessions idle for too long, and the longest unused while too many tokens are held."""
@@ -112,16 +117,30 @@ class Sessions:
                 why += f", when open sessions held more than {self.bounds.tokens} tokens"
             held -= session.tokens_held
             await self._close(session, f"session: it was closed {why}")
-            self.context.counts.counted["evictions"] += 1
+            self.context.counted["evictions"] += 1
         self._is_full = held > self.bounds.tokens
 
     async def _close(self, session: Session, reason: str) -> None:
         await session.end(reason)
-        self._forget(session)
-
-    def _forget(self, session: Session) -> None:
         if self._open.pop(session.token, None) is None:  # another request has closed it meanwhile
             return
         self.closed[session.token] = session.ended
         while len(self.closed) > CLOSED_KEPT:
             del self.closed[next(iter(self.closed))]
+
+
+def new_token() -> str:
+    """Token of a new session."""
+    return secrets.token_urlsafe(18)
+
+
+def export(tree: TokenTree) -> Export:
+    """Export of a session's generations."""
+    sampled = sorted(tree.exported(), key=lambda generation: generation.id)
+    turns = []
+    for one, turn in zip(sampled, tree.turns(), strict=True):
+        drawn, prompt = one.completion, list(tree.prompt_ids(one))
+        ids, logprobs, versions = list(drawn.token_ids), list(drawn.logprobs), list(drawn.versions)
+        end = drawn.finish_reason
+        turns.append(SampledTurn(prompt, ids, logprobs, versions, end, one.ill_formed, turn.parent))
+    return Export(tree.messages(), turns, tree.truncated)

@@ -5,35 +5,70 @@ import contextlib
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from shoal.errors import SessionError, ShoalError
-from shoal.gateway import anthropic, chat, generate_route, responses
-from shoal.gateway.http_responses import RenderedReply, error_body, has_left, streamed
-from shoal.gateway.registry import SessionBounds, Sessions
-from shoal.gateway.routes import Routes, Table
-from shoal.gateway.session_routes import OpenRequest, OpenResponse, Unauthorized
-from shoal.gateway.sessions import AnswerRequest, Session, SessionContext, SessionCounts, SessionOver, SessionRenderer
-from shoal.gateway.token_tree import Generation
+from shoal.gateway.anthropic import MESSAGES, conversation_of
+from shoal.gateway.chat import CHAT, TEXT, TOKENS
+from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
+from shoal.gateway.registry import SessionBounds, Sessions, new_token
+from shoal.gateway.responses import RESPONSES
+from shoal.gateway.sessions import ContextOverflow, Session, SessionContext, SessionLimits, SessionOver
+from shoal.gateway.token_tree import Generation, HistoryPolicy
 from shoal.interfaces import Engine
-from shoal.net.server import body, decoded, guarded
-from shoal.types import Message
+from shoal.net.client import RETRY_HEADER
+from shoal.net.server import body, decoded, exposition, guarded, json
+from shoal.types import Sampling
+
+if TYPE_CHECKING:
+    from shoal.model.chat_template import ChatRenderer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 KEEP_ALIVE_S = 10.0
 EVICTION_PERIOD_S = 5.0
+SESSION = "/s/"
 UNKNOWN = "session: expected the URL or API key of an open session; POST /v1/sessions opens one"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+DIALECTS: Mapping[str, Dialect[Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/inference/v1/generate": TOKENS,
+}
 
-T = TypeVar("T")
-_encoder = msgspec.json.Encoder()
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+class Unauthorized(SessionError):
+    """Error of a token that names no session (HTTP 401)."""
+
+    http_status = 401
+
+
+class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions`."""
+
+    sampling: Sampling | None = None
+    limits: SessionLimits | None = None
+    history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 
 class Gateway:
@@ -45,7 +80,7 @@ class Gateway:
     def __init__(
         self,
         engine: Engine,
-        renderer: SessionRenderer,
+        renderer: "ChatRenderer",
         *,
         max_model_len: int,
         model: str = "shoal",
@@ -63,34 +98,26 @@ class Gateway:
         `host` is the address on which the user has the gateway listen.
         """
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        context = SessionContext(engine, renderer, max_model_len, pool, SessionCounts(), clock, set())
-        self.sessions = Sessions(context, bounds)
+        self.sessions = Sessions(SessionContext(engine, renderer, max_model_len, pool, clock), bounds)
         self._admin_key = admin_key
         self._model = model
         self._is_open = is_open
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        routes = Routes(*self._tables(), refused=self._refusal, lifetime=lambda _: self.lifetime())
-        self.app = guarded(routes, host=host)
-
-    def _tables(self) -> tuple[Table, Table]:
-        """Routes served everywhere, and routes under the URLs of sessions."""
-        of_models: Table = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._text),
-            "/v1/responses": ("POST", self._responses),
-            "/v1/messages": ("POST", self._messages),
+        self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
+        of_models: dict[str, tuple[str, Endpoint]] = {
+            **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
-            "/inference/v1/generate": ("POST", self._tokens),
         }
-        common: Table = {
+        self._of_sessions = {**of_models, "/end": ("POST", self._end)}
+        self._common = {
             **of_models,
             "/v1/sessions": ("POST", self._open),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
-        return common, {**of_models, "/end": ("POST", self._end)}
+        self.app = guarded(self._answer, host=host)
 
     @contextlib.asynccontextmanager
     async def lifetime(self) -> AsyncIterator[None]:
@@ -108,149 +135,127 @@ class Gateway:
             await asyncio.sleep(min(self.sessions.bounds.idle_s / 4, EVICTION_PERIOD_S))
             await self.sessions.evict()
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._others(scope, receive, send)
+            return
+        http = Request(scope, receive, send)
+        try:
+            response = await self._endpoint(scope)(http)
+        except (ShoalError, HTTPException, ClientDisconnect) as error:
+            response = self._refusal(http, error)
+        await response(scope, receive, send)
+
+    def _endpoint(self, scope: Scope) -> Endpoint:
+        """Endpoint of a path, by lookup: Starlette's router would try one pattern after the other."""
+        path, table = str(scope["path"]).rstrip("/"), self._common
+        if path.startswith(SESSION):
+            token, slash, rest = path.removeprefix(SESSION).partition("/")
+            scope["path_params"] = {"token": token}
+            path, table = slash + rest, self._of_sessions
+        if path not in table:
+            raise HTTPException(404)
+        method, endpoint = table[path]
+        if scope["method"] != method and (scope["method"], method) != ("HEAD", "GET"):
+            raise HTTPException(405)
+        return endpoint
+
     async def _open(self, http: Request) -> Response:
         self._admit(http)
-        body, _ = await self._body(http, OpenRequest)
-        session = self.sessions.open(sampling=body.sampling, limits=body.limits, policy=body.history_policy)
+        asked = decoded(await body(http, self._max_body_bytes), OpenRequest)
+        session = self.sessions.open(sampling=asked.sampling, limits=asked.limits, policy=asked.history_policy)
         url = f"{http.base_url}s/{session.token}"
-        return _json(OpenResponse(session.token[:8], session.token, f"{url}/v1", url))
+        urls = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url}
+        return json({"session_id": session.token[:8], "api_key": session.token, **urls})
 
     async def _end(self, http: Request) -> Response:
-        return _json(await self.sessions.end_and_export(self._session(http)))
+        return json(await self.sessions.end_and_export(self._session(http)))
 
-    async def _chat(self, http: Request) -> Response:
-        session = self._session(http)
-        request, digest = await self._body(http, chat.ChatRequest)
-        ask = chat.chat_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
-        created = int(time.time())
-
-        def whole(generation: Generation) -> chat.Body:
-            return chat.chat_body(generation, session.tree.prompt_ids(generation), request, created)
-
-        def chunks(generation: Generation) -> Iterable[chat.Body]:
-            return chat.chat_chunks(whole(generation), with_usage=chat.wants_usage(request))
-
-        return await self._answer(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
-
-    async def _text(self, http: Request) -> Response:
-        session = self._session(http)
-        request, digest = await self._body(http, chat.TextRequest)
-        ask = chat.text_ask(request, digest, await self._prompt_ids(request), is_retry=_is_retry(http))
-        created = int(time.time())
-
-        def whole(generation: Generation) -> chat.Body:
-            return chat.text_body(generation, session.tree.prompt_ids(generation), request, created)
-
-        def chunks(generation: Generation) -> Iterable[chat.Body]:
-            return chat.text_chunks(whole(generation), with_usage=chat.wants_usage(request))
-
-        return await self._answer(http, session, ask, RenderedReply(whole, chunks if request.stream else None))
-
-    async def _tokens(self, http: Request) -> Response:
-        session = self._session(http)
-        request, digest = await self._body(http, generate_route.TokensRequest)
-        ask = generate_route.tokens_ask(request, digest, is_retry=_is_retry(http))
-
-        def whole(generation: Generation) -> chat.Body:
-            return generate_route.tokens_body(generation, session.tree.prompt_ids(generation), request)
-
-        return await self._answer(http, session, ask, RenderedReply(whole, None))
-
-    async def _responses(self, http: Request) -> Response:
-        session = self._session(http)
-        request, digest = await self._body(http, responses.ResponsesRequest)
-        before: tuple[Message, ...] = ()
-        if request.previous_response_id is not None:
-            named = responses.generation_id(request.previous_response_id)
-            try:
-                before = session.tree.conversation(named)
-            except KeyError:
-                raise chat.Refusal("previous_response_id", "a response of this session", named) from None
-        is_retry, created = _is_retry(http), int(time.time())
-        ask = responses.responses_ask(request, before, digest, is_retry=is_retry, takes_tools=self._takes_tools)
-
-        def whole(generation: Generation) -> chat.Body:
-            prompt_ids = session.tree.prompt_ids(generation)
-            return responses.responses_body(generation, prompt_ids, request, created)
-
-        def events(generation: Generation) -> Iterable[chat.Body]:
-            return responses.response_events(whole(generation))
-
-        return await self._answer(
-            http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
-        )
-
-    async def _messages(self, http: Request) -> Response:
-        session = self._session(http)
-        request, digest = await self._body(http, anthropic.MessagesRequest)
-        if request.max_tokens is None:
-            raise chat.Refusal("max_tokens", "a number", None)
-        ask = anthropic.messages_ask(request, digest, is_retry=_is_retry(http), takes_tools=self._takes_tools)
-
-        def whole(generation: Generation) -> chat.Body:
-            return anthropic.messages_body(generation, session.tree.prompt_ids(generation), request.model)
-
-        def events(generation: Generation) -> Iterable[chat.Body]:
-            return anthropic.message_events(whole(generation))
-
-        return await self._answer(
-            http, session, ask, RenderedReply(whole, events if request.stream else None, named=True)
-        )
-
-    async def _count_tokens(self, http: Request) -> Response:
-        self._session(http)
-        request, digest = await self._body(http, anthropic.MessagesRequest)
-        asked = anthropic.messages_ask(request, digest, is_retry=False, takes_tools=self._takes_tools)
-        context, conversation = self.sessions.context, asked.conversation
-        rendered = await context.in_thread(context.renderer.prompt_ids, conversation.messages, conversation.tools, "")
-        return _json({"input_tokens": len(rendered)})
-
-    async def _answer(self, http: Request, session: Session, ask: AnswerRequest, reply: RenderedReply) -> Response:
+    async def _generate(self, dialect: Dialect[R], http: Request) -> Response:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
-        if reply.events is None:
+        session = self._session(http)
+        data = await body(http, self._max_body_bytes)
+        request, created = dialect.request(data), int(time.time())
+        digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
+        ask = replace(dialect.ask(request, session.tree), digest=digest, is_retry=_is_retry(http))
+
+        def reply(generation: Generation) -> Reply[R]:
+            return Reply(request, generation, session.tree.prompt_ids(generation), created)
+
+        if not request.stream:
             generation = await session.generation(ask)
-            answer = _json(reply.body(generation))
-            if not has_left(http):
+            answer = json(dialect.body(reply(generation)))
+            if not _has_left(http):
                 session.deliver(generation)
             return answer
         task = asyncio.ensure_future(session.generation(ask))
-        task.add_done_callback(_retrieve_error)  # the client may be gone when it fails
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone then
         await asyncio.wait({task}, timeout=self._keep_alive_s)
         if task.done():
             task.result()  # early failures have a status of their own
-        stream = streamed(http, session, task, reply, self._keep_alive_s)
-        return StreamingResponse(stream, media_type="text/event-stream")
+        return StreamingResponse(self._streamed(http, session, task, dialect, reply), media_type="text/event-stream")
+
+    async def _streamed(
+        self,
+        http: Request,
+        session: Session,
+        task: "asyncio.Future[Generation]",
+        dialect: Dialect[R],
+        reply: Callable[[Generation], Reply[R]],
+    ) -> AsyncIterator[bytes]:
+        """Streams the events of an answer, with comments until it is ready; a late error becomes an event."""
+        while not task.done():
+            yield b": keep-alive\n\n"
+            await asyncio.wait({task}, timeout=self._keep_alive_s)
+        try:
+            generation = task.result()
+        except ShoalError as error:
+            late = _error_body(error, error.http_status, http.url.path)
+            if dialect is RESPONSES:
+                late = {
+                    "type": "error",
+                    "code": _code(error),
+                    "message": str(error),
+                    "param": None,
+                    "sequence_number": 0,
+                }
+            yield _event(late, dialect.named)
+            return
+        if _has_left(http):
+            return
+        for event in dialect.events(reply(generation)):
+            yield _event(event, dialect.named)
+        if not dialect.named:
+            yield b"data: [DONE]\n\n"
+        session.deliver(generation)
+
+    async def _count_tokens(self, http: Request) -> Response:
+        self._session(http)
+        request = MESSAGES.request(await body(http, self._max_body_bytes))
+        rendered = await self.sessions.context.rendered(conversation_of(request))
+        return json({"input_tokens": len(rendered)})
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
         longest = self.sessions.context.max_model_len
         one = {"id": self._model, "object": "model", "created": 0, "owned_by": "shoal", "max_model_len": longest}
-        return _json({"object": "list", "data": [one]})
+        return json({"object": "list", "data": [one]})
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok"})
+        return json({"status": "ok"})
 
     async def _metrics(self, http: Request) -> Response:
         self._admit(http)
-        return Response(_exposition(self.sessions), media_type="text/plain; version=0.0.4")
-
-    async def _prompt_ids(self, request: chat.TextRequest) -> tuple[int, ...]:
-        prompt = request.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            try:
-                return tuple(await self.sessions.context.in_thread(self.sessions.context.renderer.token_ids, prompt))
-            except UnicodeEncodeError:
-                raise chat.Refusal("prompt", "Unicode text", "lone surrogates") from None
-        ids = tuple(token for token in prompt if isinstance(token, int) and token >= 0)
-        if len(ids) != len(prompt):
-            raise chat.Refusal("prompt", "one text, or a list of token ids", f"{len(prompt)} entries")
-        return ids
-
-    @property
-    def _takes_tools(self) -> bool:
-        return self.sessions.context.renderer.takes_tools
+        context = self.sessions.context
+        latencies = sorted(context.latencies_s)
+        quantiles = {
+            f'latency_seconds{{quantile="{share}"}}': latencies[int(share * (len(latencies) - 1))]
+            for share in (0.5, 0.99)
+            if latencies
+        }
+        gauges = {"open_sessions": len(self.sessions), **quantiles}
+        return exposition("shoal_gateway", dict(sorted(context.counted.items())), gauges)
 
     def _session(self, http: Request) -> Session:
         """Session that the URL or the API key names. Raises `Unauthorized` and `SessionOver`."""
@@ -263,7 +268,7 @@ class Gateway:
             raise SessionOver(self.sessions.closed[token])
         if named is None and self._is_open:
             self._admit(http)
-            return self.sessions.passing()
+            return Session(new_token(), self.sessions.context)
         raise Unauthorized(UNKNOWN)
 
     def _admit(self, http: Request) -> None:
@@ -271,56 +276,60 @@ class Gateway:
         if self._admin_key and not hmac.compare_digest(_api_key(http).encode(), self._admin_key.encode()):
             raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
-    async def _body(self, http: Request, kind: type[T]) -> tuple[T, str]:
-        """Body as `kind`, and its digest. Raises `SessionError` naming the field."""
-        data = await body(http, self._max_body_bytes)
-        value = decoded(data, kind)
-        path = str(http.scope["path"]).encode()
-        return value, blake2b(path + b"\0" + data, digest_size=16).hexdigest()
-
     def _refusal(self, http: Request, error: Exception) -> Response:
         """Response to an error."""
-        counted, path = self.sessions.context.counts.counted, str(http.scope["path"])
+        counted = self.sessions.context.counted
         if isinstance(error, ClientDisconnect):  # before its request was complete: no one reads the answer
             counted["half_requests"] += 1
             return Response(status_code=400)
-        if isinstance(error, HTTPException):
-            return _json(error_body(SessionError(error.detail), error.status_code, path), error.status_code)
-        assert isinstance(error, ShoalError)
-        status = error.http_status
-        counted[f"refused_{status}"] += 1
-        return _json(error_body(error, status, path), status)
+        status = error.status_code if isinstance(error, HTTPException) else getattr(error, "http_status", 500)
+        if isinstance(error, ShoalError):
+            counted[f"refused_{status}"] += 1
+        return json(_error_body(error, status, str(http.scope["path"])), status)
 
 
-def _retrieve_error(task: "asyncio.Future[Generation]") -> None:
-    if not task.cancelled():
-        task.exception()
+def _error_body(error: Exception, status: int, path: str) -> Body:
+    """Error body in the form of the API that `path` belongs to."""
+    said = error.detail if isinstance(error, HTTPException) else str(error)
+    if "/v1/messages" in path:
+        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": said}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param = error.field if isinstance(error, Refusal) else None
+    return {"error": {"message": said, "type": kind, "param": param, "code": _code(error)}}
+
+
+def _code(error: Exception) -> str | None:
+    return "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+
+
+def _event(event: Body, named: bool) -> bytes:
+    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+    return b"event: " + str(event["type"]).encode() + b"\n" + data if named else data
+
+
+def _has_left(http: Request) -> bool:
+    """Whether the server knows by now that the client of a fully read request has disconnected.
+
+    The function asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which
+    takes two more rounds of the event loop, behind all other requests.
+    """
+    receiving = http.receive().__await__()
+    try:
+        next(receiving)
+    except StopIteration as message:
+        return bool(message.value["type"] == "http.disconnect")
+    finally:
+        receiving.close()
+    return False
 
 
 def _is_retry(http: Request) -> bool:
     """Whether a client library marks the request as a retry."""
-    count = http.headers.get("x-stainless-retry-count", "0")
+    count = http.headers.get(RETRY_HEADER, "0")
     return count.isdigit() and count != "0"
 
 
 def _api_key(http: Request) -> str:
     """API key in the header of OpenAI's or Anthropic's clients."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "")[len("bearer ") :]
-
-
-def _exposition(sessions: Sessions) -> str:
-    """Metrics of all sessions in Prometheus' text format."""
-    counts = sessions.context.counts
-    lines = ["# TYPE shoal_gateway_open_sessions gauge", f"shoal_gateway_open_sessions {len(sessions)}"]
-    for name, value in sorted(counts.counted.items()):
-        lines += [f"# TYPE shoal_gateway_{name}_total counter", f"shoal_gateway_{name}_total {value}"]
-    latencies = sorted(counts.latencies_s)
-    for share in (0.5, 0.99):
-        if latencies:
-            at = latencies[int(share * (len(latencies) - 1))]
-            lines.append(f'shoal_gateway_latency_seconds{{quantile="{share}"}} {at:.6f}')
-    return "\n".join(lines) + "\n"
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(_encoder.encode(value), status_code=status, media_type="application/json")

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shoal.errors import EngineUnavailable, SessionError
 from shoal.gateway.token_tree import (
@@ -19,15 +19,15 @@ from shoal.gateway.token_tree import (
     minted_id,
 )
 from shoal.interfaces import Engine
-from shoal.model.chat_template import Answer
 from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
 
-ATTEMPTS = 5
-RETRY_DELAY_S = 0.1
+if TYPE_CHECKING:
+    from shoal.model.chat_template import ChatRenderer
+
 LATENCIES_KEPT = 4096
 INLINE_CHARACTERS = 2048
 """Characters up to which tokenising takes less time than a thread that competes for the interpreter."""
-
+NO_MESSAGES = Conversation(())
 ENDED = "session: it has ended; open a new one"
 
 P = ParamSpec("P")
@@ -44,38 +44,6 @@ class SessionOver(SessionError):
     http_status = 410
 
 
-class SessionRenderer(Protocol):
-    """Protocol of the renderer that a session needs: a part of `model.chat_template.ChatRenderer`."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant's turn."""
-        ...
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template can show tools and the parser can read calls."""
-        ...
-
-    def prompt_ids(self, messages: tuple[Message, ...], tools: str = "", template: str = "") -> list[int]:
-        """Tokens of the whole conversation. Raises `SessionError`."""
-        ...
-
-    def bridge_ids(self, tail: tuple[Message, ...], tools: str = "", template: str = "") -> list[int] | None:
-        """Tokens from the close of a sampled answer to the head of the next one."""
-        ...
-
-    def token_ids(self, text: str) -> list[int]:
-        """Tokens of a text by itself."""
-        ...
-
-    def answer(
-        self, token_ids: tuple[int, ...], *, tools: bool, template: str = "", after: Message | None = None
-    ) -> Answer:
-        """Parsed answer of a conversation with tools or template arguments; `after` is the beginning of the answer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Limits of one session."""
@@ -87,25 +55,17 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Request for one answer, of any wire format. A number of None was not asked for."""
+    """Request for one answer, of any API. A number of None was not asked for."""
 
-    conversation: Conversation
-    digest: str
+    conversation: Conversation = NO_MESSAGES
+    digest: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     is_retry: bool = False
-    prompt_ids: tuple[int, ...] | None = None
-    """Prompt in tokens; the conversation then only names it."""
-
-
-@dataclass(slots=True)
-class SessionCounts:
-    """Counters over all sessions."""
-
-    counted: Counter[str] = field(default_factory=Counter)
-    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
+    prompt: str | tuple[int, ...] | None = None
+    """Prompt as text or tokens, in place of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,47 +73,28 @@ class SessionContext:
     """Parts that all sessions share."""
 
     engine: Engine
-    renderer: SessionRenderer
+    renderer: "ChatRenderer"
     max_model_len: int
     pool: ThreadPoolExecutor
-    counts: SessionCounts
     clock: Callable[[], float]
-    tasks: set[asyncio.Task[Generation]]
+    tasks: set[asyncio.Task[Generation]] = field(default_factory=set)
+    counted: Counter[str] = field(default_factory=Counter)
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
 
     async def computed(self, size: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Result of a function on about `size` characters; long texts run in a thread to keep the event loop free."""
         if size <= INLINE_CHARACTERS:
             return function(*args, **options)
-        return await self.in_thread(function, *args, **options)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.pool, lambda: function(*args, **options))
 
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Result of a slow function, run in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **options))
-
-    async def completion(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, priority: int = 0, session: str = ""
-    ) -> Completion:
-        """Completion to its end: an aborted answer continues from its sampled tokens.
-
-        Raises `EngineUnavailable` after `ATTEMPTS` attempts.
-        """
-        sampled = Completion((), (), (), FinishReason.ABORT)
-        for attempt in range(ATTEMPTS):
-            left = sampling.max_tokens - len(sampled.token_ids)
-            if left == 0:
-                return replace(sampled, finish_reason=FinishReason.LENGTH)
-            rest = replace(sampling, max_tokens=left) if sampled.token_ids else sampling
-            try:
-                context = prompt_ids + sampled.token_ids
-                (part,) = await self.engine.generate(context, rest, priority=priority, session=session)
-                sampled = _continued(sampled, part) if sampled.token_ids else part
-            except EngineUnavailable:
-                if attempt == ATTEMPTS - 1:
-                    raise
-            if sampled.finish_reason is not FinishReason.ABORT:
-                return sampled
-            await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
-        raise EngineUnavailable(f"the engine aborted the answer {ATTEMPTS} times")
+    async def rendered(self, conversation: Conversation) -> list[int]:
+        """Tokens of a whole conversation. Raises `SessionError`."""
+        messages, tools = conversation.messages, conversation.tools
+        if tools and not self.renderer.takes_tools:
+            raise SessionError("tools: expected none, the model's chat template shows no tools")
+        render = self.renderer.prompt_ids
+        return await self.computed(_size(messages, tools), render, messages, tools, conversation.template)
 
 
 class Session:
@@ -168,12 +109,15 @@ class Session:
         token: str,
         context: SessionContext,
         *,
-        sampling: Sampling | None,
-        limits: SessionLimits,
-        policy: HistoryPolicy,
+        sampling: Sampling | None = None,
+        limits: SessionLimits | None = None,
+        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
         priority: int = 0,
     ) -> None:
-        """`sampling` wins over the client's parameters, except that the client may ask for fewer tokens."""
+        """`sampling` wins over the client's parameters, except that the client may ask for fewer tokens.
+
+        `priority` is the priority of its requests.
+        """
         self.token = token
         self.tree = TokenTree(policy)
         self.ended = ""
@@ -183,7 +127,7 @@ class Session:
         """Time of the last request or answer."""
         self._context = context
         self._sampling = sampling
-        self._limits = limits
+        self._limits = limits or SessionLimits()
         self._priority = priority
         self._began_s = context.clock()
         self._lock = asyncio.Lock()
@@ -197,7 +141,7 @@ class Session:
                 raise SessionOver(self.ended)
             found = self.tree.retried(ask.digest) if ask.is_retry else None
             if found is not None:
-                self._context.counts.counted["replays"] += 1
+                self._context.counted["replays"] += 1
             if isinstance(found, Generation):
                 return found
             if found is None:
@@ -205,7 +149,7 @@ class Session:
             task = self._generating[found.id] if found is not None else self._begin(await self._open(ask), ask)
         generation = await asyncio.shield(task)
         self.used_s = self._context.clock()
-        self._context.counts.latencies_s.append(self.used_s - began_s)
+        self._context.latencies_s.append(self.used_s - began_s)
         return generation
 
     def deliver(self, generation: Generation) -> None:
@@ -234,40 +178,26 @@ class Session:
 
     async def _open(self, ask: AnswerRequest) -> OpenGeneration:
         """Opens a generation, with its prompt rendered."""
-        counted = self._context.counts.counted
-        if ask.conversation.tools and not self._context.renderer.takes_tools:
-            raise SessionError("tools: expected none, the model's chat template does not know them")
-        attachment = self.tree.attach(ask.conversation)
-        if ask.prompt_ids is not None:
-            return self._fitting(self.tree.open(attachment, ask.prompt_ids, ask.digest))
-        rendered = await self._bridge(attachment)
+        conversation, prompt = ask.conversation, ask.prompt
+        if isinstance(prompt, str):
+            prompt = tuple(await self._context.computed(len(prompt), self._context.renderer.token_ids, prompt))
+        if prompt is not None:  # a conversation of its own names it
+            named = Conversation((Message(Role.USER, repr(prompt)),), template="tokens")
+            return self._fitting(self.tree.open(self.tree.attach(named), prompt, ask.digest))
+        attachment = self.tree.attach(conversation)
+        rendered = await self._bridge(attachment) if attachment.cause is None else None
         if rendered is None:
             if attachment.cause is None:
                 attachment = self.tree.detached(attachment, Cause.NO_BRIDGE)
-            conversation = ask.conversation
-            rendered = await self._context.computed(
-                _size(conversation.messages, conversation.tools),
-                self._context.renderer.prompt_ids,
-                conversation.messages,
-                conversation.tools,
-                conversation.template,
-            )
-        counted["bridges" if attachment.cause is None else f"forced_{attachment.cause}"] += 1
+            rendered = await self._context.rendered(conversation)
+        self._context.counted["bridges" if attachment.cause is None else f"forced_{attachment.cause}"] += 1
         return self._fitting(self.tree.open(attachment, rendered, ask.digest))
 
     async def _bridge(self, attachment: Attachment) -> list[int] | None:
-        if attachment.cause is not None:
-            return None
         if attachment.continues:
             return []
-        conversation = attachment.conversation
-        return await self._context.computed(
-            _size(attachment.tail, conversation.tools),
-            self._context.renderer.bridge_ids,
-            attachment.tail,
-            conversation.tools,
-            conversation.template,
-        )
+        tail, tools, bridge = attachment.tail, attachment.conversation.tools, self._context.renderer.bridge_ids
+        return await self._context.computed(_size(tail, tools), bridge, tail, tools, attachment.conversation.template)
 
     def _fitting(self, call: OpenGeneration) -> OpenGeneration:
         length, longest = len(call.prompt_ids), self._context.max_model_len
@@ -278,33 +208,30 @@ class Session:
         raise ContextOverflow(f"messages: expected 1 to {longest - 1} tokens, for a context of {longest}; got {length}")
 
     def _begin(self, call: OpenGeneration, ask: AnswerRequest) -> asyncio.Task[Generation]:
-        task = asyncio.get_running_loop().create_task(self._generate(call, ask), name=f"session {self.token[:6]}")
-        self._generating[call.id] = task
-        self._context.tasks.add(task)
-        task.add_done_callback(self._settled(call.id))
-        return task
-
-    def _settled(self, call_id: int) -> Callable[[asyncio.Task[Generation]], None]:
         def settled(task: asyncio.Task[Generation]) -> None:
-            self._generating.pop(call_id, None)
+            self._generating.pop(call.id, None)
             self._context.tasks.discard(task)
             if not task.cancelled():
                 task.exception()  # its waiters get the error
 
-        return settled
+        task = asyncio.get_running_loop().create_task(self._generate(call, ask), name=f"session {self.token[:6]}")
+        self._generating[call.id] = task
+        self._context.tasks.add(task)
+        task.add_done_callback(settled)
+        return task
 
     async def _generate(self, call: OpenGeneration, ask: AnswerRequest) -> Generation:
         try:
-            sampling = self._sampling_of(call, ask)
-            completion = await self._context.completion(call.prompt_ids, sampling, self._priority, self.token)
-            tools = bool(ask.conversation.tools)
-            template = ask.conversation.template if ask.prompt_ids is None else ""
-            ids, read = completion.token_ids, self._context.renderer.answer
-            parent = call.attachment.parent
-            after = None
-            if call.attachment.continues and parent is not None:
-                after = self.tree.conversation(parent)[-1]
-            answer = await self._context.computed(4 * len(ids), read, ids, tools=tools, template=template, after=after)
+            completion = await self._completion(call.prompt_ids, self._sampling_of(call, ask))
+            ids, parent = completion.token_ids, call.attachment.parent
+            answer = await self._context.computed(
+                4 * len(ids),
+                self._context.renderer.answer,
+                ids,
+                tools=bool(ask.conversation.tools),
+                template=ask.conversation.template,
+                after=self.tree.conversation(parent)[-1] if call.attachment.continues and parent is not None else None,
+            )
         except BaseException:
             self.tree.cancel(call)
             raise
@@ -313,10 +240,18 @@ class Session:
             for index, sampled in enumerate(answer.calls)
         )
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
-        self._context.counts.counted["drawn_tokens"] += len(ids)
+        self._context.counted["drawn_tokens"] += len(ids)
         self.tokens_held += len(call.rendered_ids) + len(ids)
         self.tree.truncated = False
         return self.tree.commit(call, completion, message, ill_formed=answer.ill_formed)
+
+    async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+        (completion,) = await self._context.engine.generate(
+            prompt_ids, sampling, priority=self._priority, session=self.token
+        )
+        if completion.finish_reason is FinishReason.ABORT:
+            raise EngineUnavailable("the engine aborted the answer")
+        return completion
 
     def _sampling_of(self, call: OpenGeneration, ask: AnswerRequest) -> Sampling:
         """Sampling parameters of this generation. Raises `SessionError` for numbers out of range."""
@@ -345,19 +280,3 @@ def _or_one(asked: float | None) -> float:
 
 def _size(messages: tuple[Message, ...], tools: str) -> int:
     return len(tools) + sum(len(message.content) for message in messages)
-
-
-def _continued(sampled: Completion, part: Completion) -> Completion:
-    """Joins the completions before and after an abort.
-
-    Raises `EngineUnavailable` when the engine returned to old weights.
-    """
-    try:
-        return Completion(
-            sampled.token_ids + part.token_ids,
-            sampled.logprobs + part.logprobs,
-            sampled.versions + part.versions,
-            part.finish_reason,
-        )
-    except ValueError as error:
-        raise EngineUnavailable(f"the engine's answer cannot be used: {error}") from error

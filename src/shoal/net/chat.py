@@ -7,7 +7,7 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.net.client import Retry, authorization, exchange
-from shoal.types import Message, Role, ToolCall
+from shoal.types import Json, Message, Role, ToolCall
 
 MOST_BYTES = 4 * 1024 * 1024
 """Bytes of an answer."""
@@ -27,26 +27,35 @@ class ChatRefused(RequestRefused):
 
 
 class _Function(msgspec.Struct):
+    """Name and arguments of a call."""
+
     name: str = ""
     arguments: str = "{}"
 
 
-class _Call(msgspec.Struct):
-    id: str
+class Call(msgspec.Struct):
+    """Tool call in OpenAI's form."""
+
     function: _Function
+    id: str = ""
+
+    @property
+    def tool_call(self) -> ToolCall:
+        """Tool call in Shoal's form."""
+        return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
 class ChatReply(msgspec.Struct):
     """Message of the model in OpenAI's form."""
 
     content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[Call] | None = None
     reasoning_content: str | None = None
 
     @property
     def message(self) -> Message:
         """Message in Shoal's form."""
-        calls = tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or [])
+        calls = tuple(call.tool_call for call in self.tool_calls or [])
         return Message(Role.ASSISTANT, self.content or "", calls, reasoning=self.reasoning_content or "")
 
 
@@ -69,23 +78,25 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-def wire_of(message: Message) -> dict[str, object]:
+def wire_of(message: Message) -> dict[str, Json]:
     """Message in the form of OpenAI's clients.
 
     >>> wire_of(Message(Role.USER, "Hello"))
     {'role': 'user', 'content': 'Hello'}
     """
-    body: dict[str, object] = {"role": message.role.value, "content": message.content}
+    body: dict[str, Json] = {"role": message.role.value, "content": message.content}
     if message.tool_calls:
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
+        body["tool_calls"] = [wire_of_call(call) for call in message.tool_calls]
     if message.tool_call_id:
         body["tool_call_id"] = message.tool_call_id
     if message.reasoning:
         body["reasoning_content"] = message.reasoning
     return body
+
+
+def wire_of_call(call: ToolCall) -> dict[str, Json]:
+    """Tool call in the form of OpenAI's clients."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 async def completion(

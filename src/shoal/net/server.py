@@ -11,7 +11,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -54,6 +54,15 @@ class Refused(ShoalError):
 def json(value: object, status: int = 200) -> Response:
     """JSON response."""
     return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def exposition(prefix: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> Response:
+    """Metrics in Prometheus' text format; a gauge's name may carry labels."""
+    lines = [f"# TYPE {prefix}_{name}_total counter\n{prefix}_{name}_total {value}" for name, value in counters.items()]
+    for name, value in gauges.items():
+        lines += [] if "{" in name else [f"# TYPE {prefix}_{name} gauge"]
+        lines.append(f"{prefix}_{name} {value}")
+    return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
 def refusal(error: Exception) -> Response:

@@ -12,8 +12,9 @@ import uvicorn
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.launch import engine_child
+from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ModelError, SessionError
-from shoal.gateway import Gateway
+from shoal.gateway.server import Gateway
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.net.listening import is_loopback, listening_socket, url_of
@@ -22,6 +23,8 @@ from shoal.net.server import uvicorn_config
 from shoal.run.engines import START_TIMEOUT_S
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
+PATIENCE_S = 10.0
+"""Seconds for which a request waits for an engine that is full or gone."""
 
 
 async def serve(
@@ -40,9 +43,11 @@ async def serve(
         log = Path(logs) / "engine.log"
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
         async with child, await child.serving(START_TIMEOUT_S) as engine:
+            pool = EnginePool(patience_s=PATIENCE_S)  # of one: it continues aborted answers
+            await pool.join("engine", engine)
             longest = (await engine.info()).max_model_len
             gateway = Gateway(
-                engine,
+                pool,
                 renderer,
                 max_model_len=longest,
                 model=directory.name,

@@ -11,8 +11,9 @@ import uvicorn
 
 from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
-from shoal.gateway.sessions import Session, SessionLimits, SessionRenderer
+from shoal.gateway.sessions import Session, SessionLimits
 from shoal.interfaces import Engine, Purpose
+from shoal.model.chat_template import ChatRenderer
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
 from shoal.rollout.single_turn import priority_of, sampled_for
@@ -55,7 +56,7 @@ class Host:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, engine: Engine, renderer: SessionRenderer, *, max_model_len: int, sampling: Sampling, at: str = "127.0.0.1"
+        cls, engine: Engine, renderer: ChatRenderer, *, max_model_len: int, sampling: Sampling, at: str = "127.0.0.1"
     ) -> "AsyncIterator[Host]":
         """A host on `engine` until the context is left, at a free port of an address. Raises `ConfigError`.
 

@@ -1,0 +1,164 @@
+"""Dialects: each API of the gateway turns its requests into one inner form, and a generation into its answer."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from shoal.errors import SessionError
+from shoal.gateway.sessions import AnswerRequest
+from shoal.gateway.token_tree import Conversation, Generation, TokenTree
+from shoal.net.server import decoded
+from shoal.types import FinishReason, Json, Message
+
+Body: TypeAlias = dict[str, Json]
+
+
+class Refusal(SessionError):
+    """Refusal of a field's value that cannot be served (HTTP 400); `field` names the field."""
+
+    def __init__(self, field: str, expected: str, came: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {came!r}")
+        self.field = field
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """Fields that the requests of all APIs share. Unknown fields are ignored, unserved values refused."""
+
+    model: str | None = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    return_token_ids: bool | None = False
+
+
+class TextPart(msgspec.Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+R = TypeVar("R", bound=ModelRequest)
+R_contra = TypeVar("R_contra", bound=ModelRequest, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[R]):
+    """Generation that answers a request."""
+
+    request: R
+    generation: Generation
+    prompt_ids: tuple[int, ...]
+    created: int
+    """Time of the request in seconds since 1970."""
+
+    @property
+    def message(self) -> Message:
+        """Answer as the client receives it."""
+        return self.generation.message
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled tokens."""
+        return self.generation.completion.token_ids
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the model ended the answer itself."""
+        return self.generation.completion.finish_reason is FinishReason.STOP
+
+    @property
+    def prompt_fields(self) -> Body:
+        """Tokens of the prompt, if the client asked for tokens."""
+        return {"prompt_token_ids": list(self.prompt_ids)} if self.request.return_token_ids else {}
+
+    @property
+    def token_fields(self) -> Body:
+        """Sampled tokens and their Versions, if the client asked for tokens."""
+        asked = self.request.return_token_ids
+        return {"token_ids": list(self.token_ids), "weight_versions": self.spans} if asked else {}
+
+    @property
+    def spans(self) -> list[Json]:
+        """Spans of sampled tokens by Version."""
+        found, start = list[Json](), 0
+        for version, tokens in groupby(self.generation.completion.versions):
+            end = start + len(list(tokens))
+            found.append({"version": version, "start": start, "end": end})
+            start = end
+        return found
+
+
+class ToAnswer(Protocol[R_contra]):
+    """Function from a request, in a session with this token tree, to the inner form. Raises `Refusal`."""
+
+    def __call__(self, request: R_contra, tree: TokenTree, /) -> AnswerRequest: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[R]):
+    """One API: its requests, and the functions from and to the inner form."""
+
+    kind: type[R]
+    ask: ToAnswer[R]
+    body: Callable[[Reply[R]], Body]
+    events: Callable[[Reply[R]], Iterable[Body]]
+    """Events that stream a whole answer."""
+    served: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """Values of fields that would change sampling or need an absent service: those that change nothing."""
+    named: bool = False
+    """Whether events carry their type as name, and no mark ends the stream."""
+
+    def request(self, data: bytes) -> R:
+        """Request of a body. Raises `SessionError` or `Refused`, naming the field."""
+        fields = decoded(data, dict[str, object])
+        for name, allowed in self.served.items():
+            if (value := fields.get(name)) is not None and value not in allowed:
+                raise Refusal(name, f"none or {allowed[-1]!r}" if allowed else "none", value)
+        try:
+            return msgspec.convert(fields, self.kind)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise SessionError(f"body: {error}") from error
+
+
+def unicode(where: str, text: str) -> str:
+    """Text, if it can be encoded. Raises `Refusal`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refusal(where, "Unicode text", "lone surrogates") from None
+    return text
+
+
+def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:
+    """Text of the parts, joined. Raises `Refusal` for parts that are not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise Refusal(where, "parts of text", part.type)
+    return "".join(part.text or "" for part in content)
+
+
+def conversation(messages: Iterable[Message], tools: Sequence[object] | None, template: str = "") -> Conversation:
+    """Conversation of a request, with the tools as JSON whose fields keep their order. Raises `Refusal`."""
+    whole = tuple(messages)
+    if not whole:
+        raise Refusal("messages", "at least one", [])
+    for i, message in enumerate(whole):
+        unicode(f"messages[{i}].content", message.content)
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refusal(f"tools[{i}]", '{"type": "function", "function": {"name": ...}}', tool)
+    return Conversation(whole, json.dumps(tools, ensure_ascii=False) if tools else "", template)
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, object] | None) -> dict[str, object]:
+    """Tool in the shape that templates read."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
