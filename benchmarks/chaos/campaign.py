@@ -5,7 +5,8 @@ import contextlib
 import json
 import os
 import random
-import tempfile
+import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from benchmarks.chaos.faults import Faults, false_clock, small_disk
+from benchmarks.chaos.faults import DISK, Faults, false_clock, small_disk, workplace
 from benchmarks.chaos.schedule import Fault, schedule
 from benchmarks.chaos.victim import STANDSTILL_S, Victim
 from benchmarks.chaos.witness import Witness
@@ -34,6 +35,8 @@ LAST_STEPS = 3
 """That a run makes without faults at the end."""
 STEPS = 1_000_000
 POLL_S = 0.05
+AT_ONCE = 4
+"""Faults that go on together."""
 LOST = {Check.ACCOUNTING, Check.READABLE, Check.CHECKPOINTS, Check.STEPS, Check.PUBLISHED}
 KEPT = 20
 """Sentences of each sort that a report keeps."""
@@ -65,6 +68,8 @@ class Report:
     seconds: float = 0.0
     load: float = 0.0
     """Processes that wanted a core of the machine, mean of the last quarter of an hour."""
+    commit: str = ""
+    """Of the source checkout; a seed replays its schedule there."""
     sentences: dict[str, int] = field(default_factory=dict)
     """How the run ended, in its own words."""
     evidence: list[str] = field(default_factory=list)
@@ -80,14 +85,13 @@ async def campaign(seed: int, seconds: float, most: int | None = None) -> Report
     """Does faults to one run for so long, at most so many; the schedule is the seed's."""
     report, began_s = Report(seed), time.monotonic()
     with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-chaos-")))
-        place = root / "disk"
-        place.mkdir()
-        disk = stack.enter_context(small_disk(place))
+        root = stack.enter_context(workplace())
+        disk = stack.enter_context(small_disk(root))
         await asyncio.to_thread(_prepare, root)
         async with _swarm(root, seed) as url:
-            config = config_of(seed, root, place / "run", url)
+            config = config_of(seed, root, root / DISK / "run", url)
             await _endure(config, root, disk, url, report, began_s + seconds, most)
+    report.commit = _commit()
     report.seconds, report.load = round(time.monotonic() - began_s, 1), round(os.getloadavg()[2], 1)
     return report
 
@@ -166,18 +170,26 @@ async def _endure(
     faults = Faults(victim, root, disk, bool(clock), url, subjects)
     report.left_out = dict(faults.left_out())
     living = asyncio.create_task(victim.live())
+    kinds: Counter[str] = Counter()
+
+    async def do(fault: Fault) -> None:
+        if await faults.done(fault):
+            kinds[fault.name] += 1
+        else:
+            report.missed += 1
+
     try:
-        kinds: Counter[str] = Counter()
-        for fault in schedule(config.seed):
-            if time.monotonic() > deadline_s or (most is not None and kinds.total() >= most) or living.done():
-                break
-            if fault.kind in report.left_out:
-                continue
-            await _until_due(victim, fault, living)
-            if await faults.done(fault):
-                kinds[fault.name] += 1
-            else:
-                report.missed += 1
+        async with asyncio.TaskGroup() as under_way:
+            going: set[asyncio.Task[None]] = set()
+            for fault in schedule(config.seed):
+                if fault.kind in report.left_out:
+                    continue
+                await _until_due(victim, fault, living)
+                while going and (len(going) >= AT_ONCE or (most is not None and kinds.total() + len(going) >= most)):
+                    _, going = await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() > deadline_s or kinds.total() == most or living.done():
+                    break
+                going.add(under_way.create_task(do(fault)))
         await _quiet_steps(victim, living)
         victim.ending = True
         await asyncio.wait([living])
@@ -190,8 +202,12 @@ async def _endure(
 
 
 async def _until_due(victim: Victim, fault: Fault, living: "asyncio.Task[None]") -> None:
-    """Waits until the run has made a step since it was started, unless the fault may come before, and then a while."""
-    while not (victim.pid and (fault.at_start or victim.has_stepped)) and not living.done():  # noqa: ASYNC110
+    """Waits until the run has made a step since it was started, or is as old as the fault wants; then a while."""
+
+    def may_come() -> bool:
+        return victim.has_stepped or (fault.at_start and victim.age_s >= fault.age_s)
+
+    while not may_come() and not living.done():  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
     await asyncio.sleep(fault.after_s)
 
@@ -226,6 +242,13 @@ def judged(report: Report, victim: Victim, witness: Witness, found: AuditReport)
         *victim.unnamed[:KEPT],
         *(f"{check}: {finding.offenders[:KEPT]}" for check, finding in found.findings.items()),
     ]
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
 
 
 def as_values(report: Report) -> dict[str, object]:

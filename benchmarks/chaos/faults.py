@@ -10,10 +10,12 @@ import socket
 import sqlite3
 import struct
 import subprocess
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nats
@@ -25,13 +27,18 @@ from benchmarks.chaos.victim import Victim
 SEARCH_S = 3.0
 """How long a process of a role is looked for."""
 TICK_S = 0.01
+LOOK_S = 0.03
+"""Between two looks for a process, each of which reads of all processes of the machine."""
 STOPPED_S, RUNNING_S = 0.2, 0.02
 """Of a slow engine, in turn."""
 CLIENTS = 8
 FRAMES = 400
 """Of a lying peer, each time."""
+PLACE, DISK = "shoal-chaos-", "disk"
 DISK_BYTES = 256 << 20
-LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib", "/usr/local/lib")
+CLOCK_SOURCE = Path(__file__).with_name("clock.c")
+SHIFT = struct.Struct("=q")
+"""Of the clock, in seconds."""
 HALVES = (
     b"\x16\x03\x01\x02\x00",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -47,35 +54,50 @@ RESET = struct.pack("ii", 1, 0)
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Puts a small file system at `folder` while it is open; whether that could be done (it takes root)."""
+def workplace() -> Iterator[Path]:
+    """A folder for one campaign. Those of campaigns that were killed are removed first, with what is mounted there."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PLACE}*"):
+        if not psutil.pid_exists(int(left.name.split("-")[2])):
+            _unmount(left / DISK)
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{PLACE}{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[bool]:
+    """Puts a small file system into a campaign's folder while it is open; whether that could be done (takes root)."""
+    folder = place / DISK
+    folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True, check=False).returncode
+    mounted = (
+        shutil.which("mount") is not None and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    )
     try:
-        yield mounted == 0
+        yield mounted
     finally:
-        if mounted == 0:
-            subprocess.run(["umount", "-l", str(folder)], check=False)
+        if mounted:
+            _unmount(folder)
+
+
+def _unmount(folder: Path) -> None:
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def false_clock(folder: Path) -> dict[str, str]:
-    """The variables under which a process takes its wall clock from a file; none without libfaketime."""
-    library = next((path for one in LIBRARIES if (path := Path(one, "faketime/libfaketimeMT.so.1")).exists()), None)
-    if library is None:
+    """The variables under which a process takes its wall clock from a file; none without a C compiler."""
+    library, compiler = folder / "clock.so", shutil.which("cc")
+    if compiler is None:
         return {}
-    (folder / "clock").write_text("+0")
-    return {
-        "LD_PRELOAD": str(library),
-        "FAKETIME_TIMESTAMP_FILE": str(folder / "clock"),
-        "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, CLOCK_SOURCE, "-ldl"], check=True)
+    (folder / "clock").write_bytes(SHIFT.pack(0))
+    return {"LD_PRELOAD": str(library), "SHOAL_CLOCK": str(folder / "clock")}
 
 
 @dataclass(slots=True)
 class Faults:
-    """Does faults to one victim."""
+    """Does faults to one victim, several at once; those of one process take turns."""
 
     victim: Victim
     folder: Path
@@ -88,12 +110,13 @@ class Faults:
     """Subjects and frames."""
     full: bool = False
     """Whether the disk is full now."""
+    _turns: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def left_out(self) -> Mapping[str, str]:
         """Kinds that this machine does not allow, and why."""
         return {
             **({} if self.disk else {Kind.FULL_DISK: "a small file system takes root"}),
-            **({} if self.clock else {Kind.CLOCK: "libfaketime is not installed"}),
+            **({} if self.clock else {Kind.CLOCK: "no C compiler is installed"}),
             **({} if self.lies else {Kind.LYING_PEER: "this seed's run is in no swarm"}),
         }
 
@@ -102,7 +125,6 @@ class Faults:
         if fault.kind in self.left_out():
             return False
         does: dict[Kind, Callable[[Fault], Awaitable[bool]]] = {
-            Kind.KILL: self._kill,
             Kind.STOP: self._stop,
             Kind.FULL_DISK: self._fill,
             Kind.LOCKED_LOG: self._lock,
@@ -111,7 +133,10 @@ class Faults:
             Kind.LYING_PEER: self._lie,
             Kind.CLOCK: self._jump,
         }
-        return await does[fault.kind](fault)
+        if fault.kind is Kind.KILL:  # what is stopped just now may be killed
+            return await self._kill(fault)
+        async with self._turns[Role.ENGINE if fault.kind is Kind.SLOW_ENGINE else fault.role or fault.kind]:
+            return await does[fault.kind](fault)
 
     async def _found(self, role: Role | None, seed: int) -> psutil.Process | None:
         """One process of a role; sandboxes live for a moment only."""
@@ -119,7 +144,7 @@ class Faults:
         while time.monotonic() < deadline_s:
             if found := self.victim.processes(role):
                 return random.Random(seed).choice(found)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(LOOK_S)
         return None
 
     async def _kill(self, fault: Fault) -> bool:
@@ -214,9 +239,8 @@ class Faults:
         return True
 
     async def _jump(self, fault: Fault) -> bool:
-        unfinished = self.folder / "clock.new"
-        unfinished.write_text(f"{fault.jump_s:+.0f}")
-        unfinished.replace(self.folder / "clock")
+        with (self.folder / "clock").open("r+b") as file:  # in its place: processes have it in their memory
+            file.write(SHIFT.pack(round(fault.jump_s)))
         await asyncio.sleep(fault.hold_s)
         return self.victim.pid is not None
 

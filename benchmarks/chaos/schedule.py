@@ -38,8 +38,19 @@ class Role(StrEnum):
     SANDBOX = "sandbox"
 
 
-PROCESS_KINDS = (Kind.KILL, Kind.STOP)
-"""Faults that are of one process."""
+PROCESS_KINDS = {
+    Kind.KILL: {
+        Role.MAIN: 1,
+        Role.ENGINE: 2,
+        Role.TRAINER: 1,
+        Role.REWARDS: 3,
+        Role.DRAWER: 3,
+        Role.SANDBOX: 2,
+    },
+    Kind.STOP: dict.fromkeys(Role, 1),
+}
+"""Faults that are of one process, and how often of which: without main process or trainer a run ends, and most of the
+time goes into starting it again."""
 WEIGHTS = {
     Kind.KILL: 8,
     Kind.STOP: 6,
@@ -53,7 +64,8 @@ WEIGHTS = {
 LONGEST_HOLD_S = {Kind.STOP: 4.0, Kind.FULL_DISK: 5.0, Kind.LOCKED_LOG: 4.0, Kind.SLOW_ENGINE: 4.0}
 AT_START = 0.3
 """Share of the faults that come while the run is still starting or resuming."""
-LONGEST_WAIT_S = 1.0
+LONGEST_WAIT_S = 2.0
+LONGEST_START_S = 12.0
 LONGEST_JUMP_S = 30 * 86400.0
 
 
@@ -66,8 +78,10 @@ class Fault:
     """Whose process, of a fault that is of one."""
     at_start: bool
     """Whether it may hit a run that has not made a step since it was started or resumed."""
+    age_s: float
+    """Of a run that it hits while starting."""
     after_s: float
-    """From there, or from the end of the fault before."""
+    """From there, or from the beginning of the fault before, which may still go on."""
     hold_s: float
     jump_s: float
     """Of the clock, against true time."""
@@ -85,12 +99,13 @@ def schedule(seed: int) -> Iterator[Fault]:
     dice = random.Random(f"chaos {seed}")
     while True:
         (kind,) = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        role = dice.choice(list(Role))
+        roles = PROCESS_KINDS.get(kind)
         yield Fault(
             kind,
-            role if kind in PROCESS_KINDS else None,
+            dice.choices(list(roles), list(roles.values()))[0] if roles else None,
             dice.random() < AT_START,
-            dice.uniform(0.0, LONGEST_WAIT_S),
+            dice.uniform(0.0, LONGEST_START_S),
+            LONGEST_WAIT_S * dice.random() ** 2,  # many come close together
             dice.uniform(0.2, LONGEST_HOLD_S.get(kind, 1.0)),
             dice.choice([-1, 1]) * LONGEST_JUMP_S ** dice.random(),
             dice.getrandbits(32),

@@ -21,8 +21,12 @@ from shoal.errors import ChildDied
 from shoal.net.process import PARENT
 
 STANDSTILL_S = 60.0
-"""Without a change of the log or of metrics.jsonl, and without an end."""
+"""Without a change of the log or of metrics.jsonl, and without an end, less the time in which a thread of the run waits
+for a processor: a machine that is busy with others starts a run slowly."""
+LONGEST_S = 300.0
+"""Of a standstill that nothing excuses."""
 POLL_S = 0.1
+DELAY_POLL_S = 1.0
 MAIN = """
 import signal
 from shoal.net.process import die_with_parent
@@ -49,6 +53,30 @@ MOST_WORDS = 3000
 
 
 @dataclass(slots=True)
+class Delays:
+    """How long threads were ready to run, but had no processor: the kernel counts it."""
+
+    waited_s: float = 0.0
+    """Since it was set to 0: of each second, that of the thread that waited for the longest."""
+    _looked_s: float = field(default_factory=time.monotonic)
+    _before: dict[Path, int] = field(default_factory=dict)  # nanoseconds
+
+    def look(self, processes: Callable[[], list[psutil.Process]]) -> None:
+        """Adds what came since the last look, at most once a second."""
+        passed_s = time.monotonic() - self._looked_s
+        if passed_s < DELAY_POLL_S:
+            return
+        now: dict[Path, int] = {}
+        for process in processes():
+            for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    now[thread] = int(thread.read_text().split()[1])
+        longest_ns = max((waited - self._before.get(thread, 0) for thread, waited in now.items()), default=0)
+        self.waited_s += min(passed_s, longest_ns / 1e9)
+        self._before, self._looked_s = now, time.monotonic()
+
+
+@dataclass(slots=True)
 class Victim:
     """The run, its present process, and how the earlier ones ended."""
 
@@ -68,7 +96,11 @@ class Victim:
     """Whether the main process was killed on purpose."""
     ending: bool = False
     _process: subprocess.Popen[bytes] | None = None
+    _began_s: float = 0.0
     _steps_before: int = 0
+    _told: int = 0
+    """Bytes of metrics.jsonl whose steps are counted."""
+    _steps: int = 0
 
     @property
     def run_dir(self) -> Path:
@@ -78,8 +110,17 @@ class Victim:
     @property
     def steps(self) -> int:
         """Recorded in metrics.jsonl so far."""
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_bytes().count(b'"kind":"step"') if path.exists() else 0
+        with contextlib.suppress(FileNotFoundError), (self.run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(self._told)
+            new, whole, _ = file.read().rpartition(b"\n")
+            self._told += len(new + whole)
+            self._steps += new.count(b'"kind":"step"')
+        return self._steps
+
+    @property
+    def age_s(self) -> float:
+        """Of the present process; less than 0 when there is none."""
+        return time.monotonic() - self._began_s if self.pid else -1.0
 
     @property
     def has_stepped(self) -> bool:
@@ -115,7 +156,7 @@ class Victim:
             if beginnings > MOST_BEGINNINGS:
                 raise ChildDied(f"chaos: the run never begins: {self.sentences[-1:] or self.unnamed[-1:]}")
             with terminal.open("wb") as output:
-                self._process = self._started(output.fileno(), resume=begun)
+                self._process, self._began_s = self._started(output.fileno(), resume=begun), time.monotonic()
             try:
                 await self._watch(self._process, terminal)
             finally:
@@ -140,16 +181,19 @@ class Victim:
 
     async def _watch(self, process: subprocess.Popen[bytes], terminal: Path) -> None:
         """Returns when the run has ended, or has stood still for too long."""
-        seen, since_s, interrupted = list(self._marks()), time.monotonic(), False
+        seen, since_s, interrupted, delays = list(self._marks()), time.monotonic(), False, Delays()
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
+            delays.look(self.processes)
             if self.ending and not interrupted:
                 process.send_signal(signal.SIGINT)
                 since_s, interrupted = time.monotonic(), True
+                delays.waited_s = 0.0
             if not interrupted and (now := list(self._marks())) != seen:
-                seen, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s > STANDSTILL_S:
-                used = self._used()
+                seen, since_s, delays.waited_s = now, time.monotonic(), 0.0
+            elif time.monotonic() - since_s > min(STANDSTILL_S + delays.waited_s, LONGEST_S):
+                still_s = time.monotonic() - since_s
+                used = f"{still_s:.0f} s, {delays.waited_s:.0f} s of them for a processor; {self._used()}"
                 process.send_signal(signal.SIGUSR1)  # has it say who waits for whom
                 await asyncio.sleep(1.0)
                 said = await asyncio.to_thread(_text, terminal)
