@@ -125,7 +125,7 @@ class Victim:
     @property
     def has_stepped(self) -> bool:
         """Whether the present process made a step."""
-        return self._process is not None and self.steps > self._steps_before
+        return self.pid is not None and self.steps > self._steps_before
 
     @property
     def pid(self) -> int | None:
