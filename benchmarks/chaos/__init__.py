@@ -3,7 +3,8 @@
 Each seed is one run of very short steps, and a schedule of faults that the seed alone decides (`schedule`). They are
 really done (`faults`), the run is started again whenever it ended (`victim`), and afterwards `shoal audit` and a
 second judge (`witness`) say whether anything was lost, trained twice or too stale. Standing still is 60 s without a
-step, another entry in the log, or an end.
+step, another entry in the log, or an end. Seconds in which a thread of the run waits for a processor do not count, up
+to 300 s in all.
 
 The kernel decides where a process is when a signal reaches it: a seed replays the faults and their order, not every
 instruction. Each run adds a line to `results.jsonl`; `python -m benchmarks.chaos` adds these up.

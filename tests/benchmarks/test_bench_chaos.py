@@ -2,17 +2,25 @@
 
 import asyncio
 import json
+import os
+import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import run_bench
+from benchmarks import on_path, run_bench
 from benchmarks.chaos import QUICK_FAULTS, lines, next_seed, summed
 from benchmarks.chaos.campaign import LAST_STEPS, Report, as_values, campaign
+from benchmarks.chaos.faults import DISK, PLACE, SHIFT, false_clock, workplace
 from benchmarks.chaos.schedule import LONGEST_HOLD_S, PROCESS_KINDS, Kind, Role, schedule
-from benchmarks.chaos.victim import STANDSTILL_S
+from benchmarks.chaos.victim import STANDSTILL_S, Delays
 from benchmarks.chaos.witness import Witness
 from shoal.errors import ConfigError
 from shoal.experience import Buffer, RunMeta
@@ -32,10 +40,69 @@ def test_a_seed_replays_its_schedule_and_another_seed_has_another_one() -> None:
 def test_a_schedule_has_every_kind_of_fault_and_of_process() -> None:
     faults = list(islice(schedule(0), 1000))
     assert {fault.kind for fault in faults} == set(Kind)
+    assert {fault.at_start for fault in faults} == {True, False}
     for kind in PROCESS_KINDS:
         assert {fault.role for fault in faults if fault.kind is kind} == set(Role)
     assert all((fault.role is None) == (fault.kind not in PROCESS_KINDS) for fault in faults)
     assert max(LONGEST_HOLD_S.values()) < STANDSTILL_S / 4, "what is held that long is no standstill of the run's own"
+
+
+KILLED = """
+import os, signal
+from benchmarks.chaos.faults import small_disk, workplace
+with workplace() as place, small_disk(place):
+    print(place, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_campaign_removes_the_folder_and_the_disk_that_a_killed_one_left() -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], env=on_path(os.environ), capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    left = Path(killed.stdout.strip())
+    assert left.name.startswith(PLACE)
+    assert (left / DISK).exists()
+    with workplace() as place:
+        assert place.is_dir()
+        assert not left.exists()
+    assert not place.exists()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_wall_clock_of_a_process_follows_the_file_and_its_waits_do_not(tmp_path: Path) -> None:
+    variables = false_clock(tmp_path)
+    (tmp_path / "clock").write_bytes(SHIFT.pack(-86400))
+    waits = "import threading, time; print(threading.Event().wait(0.01), time.time(), time.monotonic())"
+    said = subprocess.run(
+        [sys.executable, "-c", waits], env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    waited, wall_s, monotonic_s = said.stdout.split()
+    assert waited == "False"
+    assert time.time() - 86400 - 60 < float(wall_s) < time.time() - 86400
+    assert float(monotonic_s) <= time.monotonic()
+
+
+BUSY = "import os\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nwhile True: pass"
+IDLE = "import time; time.sleep(600)"
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count delays")
+def test_waiting_for_a_processor_is_told_from_waiting_for_an_event() -> None:
+    children = [subprocess.Popen([sys.executable, "-c", code]) for code in (BUSY, BUSY, IDLE)]
+    try:
+        first, second, idle = (psutil.Process(child.pid) for child in children)
+        wanting, waiting = Delays(), Delays()
+        while wanting.waited_s < 1.0:
+            time.sleep(0.1)
+            wanting.look(lambda: [first, second])
+            waiting.look(lambda: [idle])
+        assert waiting.waited_s < wanting.waited_s
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def test_several_runs_add_up(tmp_path: Path) -> None:

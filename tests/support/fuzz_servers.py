@@ -58,6 +58,8 @@ from view_run import MadeRun
 CONTEXT = 4096
 CLIENTS = 2
 """Of each server."""
+WARMING = 5_000
+"""Requests after which memory is measured, at most."""
 FAST = 1e9
 """Requests per second, where there is a rate: what is refused for its haste is not tested."""
 HERE, ME = Identity.fresh(), Identity.fresh()
@@ -318,7 +320,7 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
         }
         chosen = {name: (urls[name], target) for name, target in targets.items() if not only or name in only}
         processes = {"servers": psutil.Process(child.pid), "engine": psutil.Process(engine.pid)}
-        asyncio.run(attacked(chosen, requests // 3, seed + 1))  # what is loaded and cached once
+        asyncio.run(attacked(chosen, min(requests // 3, WARMING), seed + 1))  # what is loaded and cached once
         before = {name: process.memory_info().rss for name, process in processes.items()}
         attacks = asyncio.run(attacked(chosen, requests, seed))
         after = {name: process.memory_info().rss for name, process in processes.items()}
