@@ -21,7 +21,7 @@ TABLES = {
     "started": ("group_id", "peer_id", "message_id"),
     "groups": ("group_id", "finished_seq"),
     "ended": ("group_id",),
-    "consumed": ("finished_seq", "step", "position", "trained_from"),
+    "consumed": ("finished_seq", "step", "position", "trained_from", "masked_tokens"),
     "steps": ("step", "version", "version_after"),
 }
 WAIT_S = 30.0
@@ -73,7 +73,7 @@ class Witness:
         groups = {_int(seq): str(group_id) for group_id, seq in tables["groups"]}
         steps = {_int(row[0]): row for row in tables["steps"]}
         uses: dict[int, list[int]] = {step: [] for step in steps}
-        for seq, step, _, _ in sorted(tables["consumed"], key=lambda row: (_int(row[1]), _int(row[2]))):
+        for seq, step, *_ in sorted(tables["consumed"], key=lambda row: (_int(row[1]), _int(row[2]))):
             uses.setdefault(_int(step), []).append(_int(seq))
         self.lost += [f"start of group {one}" for one in self._started - set(started)]
         self.lost += [f"group {one}" for seq, one in self._groups.items() if groups.get(seq) != one]
@@ -103,7 +103,7 @@ class Witness:
             assert isinstance(body, bytes)
             of_group.setdefault(_int(seq), []).append((_int(position), body))
         versions = {_int(step): _int(version) for step, version, _ in tables["steps"]}
-        consumed = {_int(seq): (_int(step), start) for seq, step, _, start in tables["consumed"]}
+        consumed = {_int(seq): (_int(step), start, _int(masked)) for seq, step, _, start, masked in tables["consumed"]}
         for seq, group_id in self._groups.items():
             ordered = [body for _, body in sorted(of_group.get(seq, []))]
             digest = hashlib.sha256(b"".join(ordered)).digest()
@@ -112,11 +112,16 @@ class Witness:
                 continue
             if seq not in consumed or group_id in self._peers:
                 continue
-            step, trained_from = consumed[seq]
+            step, trained_from, masked = consumed[seq]
             drawn = [version for body in ordered for version in _versions(body)]
-            oldest = _int(trained_from) if self.late == "mask_tokens" and trained_from is not None else min(drawn)
-            if step in versions and not 0 <= versions[step] - oldest <= self.max_staleness:
-                self.stale.append(f"group {group_id}: version {oldest} was trained under {versions[step]}")
+            if self.late == "mask_tokens":  # the log says how many tokens taught nothing, and from where others did
+                kept = [version for body in ordered if not _failed(body) for version in _versions(body)]
+                late = sum(version < versions.get(step, 0) - self.max_staleness for version in kept)
+                if masked < late:
+                    self.stale.append(f"group {group_id}: {late} tokens were late, and {masked} of them masked")
+                drawn = [] if trained_from is None else [_int(trained_from)]
+            if drawn and step in versions and not 0 <= versions[step] - min(drawn) <= self.max_staleness:
+                self.stale.append(f"group {group_id}: version {min(drawn)} was trained under {versions[step]}")
 
     def _count_metrics(self, told: bytes) -> None:
         """The training loop takes each step once: replays are not told."""
@@ -161,6 +166,11 @@ def _versions(body: bytes) -> Iterator[int]:
             rest += value.values()
         elif isinstance(value, list) and value and not isinstance(value[0], int | float):
             rest += value
+
+
+def _failed(body: bytes) -> bool:
+    value = msgspec.msgpack.decode(body[1:])
+    return isinstance(value, dict) and value.get("status") == "failed"
 
 
 def _int(value: object) -> int:

@@ -179,6 +179,20 @@ def test_the_witness_sees_what_a_log_lost_repeated_or_trained_too_late(
     assert getattr(witness, found)
 
 
+@pytest.mark.parametrize(
+    ("masked", "trained_from", "is_stale"), [(4, "NULL", False), (3, "NULL", True), (4, "4", True)]
+)
+def test_late_tokens_are_stale_for_the_witness_unless_all_of_them_are_masked(
+    tmp_path: Path, masked: int, trained_from: str, is_stale: bool
+) -> None:
+    asyncio.run(trained(tmp_path, 5))
+    edited(tmp_path, "UPDATE steps SET version = version + 5 WHERE step = 4")
+    edited(tmp_path, f"UPDATE consumed SET masked_tokens = {masked}, trained_from = {trained_from} WHERE step = 4")
+    witness = Witness("mask_tokens", 1)
+    witness.look(tmp_path)
+    assert bool(witness.stale) == is_stale
+
+
 def test_the_witness_sees_a_step_that_the_loop_took_twice_and_one_that_the_log_lost(tmp_path: Path) -> None:
     asyncio.run(trained(tmp_path, 3))
     witness = seen(tmp_path)

@@ -291,7 +291,7 @@ async def serve(folder: Path) -> None:
 
 
 def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, Any]:
-    """What became of so many requests to all servers together, and their memory before and after."""
+    """What became of so many requests to all servers together, and their memory before, half-way and after."""
     began_s = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -321,17 +321,24 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
         chosen = {name: (urls[name], target) for name, target in targets.items() if not only or name in only}
         processes = {"servers": psutil.Process(child.pid), "engine": psutil.Process(engine.pid)}
         asyncio.run(attacked(chosen, min(requests // 3, WARMING), seed + 1))  # what is loaded and cached once
-        before = {name: process.memory_info().rss for name, process in processes.items()}
-        attacks = asyncio.run(attacked(chosen, requests, seed))
-        after = {name: process.memory_info().rss for name, process in processes.items()}
+        before = _memory(processes)
+        attacks = asyncio.run(attacked(chosen, requests - requests // 2, seed))
+        half = _memory(processes)
+        attacks += asyncio.run(attacked(chosen, requests // 2, seed + 2))
+        after = _memory(processes)
     return {
         "requests": sum(attack.statuses.total() for attack in attacks),
         "servers": {name: _statuses(attack for attack in attacks if attack.name == name) for name in chosen},
         "found": [one for attack in attacks for one in attack.found],
-        "rss_before_mb": {name: round(size / 1e6, 1) for name, size in before.items()},
-        "rss_after_mb": {name: round(size / 1e6, 1) for name, size in after.items()},
+        "rss_before_mb": before,
+        "rss_half_mb": half,
+        "rss_after_mb": after,
         "seconds": round(time.monotonic() - began_s, 1),
     }
+
+
+def _memory(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    return {name: round(process.memory_info().rss / 1e6, 1) for name, process in processes.items()}
 
 
 def _statuses(attacks: Any) -> dict[str, int]:
