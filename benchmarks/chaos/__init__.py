@@ -20,7 +20,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results.jsonl")
 CAMPAIGN_S = 300.0
 """Of one seed; a new one has another configuration."""
-QUICK_FAULTS = 6
+QUICK_FAULTS = 40
 SUMMED = ("faults", "resumed", "lost", "doubled", "stale", "standstills", "unnamed", "inexact", "steps", "groups")
 
 
