@@ -29,7 +29,7 @@ from shoal.types import Role as Speaker
 
 SHORT_SEED = 7293
 """It kills every process but the trainer and stops each but the sandbox; it moves the clock, locks the log, slows the
-engine and sends it halves. Only two of its faults cost the start of a run or an engine, which is most of the time."""
+engine and sends it halves. Few of its faults cost the start of a run or an engine, which is most of the time."""
 
 
 def test_a_seed_replays_its_schedule_and_another_seed_has_another_one() -> None:
