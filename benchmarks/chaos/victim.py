@@ -162,7 +162,7 @@ class Victim:
             finally:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
-            self._judge(self._process.returncode, _text(terminal))
+            self._judge(self._process.returncode, self._said(terminal))
             self.resumed += not first
             first = False
             await asyncio.to_thread(self.on_end)
@@ -196,7 +196,7 @@ class Victim:
                 used = f"{still_s:.0f} s, {delays.waited_s:.0f} s of them for a processor; {self._used()}"
                 process.send_signal(signal.SIGUSR1)  # has it say who waits for whom
                 await asyncio.sleep(1.0)
-                said = await asyncio.to_thread(_text, terminal)
+                said = await asyncio.to_thread(self._said, terminal)
                 self.standstills.append(f"{used}; {said[-MOST_WORDS:]}")
                 self.killed = True
                 return
@@ -216,6 +216,9 @@ class Victim:
                 status = (self.run_dir / name).stat()
                 yield status.st_size, status.st_mtime_ns
 
+    def _said(self, terminal: Path) -> str:
+        return terminal.read_text(errors="replace").replace(str(self.folder), "RUN")
+
     def _judge(self, code: int, said: str) -> None:
         """Notes how a process ended: it was killed, or it says why in a sentence."""
         lines = [line for line in said.splitlines() if line.startswith("shoal: ")]
@@ -231,10 +234,6 @@ class Victim:
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line)["name"] for line in lines if '"kind":"event"' in line and line.endswith("}")]
-
-
-def _text(terminal: Path) -> str:
-    return terminal.read_text(errors="replace")
 
 
 def _is(process: psutil.Process, role: Role) -> bool:
