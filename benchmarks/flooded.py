@@ -43,8 +43,8 @@ from shoal.sandbox.usage import usage_of
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.node_files import STATUS_FILE
 from shoal.swarm.options import NatsOptions
+from shoal.swarm.peer import STATUS_FILE
 from shoal.swarm.rules import RuleSolver
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.tasks.library import Library

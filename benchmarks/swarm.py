@@ -25,9 +25,9 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import INTAKE_PER_S, Intake, NodeDeps
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import INTAKE_PER_S, Intake
 from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
@@ -180,8 +180,8 @@ async def _steps(node: Node, i: int) -> None:
     await asyncio.sleep(STEP_S * random.Random(i).random())
     step = 0
     while True:
-        node.own_group(_own_group(i, step))
-        await node.external_groups(step, _uniform)
+        node.offer(_own_group(i, step))
+        await node.take(step, _uniform)
         step += 1
         await asyncio.sleep(STEP_S)
 

@@ -91,17 +91,18 @@ run.loop:TrainLoop.run
 OFFER = """
 run.training:_train_and_evaluate
   experience.buffer:Buffer.on_finished
-  swarm.node:Node.own_group
+  swarm.node:Node.offer
 swarm.node:Node._share
   swarm.claim_verification:OwnTasks.claim
   swarm.offer:offer_of
-  swarm.offer:encode
-  swarm.node:Node._send
-    swarm.envelope:Signer.frame
-    swarm.nats:NatsExchange.publish
+  swarm.peer:Peer._share_offer
+    swarm.offer:encode
+    swarm.peer:Peer._send
+      swarm.envelope:Signer.frame
+      swarm.nats:NatsExchange.publish
 swarm.peer:Peer._listen
   swarm.nats:NatsExchange.receive
-  swarm.node_files:Intake.read
+  swarm.peer:Intake.read
     swarm.trust:IngressFilter.admit
       swarm.trust:IngressFilter._checked
         swarm.envelope:opened
@@ -120,11 +121,10 @@ swarm.node:Node._verify
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step
-  run.loop:TrainLoop._choose_offers
-    swarm.node:Node.choose
-      swarm.strategy:apply_taker
+  swarm.node:Node.choose
+    swarm.strategy:apply_taker
   run.loop:TrainLoop._external_groups
-    swarm.node:Node.encode
+    swarm.node:Node.take
       swarm.encoding:rollouts_of
   run.loop:TrainLoop._rows
     swarm.external:external_rows

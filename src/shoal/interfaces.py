@@ -1,12 +1,12 @@
 """The seams of Shoal, as Protocols. Whatever stands behind one can be replaced, and only these are faked in tests."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from shoal.types import Completion, Message, Outcome, Receipt, Reward, Rollout, Sampling, Split, Task
+from shoal.types import Completion, Group, Message, Outcome, Receipt, Reward, Rollout, Sampling, Split, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +202,32 @@ class Exchange(Protocol):
 
         Who joins late gets what is still kept of the time before.
         """
+        ...
+
+
+Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
+"""Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
+
+
+class Swarm(Protocol):
+    """The swarm as a training run sees it: a place to offer groups and to take groups of peers."""
+
+    async def run(self) -> None:
+        """Exchanges messages with peers for ever."""
+        ...
+
+    def offer(self, group: Group) -> None:
+        """Takes a finished own group, which may be shared. Returns at once."""
+        ...
+
+    def choose(self) -> int:
+        """Chooses groups of peers for the next step. Returns the number of own groups whose places they take."""
+        ...
+
+    async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
+        """Encodes the chosen groups under the weights being trained, whose newest Version is `version`."""
+        ...
+
+    def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
+        """Records a step and returns its metrics."""
         ...

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.swarm_demo import GROUPS, DemoCondition, DemoPlan, node_config, run_swarm_demo
 from shoal.config import parse
 from shoal.experience.audit import audit
 from shoal.run.demo_model.warm_start import Recipe
-from shoal.run.swarm_demo import GROUPS, DemoCondition, DemoPlan, node_config, run_swarm_demo
 
 
 def test_a_node_alone_and_in_the_swarm_differs_in_where_its_groups_come_from_and_in_nothing_else(

@@ -19,8 +19,7 @@ from shoal.swarm.claim_verification import DrawBounds, OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import NodeDeps
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
@@ -163,7 +162,7 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
                 frame = seal.frame(Kind.OFFER, offers.encode(made), time.time())
                 await theirs.publish(Kind.OFFER, specialist.peer_id, frame)
             await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
-            groups = await node.external_groups(0, logprobs)
+            groups = await node.take(0, logprobs)
             assert {group.task.service for group in groups} == {"chain_sum"}
             assert sorted(one.reward.value for group in groups for one in group.rollouts)[-4:] == [1.0] * 4
             assert len(groups) == 4  # at the first step, of an author whom nobody knows

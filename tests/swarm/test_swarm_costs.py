@@ -19,9 +19,9 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, NodeDeps
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import BANNED_FILE, STATUS_FILE
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library
 from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task
@@ -149,7 +149,7 @@ def test_a_group_of_a_peer_is_no_larger_than_one_s_own(library: Library, tmp_pat
         await known.says(reef.claims[0], *[reef.truth(0), "no"] * 32)
         await known.says(reef.claims[1], reef.truth(1), "no")
         await until(lambda: reef.node.ready == 2)
-        groups = await reef.node.external_groups(0, logprobs)
+        groups = await reef.node.take(0, logprobs)
         assert sorted(len(group.rollouts) for group in groups) == [2, 6]
 
     beside(library, tmp_path, tiny_model_dir, body, most_answers=6)

@@ -28,9 +28,9 @@ from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.generator import RETRY_S, Answerer, Generator, GeneratorPace
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import NodeDeps, ban_in
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.peer import ban_in
 from shoal.swarm.rules import RuleSolver
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
@@ -97,7 +97,7 @@ async def taken_from(
         taken: list[Group] = []
         async with asyncio.timeout(30):
             while not taken:
-                taken += await node.external_groups(0, logprobs)
+                taken += await node.take(0, logprobs)
                 await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -146,7 +146,7 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
             node = Node(means, settings, identity, folder / "node", trained=[group for life in lives for group in life])
             running = asyncio.ensure_future(node.run())
             await until(partial(settled, node))
-            lives.append(await node.external_groups(0, logprobs))
+            lives.append(await node.take(0, logprobs))
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
     return lives

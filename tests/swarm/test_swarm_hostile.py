@@ -21,10 +21,10 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import Intake, NodeDeps
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
+from shoal.swarm.peer import Intake
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
@@ -169,7 +169,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 trained: set[str] = set()
                 deadline_s = time.monotonic() + 60
                 while time.monotonic() < deadline_s and len(trained) < 12:
-                    for group in await node.external_groups(0, logprobs):
+                    for group in await node.take(0, logprobs):
                         trained.add(group.origin.peer_id)
                         assert group.origin.peer_id == honest.peer_id, group.task
                         assert len({rollout.reward.value for rollout in group.rollouts}) > 1

@@ -17,7 +17,7 @@ from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
 from shoal.cli import task as task_commands
 from shoal.cli import view as view_command
-from shoal.cli.output import JsonFlag, fail, show, warn
+from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
 
@@ -223,13 +223,7 @@ def bench(
     async, engine and trl take 15 to 17 minutes each on two quiet cores; --quick shortens them. Progress of a bench goes
     to standard error. chaos kills, stops and starves real runs and counts what they lose.
     """
-    root = Path(__file__).parents[3]
-    if not (root / "benchmarks" / "__init__.py").is_file():
-        fail(
-            "bench: needs a source checkout of Shoal (git clone, then pip install -e .); benchmarks are not installed",
-            2,
-        )
-    sys.path.insert(0, str(root))
+    from_checkout("bench")
     from benchmarks import run_bench
 
     options = {name: value for name, value in (("minutes", minutes), ("seed", seed)) if value is not None}

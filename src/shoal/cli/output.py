@@ -3,6 +3,7 @@
 import json
 import sys
 from math import isfinite
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -42,3 +43,11 @@ def fail(sentence: str, code: int) -> NoReturn:
     """Ends the process with a sentence on standard error."""
     print("shoal:", "\n".join(printable(line) for line in sentence.split("\n")), file=sys.stderr)
     raise SystemExit(code)
+
+
+def from_checkout(command: str) -> None:
+    """Makes the modules beside src/ importable, or ends the process where only the package is installed."""
+    root = Path(__file__).parents[3]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        fail(f"{command}: needs a source checkout of Shoal (git clone, then pip install -e .)", 2)
+    sys.path.insert(0, str(root))

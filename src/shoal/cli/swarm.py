@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.cli.output import JsonFlag, show
+from shoal.cli.output import JsonFlag, from_checkout, show
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ConfigError, RunDirError
 
@@ -138,7 +138,7 @@ def status(run: RunArgument, json_: JsonFlag = False) -> None:
 def status_of(run: Path) -> dict[str, object] | None:
     """State that a node wrote last; None if it wrote none. Raises `RunDirError`."""
     from shoal.run.join_swarm import FOLDER
-    from shoal.swarm.node_files import STATUS_FILE
+    from shoal.swarm.peer import STATUS_FILE
 
     path = run / FOLDER / STATUS_FILE
     try:
@@ -177,7 +177,7 @@ def offers(
 def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal swarm status` shows it.")]) -> None:
     """Ban a peer; a running node follows within seconds."""
     from shoal.run.join_swarm import FOLDER
-    from shoal.swarm.node_files import ban_in
+    from shoal.swarm.peer import ban_in
 
     if len(peer_id) != 32 or not all(digit in "0123456789abcdef" for digit in peer_id):
         raise ConfigError(f"peer id: expected 32 hexadecimal digits, got {peer_id!r}")
@@ -194,8 +194,9 @@ def demo(
     folder: Annotated[Path | None, typer.Option(help="Where it is written; a new one under runs/.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Train nodes on each other's text on this machine, beside the same nodes alone."""
-    from shoal.run.swarm_demo import DemoPlan, run_swarm_demo
+    """Train nodes on each other's text on this machine, beside the same nodes alone; from a source checkout."""
+    from_checkout("swarm demo")
+    from examples.swarm_demo import DemoPlan, run_swarm_demo
 
     folder = folder or Path("runs") / time.strftime("swarm-demo-%Y%m%d-%H%M%S")
     show(run_swarm_demo(DemoPlan(folder.absolute(), nodes, steps, seed)), json_)

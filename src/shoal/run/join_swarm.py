@@ -11,10 +11,8 @@ from shoal.interfaces import Exchange, Scorer
 from shoal.run.assemble_rollouts import own_scorer
 from shoal.run.plan import Prepared
 from shoal.swarm.claim_verification import DrawBounds, OwnTasks
-from shoal.swarm.external_share import most_external
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import NodeDeps
+from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.options import options_of
 from shoal.tasks.mixture import Mixture
 
@@ -62,8 +60,8 @@ async def swarm_node(
             prepared.max_model_len,
             Path(config.model.path).name or "model",
             max(config.rollout.group_size, 2),
+            config.train.groups_per_step,
         )
-        wants = most_external(config.train.groups_per_step) if settings.external_groups == "adaptive" else None
         with snapshot(run_dir) as log:
             trained = external_groups(log, MOST_REMEMBERED)
-        yield Node(deps, settings, identity, folder, seed=config.seed, wants=wants, trained=trained)
+        yield Node(deps, settings, identity, folder, seed=config.seed, trained=trained)

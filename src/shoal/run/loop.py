@@ -23,7 +23,7 @@ from shoal.config import Config
 from shoal.engine import canary
 from shoal.experience import Buffer, StepRecord, checkpoint
 from shoal.experience.buffer import STALE
-from shoal.interfaces import Engine, EngineInfo, Runner
+from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
 from shoal.observe.metrics import Trackers
 from shoal.reward.binary_scorer import FULL
 from shoal.rollout.concurrency import Concurrency
@@ -34,9 +34,6 @@ from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
 from shoal.run.learning import Learning
 from shoal.run.totals import RunTotals
 from shoal.swarm.external import external_rows
-from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.node import Node
-from shoal.swarm.node_files import ReadyOffer
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
@@ -71,7 +68,7 @@ class LoopDeps:
     runner: Runner
     eval_tasks: Sequence[Task]
     trackers: Trackers
-    swarm: Node | None = None
+    swarm: Swarm | None = None
 
 
 class TrainLoop:
@@ -97,13 +94,6 @@ class TrainLoop:
         self._busy_s = 0.0
         self._recorded_s = time.monotonic()
         self._lost = self._losses()
-        self._exchanged: dict[str, int] = {}
-        external = parts.config.swarm.external_groups
-        self._wanted_groups = external if isinstance(external, int) else 0
-        groups, reuse = parts.config.train.groups_per_step, parts.config.swarm.reuse
-        self._split = AdaptiveSplit(groups, most_external(groups), reuse) if external == "adaptive" else None
-        if self._split is not None and parts.swarm is not None:
-            self._split.restore(parts.swarm.remembered(SPLIT_FILE))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Trains the remaining steps, then waits until engines serve the last Version."""
@@ -185,13 +175,12 @@ class TrainLoop:
         parts, version = self._parts, self.version
         train = self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
-        wanted, chosen = self._choose_offers()
-        places = len(chosen) if self._split else 0
+        places = parts.swarm.choose() if parts.swarm else 0
         parts.buffer.fill(places)
         async with asyncio.TaskGroup() as both:
             taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
             # While the step waits for groups of its own, the trainer is free to encode those of peers.
-            encoding = both.create_task(self._external_groups(chosen, version))
+            encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = self._rows([*groups, *external], version)
         after = version + 1 if push else version
@@ -209,29 +198,19 @@ class TrainLoop:
         if push:
             await self._write_version(after)
             self._serve_newest()
-        values = self._step_values(version, groups, stats, late_tokens) | self._swarm_values(external, wanted)
-        if self._split is not None and parts.swarm is not None:
-            self._split.stepped(
-                [fmean(one.reward.value for one in group.finished) for group in groups], parts.swarm.supply()
-            )
-            parts.swarm.remember(SPLIT_FILE, self._split.state())
+        values = self._step_values(version, groups, stats, late_tokens)
+        if parts.swarm is not None:
+            values |= parts.swarm.stepped(groups, external)
         parts.trackers.log(step + 1, values)
         if self.learning.stepped([*groups, *external]):
             parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
 
-    def _choose_offers(self) -> tuple[int, list[ReadyOffer]]:
-        """Number of external groups that a step wants, and the chosen offers; none without a swarm."""
-        if self._parts.swarm is None:
-            return 0, []
-        wanted = self._split.external if self._split else self._wanted_groups
-        return wanted, self._parts.swarm.choose(wanted)
-
-    async def _external_groups(self, chosen: Sequence[ReadyOffer], version: int) -> list[Group]:
-        """Encodes the chosen offers under the weights being trained."""
+    async def _external_groups(self, version: int) -> list[Group]:
+        """Takes the chosen groups of peers; none without a swarm."""
         if self._parts.swarm is None:
             return []
-        logprobs = partial(self._parts.trainer.logprobs, temperature=self._config.rollout.temperature)
-        return await self._parts.swarm.encode(chosen, version, logprobs)
+        temperature = self._config.rollout.temperature
+        return await self._parts.swarm.take(version, partial(self._parts.trainer.logprobs, temperature=temperature))
 
     def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
         """Builds each group's rows, by id, and counts each task's tokens that the late policy masked."""
@@ -341,21 +320,6 @@ class TrainLoop:
         }
         self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
         return values
-
-    def _swarm_values(self, external: Sequence[Group], wanted: int) -> dict[str, float]:
-        """Metrics of the swarm for a step that wanted `wanted` external groups; empty without a swarm."""
-        node = self._parts.swarm
-        if node is None:
-            return {}
-        before, self._exchanged = self._exchanged, node.totals()
-        rewards = [rollout.reward.value for group in external for rollout in group.finished]
-        return {
-            "external": len(external),
-            "external_missing": wanted - len(external),
-            **({"reward_external": fmean(rewards)} if rewards else {}),
-            **{name: count - before.get(name, 0) for name, count in self._exchanged.items()},
-            "peers": len(node.ingress.peers),
-        }
 
     def _losses_since(self) -> dict[str, float]:
         """Groups lost since the step before, by cause."""

@@ -306,7 +306,7 @@ async def _train_and_evaluate(
             tasks.create_task(watch_run(parts, loop, trainer, own), name="watching for standstills"),
         ]
         if parts.swarm is not None:
-            parts.buffer.on_finished(parts.swarm.own_group)
+            parts.buffer.on_finished(parts.swarm.offer)
             background.append(tasks.create_task(parts.swarm.run(), name="swarm"))
         await loop.run(tasks)
         trained_s = time.monotonic() - began_s

@@ -20,24 +20,23 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TypeAlias
 
 from shoal.config import SwarmConfig
-from shoal.errors import ExchangeUnavailable, TaskError, WireError
-from shoal.interfaces import NotOurs
+from shoal.errors import TaskError, WireError
+from shoal.interfaces import Exchange, Logprobs, NotOurs, Recogniser, Renderer, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import encode_offer, rollouts_of
+from shoal.swarm.encoding import Encoded, encode_offer, rollouts_of
 from shoal.swarm.envelope import Kind
+from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, Intake, NodeCounts, NodeDeps, ReadyOffer, ban_in, read_lines
-from shoal.swarm.offer import GeneratorKind, Offer, Want, offer_of
-from shoal.swarm.peer import Peer
-from shoal.swarm.pending import Needs, PendingOffers
+from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, Want, offer_of
+from shoal.swarm.peer import BANNED_FILE, RETRY_S, Intake, Peer, PeerCounts, ban_in, read_lines
+from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
 from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
@@ -51,18 +50,50 @@ MOST_TAKEN = 1 << 17
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
-RETRY_S = 0.5
 NEED_DECAY = 0.95
 """Weight of the past in the mean reward and mean logprob of a task, per own group."""
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
 
-Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
-"""Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
+
+@dataclass(frozen=True, slots=True)
+class NodeDeps:
+    """Dependencies of a node."""
+
+    exchange: Exchange
+    recogniser: Recogniser
+    renderer: Renderer
+    scorer: Scorer
+    max_model_len: int
+    model: str
+    """Name of the model in offers."""
+    most_answers: int = MAX_ROLLOUTS
+    """Answers that count of an offer: as many as the node's own groups have."""
+    groups_per_step: int = 8
+    """Groups of a step, own ones or, with an adaptive split, all."""
+
+
+@dataclass(slots=True)
+class ReadyOffer:
+    """A verified offer with this node's rewards."""
+
+    message: VerifiedMessage
+    source: Encoded
+    rewards: tuple[Reward, ...]
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class NodeCounts(PeerCounts):
+    """Counts since the start of a node."""
+
+    taken: int = 0
+    missing: int = 0
+    """Groups that steps wanted and did not get."""
 
 
 class Node(Peer):
-    """Peer that shares and takes groups. One event loop; nothing happens unless `run` runs."""
+    """Peer that shares and takes groups; implements `interfaces.Swarm`. One event loop."""
 
     report_every_s = 10.0
 
@@ -77,27 +108,31 @@ class Node(Peer):
         clock: Callable[[], float] = time.time,
         intake: Intake | None = None,
         threads: bool = True,
-        wants: int | None = None,
         trained: Iterable[Group] = (),
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
 
-        `trained` lists external groups of this run's earlier process: the exchange sends its kept frames again. A step
-        wants up to `wants` groups, by default the settings' number if they have one. Without `threads` long texts are
-        encoded on the event loop: a virtual clock knows nothing of threads.
+        `trained` lists external groups of this run's earlier process: the exchange sends its kept frames again. Without
+        `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
         super().__init__(deps.exchange, settings.name, identity, folder, clock=clock, intake=intake)
-        self._threads = threads
-        self._deps = deps
-        self._settings = settings
-        external = settings.external_groups if wants is None else wants
-        self._wants = external if isinstance(external, int) else 0
+        self.fresh_s = settings.fresh_s
+        self.tally: NodeCounts = NodeCounts()
+        self._deps, self._settings, self._threads = deps, settings, threads
+        self._split: AdaptiveSplit | None = None
+        if settings.external_groups == "adaptive":
+            self._most_wanted = most_external(deps.groups_per_step)
+            self._split = AdaptiveSplit(deps.groups_per_step, self._most_wanted, settings.reuse)
+            self._split.restore(self.remembered(SPLIT_FILE))
+        else:
+            self._most_wanted = settings.external_groups
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._known_bans = set(self.ingress.banned)
         self._pending = PendingOffers(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[ReadyOffer] = []
+        self._chosen: list[ReadyOffer] | None = None
         trained = list(trained)
         self._taken = dict.fromkeys(group.origin.message_id for group in trained if group.origin)
         """Ids of messages that are or were ready, newest last; none is taken twice."""
@@ -108,19 +143,10 @@ class Node(Peer):
         self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
         self._supplied = 0
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
-        self._needs = Needs()
         self._work, self._outgoing = asyncio.Event(), asyncio.Event()
-        self.tally = NodeCounts()
+        self._before = self._totals()
 
-    async def run(self) -> None:
-        """Listens, verifies and shares for ever."""
-        async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._listen(), name="swarm: listening")
-            loops.create_task(self._verify(), name="swarm: verifying")
-            loops.create_task(self._share(), name="swarm: sharing")
-            loops.create_task(self._report(), name="swarm: reporting")
-
-    def own_group(self, group: Group) -> None:
+    def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
         service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
         if rewards:
@@ -130,8 +156,7 @@ class Node(Peer):
             _average(self._logprobs, service, fmean(sampled))
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
         now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
-        needs = self._needs.largest(now_s - self._settings.fresh_s)
-        if not self._sharer(Own(service, rewards, size), needs, steady_s):
+        if not self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
             return
         if len(self._outbox) >= OUTBOX:
             self._outbox.popleft()
@@ -139,24 +164,14 @@ class Node(Peer):
         self._outbox.append((group, now_s))
         self._outgoing.set()
 
-    async def external_groups(self, version: int, logprobs: Logprobs) -> list[Group]:
-        """Takes one step's groups of peers, encoded under the weights being trained; `version` is their newest
-        Version."""
-        return await self.encode(self.choose(self._wants), version, logprobs)
-
-    def supply(self) -> float:
-        """Estimates the useful offers since the last call: offers received times the recent share of useful ones."""
-        if not self._decided_lately:
-            return 0.0  # received offers count once their use is known
-        received, self._supplied = self._supplied, 0
-        return received * self._useful_lately / self._decided_lately
-
-    async def encode(self, chosen: Sequence[ReadyOffer], version: int, logprobs: Logprobs) -> list[Group]:
-        """Encodes chosen offers as groups under the weights being trained."""
+    async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
+        """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
+        if self._chosen is None:
+            self.choose()
+        chosen, self._chosen = self._chosen or [], None
         if not chosen:
             return []
-        rows = [row for ready in chosen for row in ready.source.rows]
-        own = iter(await logprobs(rows))
+        own = iter(await logprobs([row for ready in chosen for row in ready.source.rows]))
         groups = []
         for ready in chosen:
             computed = [next(own) for _ in ready.source.kept]
@@ -167,14 +182,31 @@ class Node(Peer):
         self.tally.taken += len(groups)
         return groups
 
+    def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
+        """Records a step and returns its metrics."""
+        if self._split is not None:
+            useful = 0.0
+            if self._decided_lately:  # received offers count once their use is known
+                useful, self._supplied = self._supplied * self._useful_lately / self._decided_lately, 0
+            self._split.stepped([fmean(one.reward.value for one in group.finished) for group in own], useful)
+            self.remember(SPLIT_FILE, self._split.state())
+        before, self._before = self._before, self._totals()
+        rewards = [rollout.reward.value for group in external for rollout in group.finished]
+        return {
+            "external": len(external),
+            **({"reward_external": fmean(rewards)} if rewards else {}),
+            **{name: count - before[name] for name, count in self._before.items()},
+            "peers": len(self.ingress.peers),
+        }
+
     @property
     def ready(self) -> int:
         """Number of verified offers that are ready."""
         return len(self._ready)
 
-    def totals(self) -> dict[str, int]:
-        """Counts since the start, for the metrics of steps."""
+    def _totals(self) -> dict[str, int]:
         return {
+            "external_missing": self.tally.missing,
             "offers_shared": self.tally.shared,
             "offers_admitted": self.ingress.admitted,
             "offers_refused": self.ingress.refused.total() - self.ingress.refused[Reason.OWN],
@@ -198,23 +230,22 @@ class Node(Peer):
             "admitted": self.ingress.admitted,
             "pending": len(self._pending),
             "ready": len(self._ready),
-            **asdict(self.tally),
             "known_peers": len(self.ingress.peers),
             "peers": peers,
         }
 
-    def _receive(self, message: VerifiedMessage) -> None:
-        """Queues an offer for verification, or stores a want."""
-        if isinstance(message.content, Want):
-            self._needs.update(message, message.content)
-            return
-        if not self._wants:
+    async def run(self) -> None:
+        """Listens, verifies and shares for ever."""
+        await self.beside(verifying=self._verify(), sharing=self._share())
+
+    def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
+        if not self._most_wanted:
             return  # this node only gives
         if message.id in self._taken or message.id in self._pending:
             self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # a resumed run, or a forgotten author
             return
         self._supplied += 1
-        for crowded_out in self._pending.add(message, message.content):
+        for crowded_out in self._pending.add(message, offer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
         self._work.set()
 
@@ -224,7 +255,7 @@ class Node(Peer):
         while True:
             self._drop_stale()
             rest_s, key = self._newcomers_from_s - loop.time(), None
-            if len(self._ready) < READY_PER_GROUP * self._wants:
+            if len(self._ready) < READY_PER_GROUP * self._most_wanted:
                 key = self._pending.next(self.ingress.is_newcomer, newcomers=rest_s <= 0)
             if key is None:
                 self._work.clear()
@@ -260,7 +291,7 @@ class Node(Peer):
 
     async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
         """Checks in order of cost: draws the question again, encodes the text, scores the answers."""
-        if message.sent_s < self._clock() - self._settings.fresh_s:
+        if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
         task = await self._deps.recogniser.task(content.claim)
         if isinstance(task, NotOurs):
@@ -275,7 +306,7 @@ class Node(Peer):
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
-        since_s = asyncio.get_running_loop().time() - self._settings.fresh_s
+        since_s = asyncio.get_running_loop().time() - self.fresh_s
         if self._contents.repeats(task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
@@ -290,8 +321,12 @@ class Node(Peer):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
 
-    def choose(self, wanted: int) -> list[ReadyOffer]:
-        """Takes up to `wanted` offers by the taker's choice; offers used up leave the store."""
+    def choose(self) -> int:
+        """Chooses the next step's offers by the taker; those used up leave the store.
+
+        Returns the number of own groups whose places they take: none without an adaptive split.
+        """
+        wanted = self._split.external if self._split else self._most_wanted
         self._drop_stale()
         now_s = self._clock()
         candidates = [
@@ -317,7 +352,8 @@ class Node(Peer):
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
         self.tally.missing += wanted - len(chosen)
-        return chosen
+        self._chosen = chosen
+        return len(chosen) if self._split else 0
 
     def _skill(self, service: str) -> float | None:
         """Mean own reward in a service's tasks, if `credit` compares with it; 0.5 before any."""
@@ -334,7 +370,7 @@ class Node(Peer):
         return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
 
     def _drop_stale(self) -> None:
-        bound_s = self._clock() - self._settings.fresh_s
+        bound_s = self._clock() - self.fresh_s
         for ready in [ready for ready in self._ready if ready.message.sent_s < bound_s]:
             self._ready.remove(ready)
             if not ready.uses:
@@ -361,37 +397,20 @@ class Node(Peer):
             try:
                 claim = await self._deps.recogniser.claim(group.task)
                 made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._deps.model, made_s=made_s)
-                if made is None or not await self._send(Kind.OFFER, offers.encode(made), made_s):
+                if made is None:
                     self.tally.unsent += 1
                 else:
-                    self.tally.shared += 1
+                    await self._share_offer(made)
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
-
-    async def _send(self, kind: Kind, payload: bytes, made_s: float) -> bool:
-        """Sends a payload; returns False if it grew too old first."""
-        frame: bytes | None = None
-        while self._clock() < made_s + self._settings.fresh_s:
-            if frame is None and self._exchange.connected:
-                frame = self._signer.frame(kind, payload, self._clock())
-            try:
-                if frame is not None:
-                    await self._exchange.publish(kind, self.peer_id, frame)
-                    self.tally.shared_bytes += len(frame)
-                    return True
-            except ExchangeUnavailable:
-                pass
-            await asyncio.sleep(RETRY_S)
-        return False
 
     async def _periodic(self) -> None:
         """Applies manual bans, and sends this node's wants."""
         self._forget_banned()
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:
-            with contextlib.suppress(ExchangeUnavailable):
-                frame = self._signer.frame(Kind.WANT, offers.encode(Want(needs[: offers.MAX_WANTED])), self._clock())
-                await self._exchange.publish(Kind.WANT, self.peer_id, frame)
+            want = offers.encode(Want(needs[: offers.MAX_WANTED]))
+            await self._send(Kind.WANT, want, self._clock() + RETRY_S)
 
 
 def _average(means: dict[str, float], service: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""A peer reads frames, keeps a ban list and a status, and signs its messages: node, generator and human UI build on it.
+"""A peer reads frames, keeps a ban list and a status, and sends messages: node, generator and human node build on it.
 
     listen   consumes frames of the exchange, one after the other; yields to other tasks between two frames
     report   reads banned.txt, does the periodic work, and writes status.json
@@ -7,27 +7,81 @@ A file that cannot be read or written ends no peer: the failure is logged once a
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
-from shoal.swarm.envelope import Signer
+from shoal.swarm import offer as offers
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
-from shoal.swarm.node_files import BANNED_FILE, STATUS_FILE, Intake, next_session, read_lines, write_whole
-from shoal.swarm.trust import IngressFilter, VerifiedMessage
+from shoal.swarm.offer import Offer, Want
+from shoal.swarm.pending import Needs
+from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
 
+BANNED_FILE = "banned.txt"
+STATUS_FILE = "status.json"
+SESSION_FILE = "session"
+INTAKE_PER_S = 60.0
+"""Frames read per second at most, on average, from all peers together."""
 INTAKE_BATCH = 32
+FRAME_S = 0.5e-3
+"""Seconds of a core that a frame may take; a slower frame counts as several. Most take 0.2 ms."""
+INTAKE_BURST_S = 16.0
+"""Seconds of intake that a late joiner, or a peer that was cut off, may read at once."""
+OWN_COST = 0.25
+"""Cost of reading an own frame, relative to another's: no signature is checked."""
+RETRY_S = 0.5
+"""Seconds between two attempts to send."""
+FRESH_S = 600.0
+"""Seconds after which an offer is not sent and a want is forgotten, without another setting."""
 LOG = logging.getLogger(__name__)
 
 
+class Intake:
+    """Rate limit of a peer's reading, in frames and in processor time. One event loop."""
+
+    def __init__(self, per_s: float = INTAKE_PER_S, timer: Callable[[], float] = time.thread_time) -> None:
+        """`timer` returns the seconds of a core that this thread has used."""
+        self._frame_s = 1 / per_s
+        self.timer = timer
+        self._due_s = -math.inf  # when what was read so far would have been read at the average rate
+
+    def read(self, ingress: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
+        """Passes a frame through the ingress filter and charges its cost; `now_s` is Unix time."""
+        loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
+        message = ingress.admit(frame, now_s, loop_s)
+        cost = max(OWN_COST if message is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
+        self._due_s = max(self._due_s, loop_s - INTAKE_BURST_S) + cost * self._frame_s
+        return message
+
+    async def pause(self) -> None:
+        """Waits until more may be read."""
+        await asyncio.sleep(max(0.0, self._due_s - asyncio.get_running_loop().time()))
+
+
+@dataclass(slots=True)
+class PeerCounts:
+    """Counts since the start of a peer."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    unsent: int = 0
+    """Own groups chosen for sharing that were too old, too many, too large, or not portable."""
+
+
 class Peer:
-    """Base class of node, generator and human UI; each adds its use of the messages received. One event loop."""
+    """Base class of node, generator and human node; each adds its use of the offers received. One event loop."""
 
     report_every_s = 5.0
+    fresh_s = FRESH_S
 
     def __init__(
         self,
@@ -40,20 +94,23 @@ class Peer:
         intake: Intake | None = None,
     ) -> None:
         """`folder` holds banned.txt, which others may add to, and status.json; `clock` gives Unix time."""
-        self.swarm = swarm
-        self._exchange, self._identity, self._folder, self._clock = exchange, identity, folder, clock
+        self.swarm, self.peer_id = swarm, identity.peer_id
+        self._exchange, self._folder, self._clock = exchange, folder, clock
         self._intake = intake or Intake()
         self.ingress = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
+        self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
         """Reasons of the last failures to read or write this peer's files, by file name."""
+        self._needs = Needs()
         self._read_bans()
         self._session = next_session(folder, clock())
         self._signer = Signer(identity, swarm, session=self._session)
 
-    @property
-    def peer_id(self) -> str:
-        """Peer id of this peer."""
-        return self._identity.peer_id
+    async def beside(self, **loops: Coroutine[None, None, None]) -> None:
+        """Listens and reports for ever, beside the named `loops` of a kind of peer."""
+        async with asyncio.TaskGroup() as tasks:
+            for name, loop in {"listening": self._listen(), "reporting": self._report(), **loops}.items():
+                tasks.create_task(loop, name=f"swarm: {name}")
 
     @property
     def connected(self) -> bool:
@@ -70,6 +127,7 @@ class Peer:
             "time_s": self._clock(),
             "refused": {reason.value: count for reason, count in self.ingress.refused.items()},
             "banned": sorted(self.ingress.banned),
+            **asdict(self.tally),
         }
 
     def remember(self, name: str, text: str) -> None:
@@ -84,18 +142,49 @@ class Peer:
             return path.read_text(errors="replace") if path.exists() else ""
         return ""
 
-    def _receive(self, message: VerifiedMessage) -> None:
-        """Takes a verified message. Returns at once."""
+    def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
+        """Takes a verified offer. Returns at once."""
 
     async def _periodic(self) -> None:
         """Does the periodic work, every `report_every_s`, after the ban list was read."""
+
+    def _wanted(self) -> dict[str, float]:
+        """Largest need of each task service among the fresh wants of peers."""
+        return self._needs.largest(self._clock() - self.fresh_s)
+
+    async def _share_offer(self, offer: Offer) -> bool:
+        """Sends an offer and counts it; False if it grew too old first. Raises `WireError` for one too large."""
+        sent = await self._send(Kind.OFFER, offers.encode(offer), offer.made_s + self.fresh_s)
+        self.tally.shared += sent
+        self.tally.unsent += not sent
+        return sent
+
+    async def _send(self, kind: Kind, payload: bytes, until_s: float) -> bool:
+        """Sends a payload, and waits for the exchange until then; tells whether it was sent.
+
+        The signed frame is kept: peers count a second attempt as the same message.
+        """
+        frame: bytes | None = None
+        while self._clock() < until_s:
+            if frame is None and self.connected:
+                frame = self._signer.frame(kind, payload, self._clock())
+            with contextlib.suppress(ExchangeUnavailable):
+                if frame is not None:
+                    await self._exchange.publish(kind, self.peer_id, frame)
+                    self.tally.shared_bytes += len(frame) * (kind is Kind.OFFER)
+                    return True
+            await asyncio.sleep(RETRY_S)
+        return False
 
     async def _listen(self) -> None:
         while True:
             for frame in await self._exchange.receive(INTAKE_BATCH):
                 message = self._intake.read(self.ingress, frame, self._clock())
                 if isinstance(message, VerifiedMessage):
-                    self._receive(message)
+                    if isinstance(message.content, Want):
+                        self._needs.update(message, message.content)
+                    else:
+                        self._receive(message, message.content)
                 await asyncio.sleep(0)
             await self._intake.pause()
 
@@ -103,19 +192,16 @@ class Peer:
         try:
             while True:
                 self._read_bans()
+                self._needs.drop(self.ingress.banned)
                 await self._periodic()
-                self._write_status()
+                self.remember(STATUS_FILE, json.dumps(self.status()))
                 await asyncio.sleep(self.report_every_s)
         finally:
-            self._write_status()
+            self.remember(STATUS_FILE, json.dumps(self.status()))
 
     def _read_bans(self) -> None:
         with self._file(BANNED_FILE):
             self.ingress.banned.update(read_lines(self._folder / BANNED_FILE))
-
-    def _write_status(self) -> None:
-        with self._file(STATUS_FILE):
-            write_whole(self._folder / STATUS_FILE, json.dumps(self.status()))
 
     @contextmanager
     def _file(self, name: str) -> Iterator[None]:
@@ -129,3 +215,40 @@ class Peer:
             self.file_failures[name] = failure
         else:
             self.file_failures.pop(name, None)
+
+
+def ban_in(folder: Path, peer_ids: Sequence[str]) -> None:
+    """Adds peers to the ban list in a peer's folder; a running peer reads it within seconds. Raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / BANNED_FILE
+    before = path.read_bytes() if path.exists() else b""
+    with path.open("a") as file:
+        if before and not before.endswith(b"\n"):
+            file.write("\n")  # people edit it too
+        file.writelines(f"{peer_id}\n" for peer_id in peer_ids)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Reads the words of a file that people edit, in any encoding; a missing file has none. Raises `OSError`."""
+    try:
+        return path.read_text(errors="replace").split()
+    except FileNotFoundError:
+        return []
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file, whole or not at all. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def next_session(folder: Path, now_s: float) -> int:
+    """Returns a number above those of all earlier processes in this folder, even if the clock went back."""
+    path, session = folder / SESSION_FILE, int(now_s * 1000)
+    with contextlib.suppress(OSError, ValueError):  # without the file it is the time alone
+        session = max(session, int(path.read_text()) + 1)
+    with contextlib.suppress(OSError):
+        write_whole(path, str(session))
+    return session

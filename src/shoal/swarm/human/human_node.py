@@ -1,8 +1,6 @@
 """A human node asks people its questions and shares their answers as offers.
 
-    listen   consumes frames of the exchange; the ingress filter admits them; the newest offers may be asked
     score    scores peers' answers to an open question; rests as long as it works
-    report   writes status.json, reads banned.txt
     share    signs the complete questions as offers and sends them
 
 A question is one of the node's own tasks, or a peer's offer of such a task. Users see peers' answers after their own,
@@ -15,17 +13,15 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import ExchangeUnavailable, WireError
+from shoal.errors import WireError
 from shoal.interfaces import Exchange, Recogniser, Scorer
-from shoal.swarm import offer as offers
-from shoal.swarm.envelope import Kind
 from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, Other, QuestionPace, QuestionState
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.peer import Peer
+from shoal.swarm.peer import Peer, PeerCounts
 from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import RewardStatus, Task
 
@@ -35,8 +31,6 @@ SHOWN_OTHERS = 8
 MOST_SCORING = 32
 """Answers that wait for a verdict at once."""
 SHARE_EVERY_S = 0.25
-RETRY_S = 1.0
-OUTBOX = 64
 MODEL = "people"
 
 
@@ -52,21 +46,10 @@ class HumanNodeDeps:
 
 
 @dataclass(slots=True)
-class HumanNodeCounts:
+class HumanNodeCounts(PeerCounts):
     """Counts since the start of a human node."""
 
     answers: int = 0
-    shared: int = 0
-    unsent: int = 0
-    """Complete offers dropped because the exchange was away too long."""
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """An offer until it is shared. A signed frame is kept: peers count a second attempt as the same message."""
-
-    offer: Offer
-    frame: bytes | None = None
 
 
 class HumanNode(Peer):
@@ -86,22 +69,17 @@ class HumanNode(Peer):
         """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
         super().__init__(deps.exchange, swarm, identity, folder, clock=clock)
         self.questions = OpenQuestions(pace or QuestionPace())
-        self.tally = HumanNodeCounts()
+        self.tally: HumanNodeCounts = HumanNodeCounts()
         self._deps = deps
         self._rng = random.Random(seed)
         self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=MOST_OFFERED)
-        self._outbox: deque[Outgoing] = deque()
         self._peers_turn = True
         self._opening = asyncio.Lock()
         self._unscored: asyncio.Queue[tuple[OpenQuestion, Offer]] = asyncio.Queue(MOST_OFFERED)
 
     async def run(self) -> None:
         """Listens and shares for ever."""
-        async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._listen(), name="human UI: listening")
-            loops.create_task(self._score_peers(), name="human UI: scoring peers")
-            loops.create_task(self._share(), name="human UI: sharing")
-            loops.create_task(self._report(), name="human UI: reporting")
+        await self.beside(scoring=self._score_peers(), sharing=self._share())
 
     def status(self) -> dict[str, object]:
         """State shown by `shoal swarm status`."""
@@ -110,7 +88,6 @@ class HumanNode(Peer):
             "generator": GeneratorKind.PERSON.value,
             "open": len(self.questions),
             "dropped": self.questions.dropped,
-            **asdict(self.tally),
         }
 
     async def question_for(self, user: str) -> OpenQuestion:
@@ -172,40 +149,17 @@ class HumanNode(Peer):
                 question.others = (*question.others, other)
                 await asyncio.sleep(time.monotonic() - began_s)
 
-    def _receive(self, message: VerifiedMessage) -> None:
-        if isinstance(message.content, Offer):
-            self._offered.append((message, message.content))
+    def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
+        self._offered.append((message, offer))
 
     async def _share(self) -> None:
         while True:
             for question in self.questions.due(self._clock()):
-                self._outbox.append(Outgoing(offer_of_people(question, self._clock())))
-                if len(self._outbox) > OUTBOX:
-                    self._outbox.popleft()
+                try:
+                    await self._share_offer(offer_of_people(question, self._clock()))
+                except WireError:  # too large, though its answers are not
                     self.tally.unsent += 1
-            pause_s = SHARE_EVERY_S
-            while self._outbox:
-                if not await self._publish(self._outbox[0]):
-                    pause_s = RETRY_S
-                    break
-                self._outbox.popleft()
-            await asyncio.sleep(pause_s)
-
-    async def _publish(self, outgoing: Outgoing) -> bool:
-        """Sends an offer; returns True if no further attempt is needed."""
-        if not self.connected:
-            return False
-        try:
-            if outgoing.frame is None:
-                outgoing.frame = self._signer.frame(Kind.OFFER, offers.encode(outgoing.offer), self._clock())
-            await self._exchange.publish(Kind.OFFER, self.peer_id, outgoing.frame)
-        except ExchangeUnavailable:
-            return False
-        except WireError:  # too large, though its answers are not
-            self.tally.unsent += 1
-            return True
-        self.tally.shared += 1
-        return True
+            await asyncio.sleep(SHARE_EVERY_S)
 
 
 def offer_of_people(question: OpenQuestion, now_s: float) -> Offer:

@@ -7,26 +7,31 @@ to draw. Last they train in the swarm, with 4 own groups and up to 4 external. M
 """
 
 import asyncio
+import io
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from pydantic import JsonValue
 
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
+from shoal.observe.report.figure import MUTED, STYLE, TASK_COLOURS
 from shoal.run.demo_model.warm_start import REWRITE, Recipe, demo_model
 from shoal.run.join_swarm import FOLDER
-from shoal.swarm.node_files import STATUS_FILE
+from shoal.swarm.peer import STATUS_FILE
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 
@@ -96,8 +101,6 @@ class DemoPlan:
 
 def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     """Runs the demonstration; returns the figures and the picture's path. Raises a `ShoalError`."""
-    from shoal.run.swarm_figure import swarm_png
-
     began_s = time.monotonic()
     models = {trainee.name: demo_model(trainee.recipe).directory for trainee in plan.trainees}
     frozen = demo_model(plan.frozen).directory
@@ -272,3 +275,32 @@ def _external_shares(plan: DemoPlan) -> dict[str, float]:
         records = read_records(plan.folder / f"{DemoCondition.SWARM}-{trainee.name}" / "metrics.jsonl")
         found[trainee.name] = sum(float(str(r["external"])) for r in records if r["kind"] == "step") / plan.steps
     return found
+
+
+def swarm_png(
+    folder: Path, styles: Sequence[tuple[str, str, str]], names: Sequence[str], external: Mapping[str, float]
+) -> bytes:
+    """Plots the runs of a folder; a style is (condition, line style, legend), `external` the external groups per
+    step."""
+    with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
+        figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
+        curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
+        for name, colour in zip(names, TASK_COLOURS * len(names), strict=False):
+            for condition, style, words in styles:
+                steps, accuracy = _evaluations(folder / f"{condition}-{name}" / "metrics.jsonl")
+                curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {words}", marker="o", ms=3)
+        curves.set_title("held-out accuracy, sampled")
+        curves.set_xlabel("step", color=MUTED)
+        curves.set_ylim(0, 1)
+        curves.yaxis.set_major_formatter(PercentFormatter(1.0))
+        curves.legend(loc="upper left", ncols=2)
+        bars.bar(list(names), [external[name] for name in names], color=list(TASK_COLOURS * len(names))[: len(names)])
+        bars.set_title("groups of others trained per step")
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
+
+
+def _evaluations(path: Path) -> tuple[list[float], list[float]]:
+    found = [(float(str(r["step"])), float(str(r["sampled"]))) for r in read_records(path) if r["kind"] == "eval"]
+    return [step for step, _ in found], [value for _, value in found]
