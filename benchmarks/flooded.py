@@ -37,15 +37,14 @@ from shoal.experience.audit import audit
 from shoal.interfaces import Claim
 from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.run.join_generator import generate
-from shoal.run.join_swarm import FOLDER
+from shoal.run.join_swarm import FOLDER, generate
 from shoal.sandbox.usage import usage_of
+from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import STATUS_FILE
-from shoal.swarm.rules import RuleSolver
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.tasks.library import Library
 from shoal.types import Split

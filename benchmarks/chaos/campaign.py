@@ -24,9 +24,9 @@ from shoal.config import Config, parse
 from shoal.experience.audit import audit
 from shoal.experience.findings import AuditReport, Check
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.run.join_generator import generate
+from shoal.run.join_swarm import generate
+from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.generator import GeneratorPace
-from shoal.swarm.rules import RuleSolver
 from shoal.swarm.server import NatsServer, ServerOptions
 
 SWARM = "reef"

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
 from shoal.net.listening import listening_socket
 from shoal.net.server import Refused
 from shoal.run.serve_judge import NINE
-from shoal.swarm.chat import ModelAt
+from shoal.swarm.answerers import ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audit as audit_judge
 from shoal.swarm.judge.client import fitting, statements, take

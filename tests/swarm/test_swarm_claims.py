@@ -15,7 +15,7 @@ from shoal.interfaces import Claim, NotOurs
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
 from shoal.swarm import offer as offers
-from shoal.swarm.claim_verification import DrawBounds, OwnTasks
+from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
@@ -48,7 +48,7 @@ def claims() -> list[Claim]:
 
 @pytest.fixture(scope="module")
 def anything(library: Library) -> Iterator[OwnTasks]:
-    own = OwnTasks(library.services, DrawBounds("any", characters=400))
+    own = OwnTasks(library.services, SwarmConfig(datasets="any", draw_characters=400))
     yield own
     own.close()
 
@@ -68,7 +68,7 @@ def with_settings(claim: Claim, dataset: str = "chain_sum", **settings: object) 
 def test_a_node_draws_the_datasets_that_it_says(
     library: Library, claims: list[Claim], datasets: object, taken: bool
 ) -> None:
-    own = OwnTasks(library.services, DrawBounds(datasets))  # type: ignore[arg-type]  # one of several literals
+    own = OwnTasks(library.services, SwarmConfig.model_validate({"datasets": datasets}))
     found = decided(own, claims[0])
     own.close()
     if not taken:
@@ -80,7 +80,7 @@ def test_a_node_draws_the_datasets_that_it_says(
 
 
 def test_a_dataset_that_does_not_exist_is_a_sentence(library: Library) -> None:
-    own = OwnTasks(library.services, DrawBounds(("chain_sum", "chain_smu")))
+    own = OwnTasks(library.services, SwarmConfig(datasets=["chain_sum", "chain_smu"]))
     with pytest.raises(TaskError, match="did you mean 'chain_sum'"):
         own.check()
     own.close()
@@ -88,7 +88,7 @@ def test_a_dataset_that_does_not_exist_is_a_sentence(library: Library) -> None:
 
 def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:
     with Library([SUMS.model_copy(update={"params": {"max_terms": 2}})], 0) as mine:
-        strict, open_ = OwnTasks(mine.services), OwnTasks(mine.services, DrawBounds(("chain_sum",)))
+        strict, open_ = OwnTasks(mine.services), OwnTasks(mine.services, SwarmConfig(datasets=["chain_sum"]))
         assert decided(strict, claims[0]) is NotOurs.UNKNOWN_TASK
         assert isinstance(decided(open_, claims[0]), Task)
         strict.close()
@@ -122,7 +122,7 @@ def test_settings_of_peers_bring_no_words_no_files_and_no_sizes(
 
 
 def test_a_question_that_takes_too_much_time_or_memory_is_none(library: Library, claims: list[Claim]) -> None:
-    own = OwnTasks(library.services, DrawBounds("any", draw_s=2.0))
+    own = OwnTasks(library.services, SwarmConfig(datasets="any", draw_s=2.0))
     huge = with_settings(claims[0], "rotate_matrix", min_n=30_000, max_n=30_000)
     assert decided(own, huge) in (NotOurs.TIMED_OUT, NotOurs.NOT_DRAWN, NotOurs.OUT_OF_BOUNDS)
     assert isinstance(decided(own, claims[0]), Task)
@@ -149,7 +149,7 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
 ) -> None:
     async def main() -> None:
         hub, specialist = MemorySwarm(), Identity.fresh()
-        own = OwnTasks(library.services, DrawBounds("any"))
+        own = OwnTasks(library.services, SwarmConfig(datasets="any"))
         theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
         async with RewardService(RewardConfig()) as scorer:
             means = NodeDeps(hub.join(), own, load_renderer(tiny_model_dir), scorer, 1024, "tiny")

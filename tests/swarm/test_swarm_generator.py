@@ -20,18 +20,17 @@ from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalEr
 from shoal.interfaces import Recogniser
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
-from shoal.run.join_generator import answerer_of
+from shoal.run.join_swarm import answerer_of
 from shoal.swarm import offer as offers
-from shoal.swarm.chat import ChatModel, ModelAt
+from shoal.swarm.answerers import Answerer, ChatModel, ModelAt, RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.generator import RETRY_S, Answerer, Generator, GeneratorPace
+from shoal.swarm.generator import RETRY_S, Generator, GeneratorPace
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import ban_in
-from shoal.swarm.rules import RuleSolver
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library

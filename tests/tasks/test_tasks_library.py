@@ -9,10 +9,10 @@ import sys
 import psutil
 import pytest
 
-from shoal.config import TaskConfig
+from shoal.config import SwarmConfig, TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import NotOurs
-from shoal.swarm.claim_verification import DrawBounds, OwnTasks
+from shoal.swarm.claim_verification import OwnTasks
 from shoal.tasks.library import Library, ReasoningGymService
 from shoal.tasks.procedural_client import ProceduralClient
 from shoal.types import Json, Split, Task
@@ -128,7 +128,7 @@ def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> N
 
 def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:
     async def main(tasks: Library) -> None:
-        own = OwnTasks(tasks.services, DrawBounds(draw_s=0.5))
+        own = OwnTasks(tasks.services, SwarmConfig(draw_s=0.5))
         claim = await own.claim(tasks.draw(Split.TRAIN, 1))
         assert isinstance(await own.task(claim), Task)
         (drawing,) = children() - before

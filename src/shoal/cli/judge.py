@@ -69,7 +69,7 @@ def take(
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
     from shoal.config.urls import checked_url
-    from shoal.swarm.chat import ModelAt
+    from shoal.swarm.answerers import ModelAt
     from shoal.swarm.identity import Identity
     from shoal.swarm.judge.client import take as take_challenge
 

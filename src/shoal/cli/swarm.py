@@ -37,18 +37,8 @@ def serve(
     """Run a server where nodes meet, until Ctrl-C. Its streams survive a restart."""
     from shoal.swarm.server import NatsServer, ServerOptions
 
-    options = ServerOptions(
-        folder,
-        host=host,
-        port=port,
-        name=name,
-        cluster_port=cluster_port,
-        routes=tuple(route or ()),
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        token=token,
-        include=include,
-    )
+    routes = tuple(route or ())
+    options = ServerOptions(folder, host, port, name, cluster_port, routes, tls_cert, tls_key, token, include)
 
     async def run() -> None:
         async with NatsServer(options) as server:
@@ -82,7 +72,7 @@ def human_ui(
     import uvloop
 
     from shoal.config import load
-    from shoal.run.serve_human import serve_human
+    from shoal.run.join_swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace
 
     def announce(url: str, peer_id: str) -> None:
@@ -111,7 +101,7 @@ def join(
     A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
     """
     from shoal.config import load
-    from shoal.run.join_generator import answerer_of, generate
+    from shoal.run.join_swarm import answerer_of, generate
     from shoal.swarm.generator import GeneratorPace
 
     options = [f"--swarm.servers={json.dumps(server)}"] if server else []

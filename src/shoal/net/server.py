@@ -38,6 +38,15 @@ DESCRIPTORS = 1 << 16
 """Descriptors at most, if the system allows so many; three quarters of them may be connections."""
 PER_ADDRESS = 64
 """Connections that one address may hold to a public server."""
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of a page that shows what others wrote: nothing but its own scripts, styles and requests."""
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 T = TypeVar("T")

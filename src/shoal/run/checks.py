@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.errors import ConfigError, RunDirError
 from shoal.net.listening import listening_socket
-from shoal.swarm.options import options_of
+from shoal.swarm.options import NatsOptions
 from shoal.swarm.strategy import sharer_of, taker_of
 
 EXTRAS = {"metrics.tensorboard": "tensorboard", "metrics.wandb_project": "wandb", "train.lora.rank": "peft"}
@@ -29,7 +29,7 @@ def check_membership(config: Config) -> None:
     settings = config.swarm
     sharer_of(settings.share), taker_of(settings.take)
     if settings.servers:
-        options_of(settings.servers, settings.name)
+        NatsOptions(settings.servers, settings.name)
     elif settings.external_groups:
         raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
 

@@ -4,7 +4,7 @@ The receipt of a procedural task is drawn again in a killable process with bound
 Question and truth come from that draw. A claim that differs is a signed lie, unless other libraries drew it.
 
 By default a node draws only its own datasets with its own settings, so a peer can choose nothing but a seed.
-`DrawBounds` allow other datasets.
+`swarm.datasets` allows others.
 
 A task without a receipt is looked up by its question among the node's own. Tasks with a user's function or a judge as
 scorer are never matched, so peers' text does not reach those scorers.
@@ -12,42 +12,25 @@ scorer are never matched, so peers' text does not reach those scorers.
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from shoal.checker import is_confined, task_spec
+from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Claim, NotOurs, TaskService
 from shoal.tasks.jsonl import JsonlService
-from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import NoReply, ProceduralClient, Spec, libraries
+from shoal.tasks.procedural_client import NoReply, ProceduralClient, ProceduralService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
-
-REDRAW_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class DrawBounds:
-    """Limits on the questions that a node draws for peers."""
-
-    datasets: Literal["mine", "any"] | tuple[str, ...] = "mine"
-    """Datasets drawn with a peer's settings: none but the node's own, any, or the named datasets."""
-    draw_s: float = REDRAW_TIMEOUT_S
-    characters: int = 8000
-    """Characters of question and truth together, for settings that are not the node's own."""
-
-    def allows(self, dataset: str) -> bool:
-        """Tells whether a dataset may be drawn with a peer's settings."""
-        return self.datasets == "any" or (self.datasets != "mine" and dataset in self.datasets)
 
 
 class OwnTasks:
     """Tasks of some services, matched with peers' claims. Use as a context manager: a child process may draw for it."""
 
-    def __init__(self, services: Iterable[TaskService], bounds: DrawBounds | None = None) -> None:
+    def __init__(self, services: Iterable[TaskService], bounds: SwarmConfig | None = None) -> None:
+        """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws."""
         services = list(services)
-        self._bounds = bounds or DrawBounds()
-        self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
+        self._bounds = bounds or SwarmConfig()
+        self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ProceduralService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
         for service in services:
             if isinstance(service, JsonlService):
@@ -102,7 +85,8 @@ class OwnTasks:
         own = self._specs.get(receipt.dataset)
         if own is not None and own.config == receipt.config:
             return own
-        if not self._bounds.allows(receipt.dataset):
+        allowed = self._bounds.datasets
+        if allowed == "mine" or (allowed != "any" and receipt.dataset not in allowed):
             return None
         if own is not None:
             return replace(own, config=receipt.config)
@@ -111,25 +95,23 @@ class OwnTasks:
 
     def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | NotOurs:
         assert claim.receipt is not None
-        most = None if spec in self._specs.values() else self._bounds.characters
+        most = None if spec in self._specs.values() else self._bounds.draw_characters
         try:
             question, task, split = drawer.redraw(spec, claim.receipt, most)
-        except NoReply:
-            return NotOurs.TIMED_OUT
-        except OtherRelease:
-            return NotOurs.UNKNOWN_TASK
-        except OutOfBounds:
-            return NotOurs.OUT_OF_BOUNDS
-        except TaskError:
-            return NotOurs.NOT_DRAWN
-        differs = question != claim.question or task.answer != claim.truth
-        if differs and claim.libraries != libraries():
+        except TaskError as error:
+            return _UNDRAWN.get(type(error), NotOurs.NOT_DRAWN)
+        if (question, task.answer) == (claim.question, claim.truth):
+            return NotOurs.HELD_OUT if split is Split.EVAL else task
+        if claim.libraries != libraries():
             return NotOurs.OTHER_LIBRARIES
-        if question != claim.question:
-            return NotOurs.WRONG_QUESTION
-        if task.answer != claim.truth:
-            return NotOurs.WRONG_TRUTH
-        return NotOurs.HELD_OUT if split is Split.EVAL else task
+        return NotOurs.WRONG_TRUTH if question == claim.question else NotOurs.WRONG_QUESTION
+
+
+_UNDRAWN = {
+    NoReply: NotOurs.TIMED_OUT,
+    OtherRelease: NotOurs.UNKNOWN_TASK,
+    OutOfBounds: NotOurs.OUT_OF_BOUNDS,
+}
 
 
 def _question(task: Task) -> str:

@@ -1,6 +1,6 @@
 """A generator is a peer that does not train: it draws questions, signs the answers of an `Answerer`, and shares them.
 
-The `Answerer` is a model behind a URL (`chat.py`) or a rule (`rules.py`). The takers score its answers. A generator
+The `Answerer` is a model behind a URL or a rule (`answerers.py`). The takers score its answers. A generator
 scores and takes nothing, but it reads peers' wants and draws more of those tasks.
 """
 
@@ -11,38 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shoal.errors import EngineError, RequestRefused, ShoalError, TaskError, WireError
 from shoal.interfaces import Exchange, Recogniser, TaskService
+from shoal.swarm.answerers import Answerer
 from shoal.swarm.identity import Identity
-from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, model_name
+from shoal.swarm.offer import MAX_ROLLOUTS, Offer, model_name
 from shoal.swarm.peer import RETRY_S, Peer
-from shoal.types import Split, Task, seed_for
+from shoal.types import Split, seed_for
 
 MOST_FAILURES = 5
 """Consecutive failures, before the first shared group, after which a generator with a group limit gives up."""
 UNASKED = 0.1
 """Weight of a task that nobody wants, beside 1 for a whole need."""
 LOG = logging.getLogger(__name__)
-
-
-class Answerer(Protocol):
-    """Source of answers."""
-
-    @property
-    def kind(self) -> GeneratorKind:
-        """Kind of generator that offers name."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Name for people."""
-        ...
-
-    async def answers(self, task: Task, n: int) -> Sequence[OfferedRollout]:
-        """Returns up to `n` answers, possibly none. Raises an `EngineError` while the source is away."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

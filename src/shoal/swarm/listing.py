@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import ExchangeUnavailable
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Offer
-from shoal.swarm.options import options_of
+from shoal.swarm.options import NatsOptions
 from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 
 UNLIMITED = 1e9
@@ -28,7 +28,7 @@ async def listed(
         author_burst_s=UNLIMITED,
     )
     ingress, found = IngressFilter(swarm, "", limits), list[dict[str, str | int | float]]()
-    async with NatsExchange(options_of(servers, swarm)) as exchange:
+    async with NatsExchange(NatsOptions(servers, swarm)) as exchange:
         try:
             async with asyncio.timeout(seconds):
                 while True:

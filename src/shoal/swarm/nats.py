@@ -17,7 +17,6 @@ import ssl
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 
 import nats
 from nats.aio.client import Client
@@ -45,16 +44,7 @@ SKIP_EVERY_S = 10.0
 """Seconds between two skips to the newest frames. In a flood every peer is behind again at once, and each skip makes a
 consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
-_FAILURES = (
-    ExchangeUnavailable,
-    nats.errors.Error,
-    OSError,
-    asyncio.TimeoutError,
-    ssl.SSLError,
-    ValueError,
-    RuntimeError,
-    AttributeError,
-)
+_FAILURES = (ExchangeUnavailable, nats.errors.Error, OSError, ValueError, RuntimeError, AttributeError)
 # nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
 # has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
 
@@ -82,9 +72,7 @@ class NatsExchange:
     async def __aenter__(self) -> "NatsExchange":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._disconnect()
 
     @property
@@ -175,7 +163,7 @@ class NatsExchange:
                         connect_timeout=CONNECT_TIMEOUT_S,
                         ping_interval=PING_INTERVAL_S,
                         max_outstanding_pings=2,
-                        tls=_tls(url, options.tls_ca),
+                        tls=ssl.create_default_context() if url.startswith(("tls://", "wss://")) else None,
                         user_credentials=_where(options.credentials, jwt=True),
                         nkeys_seed=_where(options.credentials, jwt=False),
                     )
@@ -253,31 +241,19 @@ def _covers(pattern: str, subjects: str) -> bool:
 
 def _complaint(config: StreamConfig) -> str:
     """Names the bounds that a stream lacks; empty for a stream made here."""
-    lacks = []
-    if (config.max_bytes or 0) <= 0:
-        lacks.append("no bound on its bytes")
-    if not config.max_age:
-        lacks.append("no bound on the age of frames")
-    if (config.max_msgs_per_subject or 0) <= 0:
-        lacks.append("no bound on the frames of one author, who can push out all others'")
-    if 0 < (config.max_msg_size or 0) < MAX_FRAME_BYTES:
-        lacks.append(f"no room for frames above {config.max_msg_size} bytes")
-    if config.discard is DiscardPolicy.NEW:
-        lacks.append("no room for new frames once it is full")
-    return f"the stream {config.name} has {', '.join(lacks)}" if lacks else ""
+    lacks = {
+        "no bound on its bytes": (config.max_bytes or 0) <= 0,
+        "no bound on the age of frames": not config.max_age,
+        "no bound on the frames of one author, who can push out all others'": (config.max_msgs_per_subject or 0) <= 0,
+        f"no room for frames above {config.max_msg_size} bytes": 0 < (config.max_msg_size or 0) < MAX_FRAME_BYTES,
+        "no room for new frames once it is full": config.discard is DiscardPolicy.NEW,
+    }
+    found = ", ".join(what for what, is_so in lacks.items() if is_so)
+    return f"the stream {config.name} has {found}" if found else ""
 
 
 async def _silence(error: Exception) -> None:
     """Drops nats-py's own logging: errors are raised where they are decided."""
-
-
-def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
-    if ca is None and not url.startswith(("tls://", "wss://")):
-        return None
-    context = ssl.create_default_context()
-    if ca is not None:
-        context.load_verify_locations(ca)
-    return context
 
 
 def _where(credentials: Path | None, *, jwt: bool) -> str | None:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.urls import NATS, checked_url
@@ -14,34 +14,28 @@ CREDENTIALS = "SHOAL_NATS_CREDENTIALS"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+def _credentials() -> Path | None:
+    path = os.environ.get(CREDENTIALS)
+    return Path(path) if path else None
+
+
 @dataclass(frozen=True, slots=True)
 class NatsOptions:
-    """Servers and credentials of a swarm."""
+    """Servers and credentials of a swarm. Python's ssl reads further authorities from SSL_CERT_FILE by itself."""
 
-    servers: tuple[str, ...]
+    servers: Sequence[str]
     """URLs nats://, tls:// or ws://, with user and password or a token if the server wants these."""
     swarm: str
-    credentials: Path | None = None
-    """Path of a NATS .creds file or an nkey seed."""
-    tls_ca: Path | None = None
-    """Path of certificates that are trusted besides the system's authorities."""
+    credentials: Path | None = field(default_factory=_credentials)
+    """Path of a NATS .creds file or an nkey seed; that of the environment by default."""
 
     def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
         if not self.servers:
             raise ConfigError("swarm.servers: expected at least one URL, got none")
         for url in self.servers:
             checked_url("swarm.servers", url, NATS)
         if not _NAME.fullmatch(self.swarm):
             raise ConfigError(f"swarm.name: expected letters, digits, - and _, got {self.swarm!r}")
-        for name, path in ((CREDENTIALS, self.credentials), ("the swarm's certificate", self.tls_ca)):
-            if path is not None and not path.is_file():
-                raise ConfigError(f"{name}: {path} does not exist")
-
-
-def options_of(servers: Sequence[str], swarm: str) -> NatsOptions:
-    """Builds the options from settings and the environment's credentials file. Raises `ConfigError`.
-
-    Python's ssl reads further authorities from SSL_CERT_FILE by itself.
-    """
-    credentials = os.environ.get(CREDENTIALS)
-    return NatsOptions(tuple(servers), swarm, credentials=Path(credentials) if credentials else None)
+        if self.credentials is not None and not self.credentials.is_file():
+            raise ConfigError(f"{CREDENTIALS}: {self.credentials} does not exist")

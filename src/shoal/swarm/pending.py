@@ -4,7 +4,7 @@ Established authors and the crowd of newcomers have equal turns.
 """
 
 import random
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from shoal.swarm.offer import Offer, Want
@@ -21,7 +21,6 @@ class PendingOffers:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._offers: OrderedDict[str, tuple[VerifiedMessage, Offer]] = OrderedDict()
-        self._of: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -31,23 +30,17 @@ class PendingOffers:
 
     def add(self, message: VerifiedMessage, content: Offer) -> list[str]:
         """Adds an offer; returns the authors of offers that had to make room."""
-        pushed_out = []
-        if self._of[message.peer_id] >= MOST_PER_AUTHOR:
-            pushed_out.append(next(key for key, (one, _) in self._offers.items() if one.peer_id == message.peer_id))
-        elif len(self._offers) >= MOST:
-            pushed_out.append(next(iter(self._offers)))
+        of_author = [key for key, (one, _) in self._offers.items() if one.peer_id == message.peer_id]
+        pushed_out = of_author[:1] if len(of_author) >= MOST_PER_AUTHOR else []
+        if not pushed_out and len(self._offers) >= MOST:
+            pushed_out = [next(iter(self._offers))]
         authors = [self.pop(key)[0].peer_id for key in pushed_out]
         self._offers[message.id] = (message, content)
-        self._of[message.peer_id] += 1
         return authors
 
     def pop(self, message_id: str) -> tuple[VerifiedMessage, Offer]:
         """Removes an offer and returns it."""
-        message, content = self._offers.pop(message_id)
-        self._of[message.peer_id] -= 1
-        if not self._of[message.peer_id]:
-            del self._of[message.peer_id]
-        return message, content
+        return self._offers.pop(message_id)
 
     def drop(self, authors: Collection[str]) -> list[str]:
         """Removes all offers of some authors; returns the author of each."""

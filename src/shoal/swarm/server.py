@@ -4,14 +4,11 @@
 system's. It listens on loopback by default, keeps its streams in a folder, and can form a cluster.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,53 +60,50 @@ def binary() -> str:
 
 
 def server_config(options: ServerOptions) -> str:
-    """Text of nats-server's configuration file."""
+    """Text of nats-server's configuration file: a setting per line, its value as JSON."""
+    host, token, folder = options.host, options.token, options.folder
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ConfigError("swarm serve: expected both a TLS certificate and its key, got one of them")
-    if not is_loopback(options.host) and options.token is None and options.include is None:
-        raise ConfigError(
-            f"swarm serve: {options.host} can be reached by others; give a token that they must have, or --include"
-        )
-    lines = [
-        f"host: {_quoted(options.host)}",
-        f"port: {options.port or -1}",
-        f"ports_file_dir: {_quoted(options.folder)}",
-        f"log_file: {_quoted(options.folder / 'server.log')}",
-        f"jetstream {{ store_dir: {_quoted(options.folder / 'streams')}, max_file_store: {MOST_STORED_BYTES}, "
-        f"max_memory_store: {MOST_HELD_BYTES} }}",
-        f"max_payload: {MAX_PAYLOAD_BYTES}",
-        'write_deadline: "5s"',  # of a client that reads nothing: it is cut off
-        "max_pending: 16777216",
-    ]
-    if options.name:
-        lines.append(f"server_name: {_quoted(options.name)}")
-    if options.cluster_port is not None:
-        lines.append(_cluster(options))
-    if options.tls_cert is not None:
-        lines.append(f"tls {{ cert_file: {_quoted(options.tls_cert)}, key_file: {_quoted(options.tls_key)} }}")
-    if options.token is not None:
-        lines.append(f"authorization {{ token: {_quoted(options.token)} }}")
+    if not is_loopback(host) and token is None and options.include is None:
+        raise ConfigError(f"swarm serve: {host} can be reached by others; give a token, or --include accounts")
+    values: dict[str, object] = {
+        "host": host,
+        "port": options.port or -1,
+        "ports_file_dir": str(folder),
+        "log_file": str(folder / "server.log"),
+        "jetstream": {
+            "store_dir": str(folder / "streams"),
+            "max_file_store": MOST_STORED_BYTES,
+            "max_memory_store": MOST_HELD_BYTES,
+        },
+        "max_payload": MAX_PAYLOAD_BYTES,
+        "write_deadline": "5s",  # of a client that reads nothing: it is cut off
+        "max_pending": 1 << 24,
+        "server_name": options.name or None,
+        "cluster": None if options.cluster_port is None else _cluster(options),
+        "tls": {"cert_file": str(options.tls_cert), "key_file": str(options.tls_key)} if options.tls_cert else None,
+        "authorization": None if token is None else {"token": token},
+    }
+    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value is not None]
     if options.include is not None:
         if not options.include.is_file():
             raise ConfigError(f"swarm serve: --include: expected a file, got {options.include}, which is none")
         # nats-server joins the path to the configuration's own folder, an absolute one too.
-        lines.append(f"include {_quoted(os.path.relpath(options.include.resolve(), options.folder))}")
+        path = os.path.relpath(options.include.resolve(), folder)
+        lines.append(f"include {json.dumps(path, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(value: object) -> str:
-    """Quotes a string for nats-server's configuration, which has no escapes beyond ASCII."""
-    return json.dumps(str(value), ensure_ascii=False)
-
-
-def _cluster(options: ServerOptions) -> str:
+def _cluster(options: ServerOptions) -> dict[str, object]:
     """Configures the cluster with one token: a server need not be a client."""
     known = "" if options.token is None else f"shoal:{quote(options.token, safe='')}@"
-    routes = ", ".join(_quoted(route.replace("://", f"://{known}", 1)) for route in options.routes)
-    listen = _quoted(f"{options.host}:{options.cluster_port}")
-    password = _quoted(options.token)
-    authorization = "" if options.token is None else f", authorization {{ user: shoal, password: {password} }}"
-    return f"cluster {{ name: shoal, listen: {listen}, routes: [{routes}]{authorization} }}"
+    routes = [route.replace("://", f"://{known}", 1) for route in options.routes]
+    values: dict[str, object] = {
+        "name": "shoal",
+        "listen": f"{options.host}:{options.cluster_port}",
+        "routes": routes,
+    }
+    return values if options.token is None else values | {"authorization": {"user": "shoal", "password": options.token}}
 
 
 class NatsServer:
@@ -129,7 +123,7 @@ class NatsServer:
         config.write_text(server_config(self._options))
         for old in folder.glob("*.ports"):
             old.unlink()
-        arguments = ["--binary", binary(), "--config", str(config)]
+        arguments = [binary(), str(config)]
         self._child = Child("nats-server", "shoal.swarm.server", arguments, folder / "start.log", os.environ)
         await self._child.__aenter__()
         try:
@@ -155,20 +149,21 @@ class NatsServer:
 
     async def _announced(self) -> str:
         """Reads the URL from the file of a ready server. Raises `ChildDied`."""
-        folder, deadline_s = self._options.folder, time.monotonic() + START_TIMEOUT_S
+        folder = self._options.folder
         ended = asyncio.ensure_future(self._child.died())
         try:
-            while time.monotonic() < deadline_s:
-                if ended.done():
-                    raise ChildDied(f"{ended.result()}; see {folder / 'server.log'}")
-                for path in folder.glob("*.ports"):
-                    urls = _urls(path.read_bytes())
-                    if urls:
-                        return urls[0]
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not ended.done():
+                    for path in folder.glob("*.ports"):
+                        if urls := _urls(path.read_bytes()):
+                            return urls[0]
+                    await asyncio.sleep(0.02)
+            why = str(ended.result())
+        except TimeoutError:
+            why = f"the nats-server was not ready after {START_TIMEOUT_S:g} s"
         finally:
             ended.cancel()
-        raise ChildDied(f"the nats-server was not ready after {START_TIMEOUT_S:g} s; see {folder / 'server.log'}")
+        raise ChildDied(f"{why}; see {folder / 'server.log'}")
 
 
 def _urls(data: bytes) -> list[str]:
@@ -179,15 +174,11 @@ def _urls(data: bytes) -> list[str]:
         return []
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(binary_path: str, config: str) -> None:
     """Becomes the server, which dies with this process's parent."""
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="shoal.swarm.server")
-    for name in ("--binary", "--config", "--fd"):
-        parser.add_argument(name, required=True)
-    parsed = parser.parse_args(arguments)
-    os.execv(parsed.binary, ["nats-server", "--config", parsed.config])
+    os.execv(binary_path, ["nats-server", "--config", config])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:3])

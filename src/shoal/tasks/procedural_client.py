@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -47,6 +48,16 @@ class Spec:
     rewrite: tuple[tuple[str, str], ...] = ()
     info: str = "{}"
     """JSON object of each task: a `scorer` in place of the dataset's own."""
+
+
+@runtime_checkable
+class ProceduralService(Protocol):
+    """Task service whose questions follow from settings and a receipt."""
+
+    @property
+    def spec(self) -> Spec:
+        """Settings of the questions."""
+        ...
 
 
 class NoReply(TaskError):

@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib.resources import files
-from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,9 +26,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ChildDied, ShoalError, TaskError
-from shoal.net.server import Refused, body, decoded, guarded
+from shoal.net.server import PAGE_HEADERS, Refused, body, decoded, guarded
 from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, OpenQuestion, is_right
+from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, OpenQuestion, Other, is_right
 from shoal.swarm.trust import Bucket
 from shoal.types import Reward, Role
 
@@ -39,21 +38,11 @@ REMEMBERED = 4096
 """Users and addresses whose rates are remembered."""
 SHOWN_CHARACTERS = 1000
 """Characters shown of another's answer."""
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 _STATIC = {
     "/": ("index.html", "text/html"),
     "/style.css": ("style.css", "text/css"),
     "/desk.js": ("desk.js", "text/javascript"),
 }
-
-T = TypeVar("T")
 
 
 class NextRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,26 +63,23 @@ class Rates:
 
     def __init__(self, clock: Callable[[], float], *, user_per_s: float = 0.5, burst: float = 10) -> None:
         """An address, which a school may share, has ten times a user's rate; all together have a hundred times."""
-        self._clock = clock
-        self._user = (user_per_s, burst)
-        self._known: OrderedDict[str, Bucket] = OrderedDict()
+        self._clock, self._user_per_s, self._burst = clock, user_per_s, burst
+        self._known: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
         self._all = Bucket(100 * user_per_s, 20 * burst)
 
     def check(self, user: str, address: str) -> None:
-        """Raises `UserRefused` for a request above a rate."""
-        rate, burst = self._user
-        own = self._bucket(f"visitor {user}", rate, burst).take(self._clock())
-        if not (own and self._bucket(f"address {address}", 10 * rate, 5 * burst).take(self._clock())):
+        """Raises `Refused` for a request above a rate."""
+        if not (self._takes("user", user, 1, 1) and self._takes("address", address, 10, 5)):
             raise Refused(429, "slowly, please: wait a few seconds")
         if not self._all.take(self._clock()):
             raise Refused(503, "too many people are here; try again in a minute")
 
-    def _bucket(self, key: str, rate: float, burst: float) -> Bucket:
-        bucket = self._known.setdefault(key, Bucket(rate, burst))
-        self._known.move_to_end(key)
+    def _takes(self, kind: str, name: str, rate: float, burst: float) -> bool:
+        bucket = self._known.setdefault((kind, name), Bucket(rate * self._user_per_s, burst * self._burst))
+        self._known.move_to_end((kind, name))
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        return bucket
+        return bucket.take(self._clock())
 
 
 class HumanServer:
@@ -103,10 +89,9 @@ class HumanServer:
         self._node = node
         self._rates = rates or Rates(time.monotonic)
         self._key = secrets.token_bytes(32)
-        static = [Route(path, _static(name, kind)) for path, (name, kind) in _STATIC.items()]
         self.app = Starlette(
             routes=[
-                *static,
+                *(Route(path, _static(*file)) for path, file in _STATIC.items()),
                 Route("/api/question", self._question, methods=["POST"]),
                 Route("/api/answer", self._answer, methods=["POST"]),
                 Route("/api/state/{id}", self._state),
@@ -117,12 +102,10 @@ class HumanServer:
         )
 
     async def _question(self, http: Request) -> Response:
-        wanted, user = await _read(http, NextRequest), self._user(http)
-        fresh = not user
-        if fresh:
-            user = secrets.token_urlsafe(16)
+        wanted, known = decoded(await body(http, MOST_BODY_BYTES), NextRequest), self._user(http)
+        user = known or secrets.token_urlsafe(16)
         self._rates.check(user, _address(http))
-        passed = self._node.questions.get(wanted.passed) if wanted.passed else None
+        passed = self._node.questions.get(wanted.passed or "")
         if passed is not None:
             passed.passed_by.add(user)
         try:
@@ -130,14 +113,13 @@ class HumanServer:
         except (TaskError, ChildDied) as error:
             raise Refused(503, f"no question can be drawn: {error}") from error
         answer = _json(_asked(question, user))
-        if fresh:
-            answer.set_cookie(
-                COOKIE, f"{user}.{self._signature(user)}", max_age=30 * 86_400, httponly=True, samesite="strict"
-            )
+        if not known:
+            cookie = f"{user}.{self._signature(user)}"
+            answer.set_cookie(COOKIE, cookie, max_age=30 * 86_400, httponly=True, samesite="strict")
         return answer
 
     async def _answer(self, http: Request) -> Response:
-        said, user = await _read(http, UserAnswer), self._user(http)
+        said, user = decoded(await body(http, MOST_BODY_BYTES), UserAnswer), self._user(http)
         if not user:
             raise Refused(403, "ask for a question first")
         self._rates.check(user, _address(http))
@@ -168,17 +150,8 @@ class HumanServer:
         return _json({"state": state.value})
 
     async def _status(self, _: Request) -> Response:
-        node = self._node
-        return _json(
-            {
-                "swarm": node.swarm,
-                "peer_id": node.peer_id,
-                "connected": node.connected,
-                "open": len(node.questions),
-                "answers": node.tally.answers,
-                "shared": node.tally.shared,
-            }
-        )
+        status = self._node.status()
+        return _json({name: status[name] for name in ("swarm", "peer_id", "connected", "open", "answers", "shared")})
 
 
 def _asked(question: OpenQuestion, user: str) -> dict[str, object]:
@@ -198,17 +171,24 @@ def _verdict(question: OpenQuestion, user: str, given: Given) -> dict[str, objec
     otherwise."""
     left = question.tries_left(user)
     own = {one.text for one in question.of(user)}
-    others = [] if left else [(one.generator, one.model, one.text, one.reward) for one in question.others]
-    if not left:
-        people = [one for one in question.answers if one.user != user and one.text not in own]
-        others += [("person", "", one.text, one.reward) for one in people]
+    people = [
+        Other("person", "", one.text, one.reward)
+        for one in question.answers
+        if one.user != user and one.text not in own
+    ]
+    others = [] if left else [*question.others, *people]
     return {
         **_judged(given.reward),
         "tries_left": left,
         "truth": question.task.answer if not left else None,
         "others": [
-            {"generator": kind, "model": model, "text": text[:SHOWN_CHARACTERS], **_judged(reward)}
-            for kind, model, text, reward in others
+            {
+                "generator": one.generator,
+                "model": one.model,
+                "text": one.text[:SHOWN_CHARACTERS],
+                **_judged(one.reward),
+            }
+            for one in others
         ],
     }
 
@@ -217,17 +197,12 @@ def _judged(reward: Reward) -> dict[str, object]:
     return {"status": reward.status.value, "reward": round(reward.value, 4), "right": is_right(reward)}
 
 
-async def _read(http: Request, type_: type[T]) -> T:
-    """Decodes the JSON of a request. Raises `UserRefused`."""
-    return decoded(await body(http, MOST_BODY_BYTES), type_)
-
-
 def _address(http: Request) -> str:
     return http.client.host if http.client else ""
 
 
 def _json(value: dict[str, object], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, HEADERS, "application/json")
+    return Response(msgspec.json.encode(value), status, PAGE_HEADERS, "application/json")
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
@@ -236,9 +211,5 @@ async def _refusal(_: Request, error: Exception) -> Response:
 
 
 def _static(name: str, kind: str) -> Callable[[Request], Response]:
-    body = files("shoal.swarm.human").joinpath("static", name).read_bytes()
-
-    def answer(_: Request) -> Response:
-        return Response(body, 200, HEADERS, kind)
-
-    return answer
+    data = files("shoal.swarm.human").joinpath("static", name).read_bytes()
+    return lambda _: Response(data, 200, PAGE_HEADERS, kind)

@@ -13,7 +13,7 @@ from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
-from shoal.swarm.chat import ChatModel, ModelAt
+from shoal.swarm.answerers import ChatModel, ModelAt
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.judging import draw_questions, grade
 from shoal.swarm.judge.messages import (

@@ -23,8 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.net.server import HANDLERS, JSON, body, guarded
-from shoal.swarm.human.server import HEADERS
+from shoal.net.server import HANDLERS, JSON, PAGE_HEADERS, body, guarded
 from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import NEWEST, Standing
@@ -92,15 +91,15 @@ class JudgeServer:
     async def _page(self, _: Request) -> Response:
         names = [one.dataset for one in self._judge.specialties]
         html = leaderboard_html(self._judge.peer_id, self._newest(), names)
-        return Response(html, media_type="text/html", headers=HEADERS)
+        return Response(html, media_type="text/html", headers=PAGE_HEADERS)
 
     async def _style(self, _: Request) -> Response:
-        return Response(STYLE, media_type="text/css", headers=HEADERS)
+        return Response(STYLE, media_type="text/css", headers=PAGE_HEADERS)
 
     async def _leaderboard(self, _: Request) -> Response:
         standings = [{**asdict(one), "specialties": dict(one.specialties)} for one in self._newest()]
         data = msgspec.json.encode({"judge": self._judge.peer_id, "standings": standings})
-        return Response(data, media_type=JSON, headers=HEADERS)
+        return Response(data, media_type=JSON, headers=PAGE_HEADERS)
 
     async def _ledger(self, _: Request) -> Response:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)

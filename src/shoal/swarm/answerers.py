@@ -1,0 +1,132 @@
+"""Answerers of a generator: a frozen model behind an OpenAI-compatible URL, or a rule, which is a program.
+
+A rule is `truth` or a user's `module:function`.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from string import ascii_letters, digits
+from typing import Protocol, TypeAlias
+
+import aiohttp
+
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.model.answer import written
+from shoal.net.chat import FIRST_PAUSE_S, ChatChoice, ChatRefused, completion, wire_of
+from shoal.swarm.offer import GeneratorKind, OfferedRollout
+from shoal.swarm.strategy import own_function
+from shoal.types import Message, Task
+
+AT_ONCE = 8
+TIMEOUT_S = 120.0
+
+Rule: TypeAlias = Callable[[Task, int, random.Random], Sequence[str]]
+"""(task, most answers, randomness) -> answers; none where the rule does not apply. Runs in a thread."""
+
+
+class Answerer(Protocol):
+    """Source of answers."""
+
+    @property
+    def kind(self) -> GeneratorKind:
+        """Kind of generator that offers name."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        ...
+
+    async def answers(self, task: Task, n: int) -> Sequence[OfferedRollout]:
+        """Returns up to `n` answers, possibly none. Raises an `EngineError` while the source is away."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAt:
+    """Address of a model, with its sampling settings."""
+
+    url: str
+    """URL up to and including /v1."""
+    name: str
+    key: str = ""
+    max_tokens: int = 256
+    temperature: float | None = 1.0
+    """Temperature of sampling; None leaves it to the server."""
+
+
+class ChatModel:
+    """Client of one model; use as an async context manager."""
+
+    kind = GeneratorKind.FROZEN
+
+    def __init__(self, model: ModelAt) -> None:
+        self._model = model
+        self.name = model.name
+        self._turn = asyncio.Semaphore(AT_ONCE)
+
+    async def __aenter__(self) -> "ChatModel":
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
+        """Samples `n` independent answers and drops empty ones. Raises `EngineUnavailable` or `RequestRefused`."""
+        found = await asyncio.gather(*(self.ask(task.messages) for _ in range(n)))
+        texts = [(written(choice.message.message), choice.finish_reason == "stop") for choice in found]
+        return [OfferedRollout(text, complete=complete) for text, complete in texts if text]
+
+    async def ask(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> ChatChoice:
+        """Samples one answer, with up to `tries` attempts. Raises `EngineUnavailable` or `RequestRefused`."""
+        model, asked = self._model, [wire_of(message) for message in messages]
+        request: dict[str, object] = {"model": model.name, "messages": asked, "max_tokens": model.max_tokens}
+        if model.temperature is not None:
+            request["temperature"] = model.temperature
+        try:
+            async with self._turn:
+                return await completion(self._http, model.url, request, key=model.key, tries=tries, pause_s=pause_s)
+        except ChatRefused as refusal:
+            raise RequestRefused(f"model {model.url}: {refusal}") from None
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"model {model.url}: {error}") from None
+
+
+def truth(task: Task, n: int, rng: random.Random) -> list[str]:
+    """Answers with the known truth and with slips from it, half of each, so that rewards differ.
+
+    >>> from shoal.types import Message, Role
+    >>> truth(Task("1", "t", (Message(Role.USER, "?"),), "abc"), 1, random.Random(0))
+    ['abc']
+    """
+    if not task.answer:
+        return []
+    right = (n + 1) // 2
+    return [task.answer] * right + [slip(task.answer, rng) for _ in range(n - right)]
+
+
+def slip(answer: str, rng: random.Random) -> str:
+    """Replaces one character by another of its sort."""
+    i = rng.randrange(len(answer))
+    alphabet = digits if answer[i].isdigit() else ascii_letters[:26]
+    return answer[:i] + rng.choice([one for one in alphabet if one != answer[i]]) + answer[i + 1 :]
+
+
+class RuleSolver:
+    """Answerer by a rule."""
+
+    kind = GeneratorKind.RULE
+
+    def __init__(self, name: str, seed: int) -> None:
+        """Raises `ConfigError` for a name that is no rule."""
+        self.name = name
+        self._rule: Rule = truth if name == "truth" else own_function("rule", name, ["truth"])
+        self._rng = random.Random(seed)
+
+    async def answers(self, task: Task, n: int) -> list[OfferedRollout]:
+        """Returns up to `n` answers of the rule. Raises the rule's exceptions."""
+        texts = await asyncio.to_thread(self._rule, task, n, self._rng)
+        return [OfferedRollout(text) for text in texts[:n]]
