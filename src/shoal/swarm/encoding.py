@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shoal.errors import SessionError
 from shoal.interfaces import Renderer
 from shoal.swarm.offer import Offer
-from shoal.swarm.trust import Reason
+from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.types import (
     Completion,
     External,
@@ -46,6 +46,16 @@ class Encoded:
     def rows(self) -> list[tuple[int, ...]]:
         """Token ids of prompt and answer, one row per kept rollout."""
         return [self.prompt_ids + ids for ids in self.answer_ids]
+
+
+@dataclass(slots=True)
+class ReadyOffer:
+    """A verified offer with this node's rewards."""
+
+    message: VerifiedMessage
+    source: Encoded
+    rewards: tuple[Reward, ...]
+    uses: int = 0
 
 
 def encode_offer(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:

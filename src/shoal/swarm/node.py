@@ -22,6 +22,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -30,7 +31,7 @@ from shoal.errors import TaskError, WireError
 from shoal.interfaces import Exchange, Logprobs, NotOurs, Recogniser, Renderer, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import Encoded, encode_offer, rollouts_of
+from shoal.swarm.encoding import ReadyOffer, encode_offer, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.identity import Identity
@@ -38,7 +39,7 @@ from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Intake, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
-from shoal.swarm.trust import Reason, VerifiedMessage
+from shoal.swarm.trust import LIES, Reason, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
@@ -71,16 +72,6 @@ class NodeDeps:
     """Answers that count of an offer: as many as the node's own groups have."""
     groups_per_step: int = 8
     """Groups of a step, own ones or, with an adaptive split, all."""
-
-
-@dataclass(slots=True)
-class ReadyOffer:
-    """A verified offer with this node's rewards."""
-
-    message: VerifiedMessage
-    source: Encoded
-    rewards: tuple[Reward, ...]
-    uses: int = 0
 
 
 @dataclass(slots=True)
@@ -128,7 +119,6 @@ class Node(Peer):
             self._most_wanted = settings.external_groups
         self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
-        self._known_bans = set(self.ingress.banned)
         self._pending = PendingOffers(self._rng)
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[ReadyOffer] = []
@@ -174,11 +164,10 @@ class Node(Peer):
         own = iter(await logprobs([row for ready in chosen for row in ready.source.rows]))
         groups = []
         for ready in chosen:
-            computed = [next(own) for _ in ready.source.kept]
-            origin = Origin(ready.message.peer_id, ready.message.id)
-            own_record = self._external(ready.source.task.service)
-            rollouts = rollouts_of(ready.source, ready.rewards, computed, version, own_record)
-            groups.append(Group(f"{ready.message.id}/{ready.uses}", ready.source.task, rollouts, version, origin))
+            source, message, computed = ready.source, ready.message, [next(own) for _ in ready.source.kept]
+            rollouts = rollouts_of(source, ready.rewards, computed, version, self._external(source.task.service))
+            origin = Origin(message.peer_id, message.id)
+            groups.append(Group(f"{message.id}/{ready.uses}", source.task, rollouts, version, origin))
         self.tally.taken += len(groups)
         return groups
 
@@ -202,6 +191,7 @@ class Node(Peer):
     @property
     def ready(self) -> int:
         """Number of verified offers that are ready."""
+        self._drop_useless()
         return len(self._ready)
 
     def _totals(self) -> dict[str, int]:
@@ -229,7 +219,7 @@ class Node(Peer):
             **super().status(),
             "admitted": self.ingress.admitted,
             "pending": len(self._pending),
-            "ready": len(self._ready),
+            "ready": self.ready,
             "known_peers": len(self.ingress.peers),
             "peers": peers,
         }
@@ -253,7 +243,7 @@ class Node(Peer):
         """Verifies pending offers until enough are ready."""
         loop = asyncio.get_running_loop()
         while True:
-            self._drop_stale()
+            self._drop_useless()
             rest_s, key = self._newcomers_from_s - loop.time(), None
             if len(self._ready) < READY_PER_GROUP * self._most_wanted:
                 key = self._pending.next(self.ingress.is_newcomer, newcomers=rest_s <= 0)
@@ -279,7 +269,10 @@ class Node(Peer):
         self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, ReadyOffer)
         if isinstance(found, Reason):
             self.ingress.refuse(message.peer_id, found)
-            self._forget_banned()
+            if found in LIES:
+                with self._file(BANNED_FILE):
+                    written = set(read_lines(self._folder / BANNED_FILE))
+                    ban_in(self._folder, sorted(self.ingress.lasting_bans - written))
         elif message.peer_id not in self.ingress.banned and message.id not in self._taken:
             self._taken[message.id] = None
             if len(self._taken) > MOST_TAKEN:  # the ingress filter refuses messages as old as these
@@ -291,6 +284,8 @@ class Node(Peer):
 
     async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
         """Checks in order of cost: draws the question again, encodes the text, scores the answers."""
+        if message.peer_id in self.ingress.banned:
+            return Reason.BANNED
         if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
         task = await self._deps.recogniser.task(content.claim)
@@ -299,10 +294,8 @@ class Node(Peer):
         deps = self._deps
         if len(content.rollouts) > deps.most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, deps.most_answers)))
-        arguments = (content, task, deps.renderer, deps.max_model_len)
-        source, refused = (
-            await asyncio.to_thread(encode_offer, *arguments) if self._threads else encode_offer(*arguments)
-        )
+        encode = partial(encode_offer, content, task, deps.renderer, deps.max_model_len)
+        source, refused = await asyncio.to_thread(encode) if self._threads else encode()
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
@@ -327,18 +320,18 @@ class Node(Peer):
         Returns the number of own groups whose places they take: none without an adaptive split.
         """
         wanted = self._split.external if self._split else self._most_wanted
-        self._drop_stale()
+        self._drop_useless()
         now_s = self._clock()
         candidates = [
             Candidate(
-                peer_id=ready.message.peer_id,
-                service=ready.source.task.service,
-                rewards=self._compared_rewards(ready.source.task.service, ready.rewards),
+                peer_id=(peer_id := ready.message.peer_id),
+                service=(service := ready.source.task.service),
+                rewards=self._compared_rewards(service, ready.rewards),
                 age_s=max(0.0, now_s - ready.message.sent_s),
                 uses=ready.uses,
-                author_uses=self._author_uses[ready.message.peer_id],
-                trust=self.ingress.trust(ready.message.peer_id),
-                newcomer=self.ingress.is_newcomer(ready.message.peer_id),
+                author_uses=self._author_uses[peer_id],
+                trust=self.ingress.trust(peer_id),
+                newcomer=self.ingress.is_newcomer(peer_id),
             )
             for ready in self._ready
         ]
@@ -347,8 +340,7 @@ class Node(Peer):
             ready.uses += 1
             self._author_uses[ready.message.peer_id] += 1
         if len(self._author_uses) > MOST_TAKEN:
-            known = self.ingress.peers
-            self._author_uses = Counter({author: uses for author, uses in self._author_uses.items() if author in known})
+            self._author_uses = Counter({author: self._author_uses[author] for author in self.ingress.peers})
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
         self.tally.missing += wanted - len(chosen)
@@ -369,24 +361,15 @@ class Node(Peer):
         skill = self._skill(service)
         return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
 
-    def _drop_stale(self) -> None:
-        bound_s = self._clock() - self.fresh_s
-        for ready in [ready for ready in self._ready if ready.message.sent_s < bound_s]:
-            self._ready.remove(ready)
-            if not ready.uses:
-                self.ingress.refuse(ready.message.peer_id, Reason.STALE)
-
-    def _forget_banned(self) -> None:
-        """Drops pending and ready offers of newly banned peers, and writes lasting bans to the ban list."""
-        new = self.ingress.banned - self._known_bans
-        if not new:
-            return
-        for author in self._pending.drop(new):
-            self.ingress.refuse(author, Reason.BANNED)
-        self._ready = [ready for ready in self._ready if ready.message.peer_id not in new]
-        self._known_bans = set(self.ingress.banned)
-        with self._file(BANNED_FILE):
-            ban_in(self._folder, sorted(new & self.ingress.lasting_bans - set(read_lines(self._folder / BANNED_FILE))))
+    def _drop_useless(self) -> None:
+        """Drops ready offers that are too old or of banned peers."""
+        bound_s, banned = self._clock() - self.fresh_s, self.ingress.banned
+        stale = [ready for ready in self._ready if ready.message.sent_s < bound_s and not ready.uses]
+        self._ready = [
+            one for one in self._ready if one.message.sent_s >= bound_s and one.message.peer_id not in banned
+        ]
+        for ready in stale:
+            self.ingress.refuse(ready.message.peer_id, Reason.STALE)
 
     async def _share(self) -> None:
         while True:
@@ -405,8 +388,7 @@ class Node(Peer):
                 self.tally.unsent += 1
 
     async def _periodic(self) -> None:
-        """Applies manual bans, and sends this node's wants."""
-        self._forget_banned()
+        """Sends this node's wants."""
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:
             want = offers.encode(Want(needs[: offers.MAX_WANTED]))

@@ -42,11 +42,6 @@ class PendingOffers:
         """Removes an offer and returns it."""
         return self._offers.pop(message_id)
 
-    def drop(self, authors: Collection[str]) -> list[str]:
-        """Removes all offers of some authors; returns the author of each."""
-        keys = [key for key, (message, _) in self._offers.items() if message.peer_id in authors]
-        return [self.pop(key)[0].peer_id for key in keys]
-
     def next(self, is_newcomer: Callable[[str], bool], newcomers: bool) -> str | None:
         """Picks an offer: of an established author about every other time, of `newcomers` only in their turn; None
         without any."""
