@@ -28,7 +28,7 @@ import uvloop
 from benchmarks import say
 from benchmarks.model import write_bench_model
 from shoal.config import Config, parse
-from shoal.interfaces import Engine
+from shoal.interfaces import Engine, Environment
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
@@ -97,7 +97,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthService:
+class LengthService(Environment):
     """Service of tasks with one prompt; `info` gives each rollout's length."""
 
     work: Work

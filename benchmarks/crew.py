@@ -18,13 +18,12 @@ from benchmarks import child_environment
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
 from shoal.experience import Buffer, RunMeta
+from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
-from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
-from shoal.rollout.agents.services import RemoteSource, attend, remote_play
-from shoal.rollout.orchestrator import Orchestrator
-from shoal.tasks.remote_server import TaskServerThread
-from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
+from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
+from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment
+from shoal.tasks.remote_server import TaskServer
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 60.0
@@ -55,7 +54,7 @@ class Crew:
     """A run in progress."""
 
     load: Load
-    task_server: TaskServerThread
+    task_server: TaskServer
     buffer: Buffer
     host: Host
     engine: EchoEngine
@@ -81,12 +80,12 @@ class Crew:
     @property
     def running(self) -> int:
         """Rollouts that services work on now."""
-        registry = self.task_server.server.registry
-        return sum(registry.load_of(name)[1] for name in registry)
+        services = self.task_server.registry.services.values()
+        return sum(len(worker.leases) for service in services for worker in service.workers)
 
     def finished(self, name: str) -> int:
         """Rollouts that a service has handed in."""
-        return self.task_server.server.counts[name]["rollout done"]
+        return self.task_server.counts[name]["rollout done"]
 
 
 class Process:
@@ -130,19 +129,19 @@ async def orchestrated(
 ) -> AsyncIterator[tuple[Crew, list[Process]]]:
     """Opens a run whose tasks, (name, module:task) each, are served by processes; everything ends with the context."""
     token = "a token of the benchmark"
-    with TaskServerThread(load.weights, token=token) as task_server, contextlib.ExitStack() as stack:
+    with TaskServer(load.weights, token=token) as task_server, contextlib.ExitStack() as stack:
         processes = [Process(path, task_server.url, name=name, token=token) for name, path in paths]
         for process in processes:
             stack.callback(process.kill)
-        services = {name: RemoteService(name, task_server) for name in load.weights}
+        services = {name: RemoteEnvironment(name, task_server) for name in load.weights}
         for service in services.values():
-            await asyncio.to_thread(service.present, START_TIMEOUT_S)
+            await asyncio.to_thread(service.await_worker, START_TIMEOUT_S)
         made, engine = tokenizer(), EchoEngine(*load.engine_s)
         renderer = ChatRenderer(made, (made.eos_token_id,))
         meta = RunMeta(load.max_staleness, "drop", load.groups_per_step, 1)
         buffer = Buffer.open(run_dir, meta, max_running=load.max_running)
         try:
-            async with Host.open(engine, renderer, max_model_len=CONTEXT, sampling=Sampling(64, seed=0)) as host:
+            async with Host.open(engine, renderer, max_model_len=CONTEXT) as host:
                 crew = Crew(load, task_server, buffer, host, engine)
                 running = asyncio.create_task(_orchestrator(crew, services).run(), name="orchestrator")
                 try:
@@ -154,18 +153,21 @@ async def orchestrated(
             await buffer.close()
 
 
-def _orchestrator(crew: Crew, services: Mapping[str, RemoteService]) -> Orchestrator:
+def _orchestrator(crew: Crew, services: Mapping[str, RemoteEnvironment]) -> Orchestrator:
     load = crew.load
-    scorer = ServiceScorer(dict(services), CoinScorer())
+    scorer = EnvironmentScorer(dict(services), CoinScorer())
 
     def present(name: str, is_there: bool) -> None:
         (orchestrator.come if is_there else orchestrator.leave)(name)
 
+    def at_once(service: RemoteEnvironment) -> int:
+        return -(-service.max_running // load.group_size)
+
     sources = []
     for service in services.values():
-        runner = AgentRunner(crew.host, remote_play(service), scorer, timeout_s=load.timeout_s)
+        runner = AgentRunner(crew.host, service.rollout, scorer, Sampling(64, seed=0), timeout_s=load.timeout_s)
         answer = partial(runner.rollouts, n=load.group_size)
-        sources.append(RemoteSource(service, answer, load.group_size, present))
+        sources.append(Source(service, answer, present, partial(at_once, service), Health()))
     orchestrator = Orchestrator(sources, load.weights, crew.buffer)
     attend(crew.task_server, sources, orchestrator.wake)
     return orchestrator

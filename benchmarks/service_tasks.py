@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from benchmarks.work import coin
-from shoal.interfaces import Chat
+from shoal.interfaces import Model
 from shoal.tasks.sdk import EnvironmentFailed, Question, task
 from shoal.types import Task
 
@@ -19,7 +19,7 @@ class Echo:
         """Draws a sum."""
         return Question(f"what is {rng.randrange(10**9)} + {rng.randrange(10**9)}?")
 
-    async def rollout(self, asked: Task, model: Chat) -> str:
+    async def rollout(self, asked: Task, model: Model) -> str:
         """Asks the model, then waits as for a tool."""
         said = await model.answer(asked.messages)
         await asyncio.sleep(random.uniform(*self.seconds))

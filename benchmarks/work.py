@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.interfaces import Environment
 from shoal.types import Message, Reward, Role, Split, Task, seed_for
 
 GROUP_SIZE = 8
@@ -32,7 +33,7 @@ def digits(index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class DigitService:
+class DigitService(Environment):
     """Service that asks eight digits, others at every index."""
 
     name: str = "digits"

@@ -16,14 +16,14 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
 
 TOKEN = """
 rollout.orchestrator:Orchestrator._keep_drawn
-  rollout.orchestrator:LocalSource.draw
-    tasks.jsonl:JsonlService.draw
+  rollout.orchestrator:Source.draw
+    tasks.jsonl:JsonlService.draw @ Split
 rollout.orchestrator:Orchestrator._start_one
   experience.buffer:Buffer.admit
     experience.admission:AdmissionQueue.place
       experience.gate:AdmissionGate.admit
   rollout.orchestrator:Orchestrator._run_group
-    rollout.orchestrator:LocalSource.rollouts
+    rollout.orchestrator:Source.rollouts
     rollout.single_turn:SingleTurn.rollouts
       model.chat_template:ChatRenderer.prompt_ids
       rollout.single_turn:SingleTurn.completions

@@ -19,7 +19,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from shoal.tasks.games.calculator import value_of
+from shoal.environments.calculator import value_of
 from shoal.types import Task
 
 set_tracing_disabled(True)
@@ -27,7 +27,7 @@ set_tracing_disabled(True)
 
 async def guess(task: Task, client: AsyncOpenAI) -> float:
     """Plays one game of guessing a number; the framework keeps the conversation."""
-    game = json.loads(task.info)
+    game = json.loads(task.info)["info"]
     low, high = game["low"], game["high"]
     player = Agent(name="player", model=OpenAIChatCompletionsModel("policy", client))
     items = [{"role": "user", "content": f"{low}-{high}"}]

@@ -14,7 +14,7 @@ from shoal.types import Task
 
 async def guess(task: Task, client: AsyncOpenAI) -> float:
     """Plays one game of guessing a number; the reward is 1 when it is found in three tries."""
-    game = json.loads(task.info)
+    game = json.loads(task.info)["info"]
     low, high = game["low"], game["high"]
     messages = [{"role": "user", "content": f"{low}-{high}"}]
     for _ in range(3):

@@ -15,7 +15,7 @@ import sys
 import anthropic
 
 task = json.loads(sys.stdin.readline())
-game = json.loads(task["info"])
+game = json.loads(task["info"])["info"]
 low, high = game["low"], game["high"]
 client = anthropic.Anthropic()  # ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
 messages = [{"role": "user", "content": f"{low}-{high}"}]

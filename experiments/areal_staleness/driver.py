@@ -17,7 +17,7 @@ from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import StagedWeights
-from shoal.interfaces import TaskService
+from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.loading import load_model
 from shoal.run.plan import Prepared
@@ -60,7 +60,7 @@ class Driver:
     def __init__(self, config: Config, prepared: Prepared, eta: float) -> None:
         self._config, self._eta = config, eta
         self._renderer: ChatRenderer = prepared.renderer
-        self._service: TaskService = prepared.service
+        self._service: Environment = prepared.service
         self._trainer = Trainer(prepared.model_dir, config.model, config.train, max_tokens=config.rollout.max_tokens)
         limits = EngineLimits(prepared.longest_prompt + 8 + config.rollout.max_tokens, config.engine.max_running)
         self._engine = StepEngine(load_model(prepared.model_dir), limits)

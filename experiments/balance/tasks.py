@@ -3,8 +3,9 @@
 import os
 import random
 
-from shoal.tasks.openenv import openenv_task
-from shoal.tasks.sdk import Model, Question, task
+from shoal.environments.openenv import openenv_task
+from shoal.interfaces import Model
+from shoal.tasks.sdk import Question, task
 from shoal.types import Message, Outcome, Role, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

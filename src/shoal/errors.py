@@ -12,6 +12,7 @@
     │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
     │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
     ├── SessionError          a request that a session cannot serve
+    │   ├── ContextOverflow   it leaves no room for an answer
     │   └── HistoryDiverged   it does not extend the conversation, and the session's policy wants that (HTTP 409)
     ├── TrainerError          the trainer process failed or refused a batch
     ├── SandboxUnavailable    this machine has no sandbox to run untrusted programs in
@@ -84,6 +85,10 @@ class SessionError(ShoalError):
     """A request that a session cannot serve."""
 
     http_status = 400
+
+
+class ContextOverflow(SessionError):
+    """A prompt that leaves no room for an answer."""
 
 
 class HistoryDiverged(SessionError):

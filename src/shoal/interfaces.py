@@ -1,12 +1,25 @@
-"""The seams of Shoal, as Protocols. Whatever stands behind one can be replaced, and only these are faked in tests."""
+"""The seams of Shoal, most of them Protocols. Whatever stands behind one can be replaced; tests fake only these."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from shoal.types import Completion, Group, Message, Outcome, Receipt, Reward, Rollout, Sampling, Split, Task
+from shoal.types import (
+    Completion,
+    Group,
+    Message,
+    Outcome,
+    Receipt,
+    Reward,
+    Rollout,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +73,96 @@ class Engine(Protocol):
         ...
 
 
-class TaskService(Protocol):
-    """Draws tasks and says how answers to them are scored. Drawing is a pure function of (split, index)."""
+class Model(Protocol):
+    """The model of a rollout: call `answer`, or give the URL and the key to any client of OpenAI or Anthropic."""
 
     @property
-    def name(self) -> str:
-        """Unique within a run."""
+    def base_url(self) -> str:
+        """URL for OpenAI's clients."""
         ...
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """URL for Anthropic's clients."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The session's key."""
+        ...
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        """What the model says next; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
+        ...
+
+
+class Conversation(Model, Protocol):
+    """A rollout's conversation with the model, and what was sampled in it."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The sampled answers, in the order in which they began."""
+        ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation that ends in the newest answer; empty when nothing was sampled."""
+        ...
+
+    @property
+    def overflowed(self) -> bool:
+        """True if the newest request did not fit the context."""
+        ...
+
+    async def end(self) -> None:
+        """Refuses further requests, and waits for answers under way."""
+        ...
+
+
+class Environment:
+    """What a task is made of: it draws questions, and may hold the conversations and score the answers itself."""
+
+    name: str
+    """Unique within a run."""
+
+    @property
+    def converses(self) -> bool:
+        """True if `rollout` holds the conversation; otherwise the run asks the model once."""
+        return False
+
+    @property
+    def scores(self) -> bool:
+        """True if `score` scores; otherwise an outcome has its reward, or the task names a checker."""
+        return False
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that one rollout may take."""
+        return 300.0
+
+    @property
+    def max_running(self) -> int | None:
+        """Number of rollouts at once; None leaves it to the run."""
+        return None
+
+    def check(self) -> None:
+        """Raises a `ShoalError` when this machine lacks something that the environment needs."""
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; equal arguments give equal tasks, and the splits share no question."""
-        ...
+        raise NotImplementedError
+
+    async def drawn(self, split: Split, index: int) -> Task:
+        """The task at `index`, without blocking the event loop."""
+        return await asyncio.to_thread(self.draw, split, index)
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        """Works on a task with the model until it is done. Any exception makes a failed rollout."""
+        raise NotImplementedError
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order; a failure is a status."""
+        raise NotImplementedError
 
 
 class Purpose(StrEnum):
@@ -88,22 +180,6 @@ class Runner(Protocol):
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
-        ...
-
-
-class Chat(Protocol):
-    """A conversation with the model in this process. Whatever it answers is in the session's ledger."""
-
-    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
-        """What the model says next; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
-        ...
-
-
-class Playable(TaskService, Protocol):
-    """A task service that holds the conversations of its tasks itself."""
-
-    async def play(self, task: Task, chat: Chat) -> Outcome:
-        """Plays one rollout. Any exception makes a failed rollout, except that a full context ends it truncated."""
         ...
 
 

@@ -14,7 +14,7 @@ LAYERS = (
     {"net"},
     {"config", "model", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
-    {"observe", "rollout", "swarm"},
+    {"environments", "observe", "rollout", "swarm"},
     {"run"},
     {"cli"},
 )

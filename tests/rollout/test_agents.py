@@ -18,12 +18,12 @@ from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.config import RewardConfig
 from shoal.errors import ConfigError, TaskError
-from shoal.interfaces import Scorer
+from shoal.gateway.host import Host
+from shoal.interfaces import Model, Scorer
 from shoal.reward.service import RewardService
-from shoal.rollout.agents import AgentRunner, Host, clients
+from shoal.rollout.agents import clients
 from shoal.rollout.agents.clients import agent_of, command_play, function_play
-from shoal.rollout.agents.host import AgentSession
-from shoal.rollout.agents.runner import AgentFailed, Play
+from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
 from shoal.tasks.remote_protocol import SessionAt
 from shoal.tasks.remote_worker import HttpModel
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
@@ -33,7 +33,7 @@ from until import until
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("t/0", "t", (Message(Role.USER, "what is 2 + 3?"),), "5", '{"scorer": "number"}')
-GAME = Task("g/0", "g", (Message(Role.USER, "10-16"),), "15", '{"low": 10, "high": 16, "number": 15}')
+GAME = Task("g/0", "g", (Message(Role.USER, "10-16"),), "15", '{"info": {"low": 10, "high": 16, "number": 15}}')
 
 
 class Truth:
@@ -58,14 +58,14 @@ def played(
     async def main() -> list[Rollout]:
         made = renderer("qwen3")
         engine = ScriptedEngine(made, list(script), delay_s=delay_s)
-        hosting = Host.open(engine, made, max_model_len=max_model_len, sampling=Sampling(200, seed=0))
+        hosting = Host.open(engine, made, max_model_len=max_model_len)
         async with contextlib.AsyncExitStack() as stack:
             scorer: Scorer = Truth()
             if real_scorer:
                 scorer = await stack.enter_async_context(RewardService(RewardConfig()))
             host = await stack.enter_async_context(hosting)
             play = await stack.enter_async_context(playing)
-            runner = AgentRunner(host, play, scorer, timeout_s=timeout_s, max_at_once=32)
+            runner = AgentRunner(host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, max_at_once=32)
             rollouts = list(await runner.rollouts(task, n))
             assert len(host.gateway.sessions) == 0, "every session was ended"
         drawn = sorted(len(completion.token_ids) for completion in engine.drawn)
@@ -224,7 +224,7 @@ async def asking_elsewhere(*, too_much: bool) -> AsyncIterator[Play]:
     """As a service in a process of its own: one good request, then one that cannot be answered."""
     async with aiohttp.ClientSession() as http:
 
-        async def play(task: Task, seat: AgentSession) -> Outcome:
+        async def play(task: Task, seat: Model) -> Outcome:
             model = HttpModel(SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key), http)
             said = await model.answer(task.messages)
             more = [Message(Role.USER, "go on " * 400)] if too_much else []
@@ -248,7 +248,7 @@ def test_of_what_the_gateway_refuses_a_service_only_a_full_context_is_the_policy
 def test_nobody_but_the_run_opens_sessions_at_its_gateway() -> None:
     @contextlib.asynccontextmanager
     async def intruding() -> AsyncIterator[Play]:
-        async def play(task: Task, seat: AgentSession) -> Outcome:
+        async def play(task: Task, seat: Model) -> Outcome:
             root = seat.base_url.partition("/s/")[0]
             headers = {"authorization": f"Bearer {seat.api_key}"}
             async with aiohttp.ClientSession() as http, http.post(f"{root}/v1/sessions", headers=headers) as answer:

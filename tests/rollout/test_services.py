@@ -14,13 +14,14 @@ from benchmarks.work import CoinScorer
 from services_kill import NAMES, run
 from shoal.clock import run_virtual
 from shoal.errors import TaskError
+from shoal.gateway.host import Host
+from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
-from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
-from shoal.rollout.agents.services import AWAY_S, BAD_IN_A_ROW, NO_PROCESS, Health, RemoteSource, remote_play
-from shoal.rollout.orchestrator import LocalSource
-from shoal.tasks.remote_server import TaskServerThread
-from shoal.tasks.remote_tasks import RemoteService, ServiceScorer
+from shoal.rollout.orchestrator import ANOTHER, BAD_IN_A_ROW, Health, Source, attend
+from shoal.rollout.single_turn import failed
+from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment
+from shoal.tasks.remote_server import TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
 
@@ -45,18 +46,18 @@ def test_the_orchestrator_benchmark_loses_nothing() -> None:
 
 async def played(name: str, path: str, wanted, **options) -> list[Rollout]:
     """The rollouts of the tasks of a served task that are wanted, over HTTP and on sessions."""
-    with TaskServerThread([name], lease_s=2.0) as server:
+    with TaskServer([name]) as server:
         process = Process(path, server.url, name=name, folder=HERE)
         try:
-            service = RemoteService(name, server)
-            await asyncio.to_thread(service.present, 30.0)
-            tasks: list[Task] = [await service.draw_async(Split.TRAIN, index) for index in range(40)]
+            service = RemoteEnvironment(name, server)
+            await asyncio.to_thread(service.await_worker, 30.0)
+            tasks: list[Task] = [await service.drawn(Split.TRAIN, index) for index in range(40)]
             made = tokenizer()
             renderer = ChatRenderer(made, (made.eos_token_id,))
             sampling = Sampling(64, seed=0)
-            async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
-                scorer = ServiceScorer({name: service}, CoinScorer())
-                runner = AgentRunner(host, remote_play(service), scorer, **options)
+            async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT) as host:
+                scorer = EnvironmentScorer({name: service}, CoinScorer())
+                runner = AgentRunner(host, service.rollout, scorer, sampling, **options)
                 answered = await asyncio.gather(*map(partial(runner.rollouts, n=1), wanted(tasks)))
                 assert process.is_running
                 return [rollout for (rollout,) in answered]
@@ -93,76 +94,62 @@ def test_a_service_that_rests_is_left_alone_for_longer_each_time_until_something
     assert [health.ended(usable=False) for _ in range(BAD_IN_A_ROW)][-1] == 5.0
 
 
-def test_a_service_without_a_process_for_half_a_minute_lends_its_share_and_gives_up_what_it_ran() -> None:
+def test_a_source_lends_its_share_while_it_is_not_served_or_rests() -> None:
     told: list[tuple[float, bool]] = []
 
-    async def endless(task: Task) -> tuple[Rollout, ...]:
-        await asyncio.sleep(1e6)
-        return ()
+    async def useless(task: Task) -> tuple[Rollout, ...]:
+        return (failed(task, 0, "broken"),)
 
-    async def main(server: TaskServerThread) -> tuple[Rollout, ...]:
-        clock = asyncio.get_running_loop().time
-        source = RemoteSource(RemoteService("x", server), endless, 2, lambda _, there: told.append((clock(), there)))
-        running = asyncio.create_task(source.rollouts(Task("x/0", "x", ())))
-        await asyncio.sleep(10)
-        source.served_by(0)
-        await asyncio.sleep(AWAY_S - 1)
-        source.served_by(1)  # started again soon enough: nobody notices
-        source.served_by(0)
-        rollouts = await running
-        source.served_by(1)
-        return rollouts
+    async def main() -> None:
+        clock, server = asyncio.get_running_loop().time, TaskServer(["x"])
+        source = Source(Broken([]), useless, lambda _, there: told.append((clock(), there)), health=Health())
+        source.environment.name = "x"
+        attend(server, [source], lambda: None)
+        server.on_workers("x", True)
+        await asyncio.sleep(1)
+        for _ in range(BAD_IN_A_ROW):
+            await source.rollouts(Task("x/0", "x", ()))
+        server.on_workers("x", False)
+        await asyncio.sleep(7)
+        server.on_workers("x", True)
+        await asyncio.sleep(1)
 
-    with TaskServerThread(["x"]) as server:
-        rollouts = run_virtual(main(server))
-    gone_s = 10 + 2 * AWAY_S - 1
-    assert told == [(gone_s, False), (gone_s, True)]
-    assert {(one.status, one.reason) for one in rollouts} == {(RolloutStatus.FAILED, f"service: {NO_PROCESS}")}
+    run_virtual(main())
+    assert told == [(0, False), (0, True), (1, False), (8, True)]
 
 
-class Broken:
-    """A service whose first questions cannot be drawn."""
+class Broken(Environment):
+    """An environment whose first questions cannot be drawn."""
 
     name = "broken"
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures = failures
 
-    def draw(self, split: Split, index: int) -> Task:
+    async def drawn(self, split: Split, index: int) -> Task:
         if self.failures:
             raise self.failures.pop()
         return Task(f"broken/{split}/{index}", self.name, ())
-
-    async def draw_async(self, split: Split, index: int) -> Task:
-        return self.draw(split, index)
 
 
 async def nothing(task: Task) -> tuple[Rollout, ...]:
     return ()
 
 
-def test_a_service_of_the_run_s_own_process_that_asks_for_another_attempt_gets_it_and_lends_its_share() -> None:
+def test_an_environment_that_asks_for_another_attempt_lends_its_share_and_is_asked_ever_less_often() -> None:
     told: list[tuple[str, bool]] = []
-    failing = Broken([EnvironmentFailed("the server left", retry=True)])
-    source = LocalSource(failing, nothing, lambda name, present: told.append((name, present)))
-    assert asyncio.run(source.draw(3)).id == "broken/train/3"
+    failing = Broken([EnvironmentFailed("the server left", retry=True)] * 9)
+    source = Source(failing, nothing, lambda name, present: told.append((name, present)))
+
+    async def main() -> float:
+        assert (await source.draw(3)).id == f"broken/train/{3 + 9 * ANOTHER}"
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == sum((0.5, 1, 2, 4, 8, 16, 32, 60, 60))
     assert told == [("broken", False), ("broken", True)]
     failing.failures.append(EnvironmentFailed("no such game"))
     with pytest.raises(TaskError, match="broken: no question at 4: no such game"):
         asyncio.run(source.draw(4))
-
-
-def test_a_service_that_can_draw_no_question_lends_its_share_and_is_asked_ever_less_often() -> None:
-    told: list[tuple[str, bool]] = []
-
-    async def main() -> float:
-        failing = Broken([TaskError("no question")] * 8)
-        source = RemoteSource(failing, nothing, 1, lambda name, present: told.append((name, present)))
-        await source.draw(0)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == sum((1, 2, 4, 8, 16, 32, 60, 60))
-    assert told == [("broken", False), ("broken", True)]
 
 
 def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_before_is_given_up(
@@ -171,21 +158,21 @@ def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_
     os.environ["MORTAL_FLAG"] = str(tmp_path / "died")
 
     async def main() -> Rollout:
-        with TaskServerThread(["mortal"], lease_s=1.0, beat_s=0.3) as server:
+        with TaskServer(["mortal"]) as server:
             processes = [Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE)]
             try:
-                service = RemoteService("mortal", server)
-                await asyncio.to_thread(service.present, 30.0)
-                task = await service.draw_async(Split.TRAIN, 0)
+                service = RemoteEnvironment("mortal", server)
+                await asyncio.to_thread(service.await_worker, 30.0)
+                task = await service.drawn(Split.TRAIN, 0)
                 made = tokenizer()
                 renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
-                async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
-                    runner = AgentRunner(host, remote_play(service), CoinScorer(), timeout_s=30.0)
+                async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT) as host:
+                    runner = AgentRunner(host, service.rollout, CoinScorer(), sampling, timeout_s=30.0)
                     rolling = asyncio.create_task(runner.rollouts(task, 1))
                     await asyncio.to_thread(processes[0].wait)
                     processes.append(Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE))
                     (rollout,) = await rolling
-                assert server.server.counts["mortal"]["rollout lost"] == 1
+                assert server.counts["mortal"]["rollout lost"] == 1
                 return rollout
             finally:
                 for process in processes:

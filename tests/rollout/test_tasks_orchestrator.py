@@ -40,6 +40,9 @@ class Workshop:
     dies_s: float = math.inf
     """From when on its rollouts hang, until the service is given up."""
 
+    def groups_at_once(self) -> int | None:
+        return self.max_running
+
     async def draw(self, index: int) -> Task:
         await asyncio.sleep(self.draw_s)
         return Task(f"{self.name}/{index}", self.name, ())

@@ -15,12 +15,11 @@ from pathlib import Path
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
 from openenv_game_client import played_game
+from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
-from shoal.rollout.agents.host import Host
 from shoal.rollout.agents.runner import AgentRunner
-from shoal.rollout.agents.services import remote_play
-from shoal.tasks.remote_server import TaskServerThread
-from shoal.tasks.remote_tasks import RemoteService
+from shoal.tasks.remote_environment import RemoteEnvironment
+from shoal.tasks.remote_server import TaskServer
 from shoal.types import RolloutStatus, Sampling, Split
 
 HERE = Path(__file__).parent
@@ -28,20 +27,20 @@ HERE = Path(__file__).parent
 
 async def verifiers(python: str) -> None:
     """Served by a process with verifiers and without torch; two turns of each rollout are on the ledger."""
-    with TaskServerThread(["guess"]) as hub:
+    with TaskServer(["guess"]) as hub:
         command = [python, "-m", "shoal.cli", "task", "serve", "vf_tasks:guess", "--orchestrator", hub.url]
         path = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
         with subprocess.Popen(  # noqa: ASYNC220
             command, cwd=HERE, env={**os.environ, "PYTHONPATH": path}
         ) as process:
             try:
-                service = RemoteService("guess", hub)
-                await asyncio.to_thread(service.present, 60.0)
+                service = RemoteEnvironment("guess", hub)
+                await asyncio.to_thread(service.await_worker, 60.0)
                 made = tokenizer()
                 renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
-                async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT, sampling=sampling) as host:
-                    runner = AgentRunner(host, remote_play(service), CoinScorer(), timeout_s=30.0)
-                    task = await service.draw_async(Split.TRAIN, 0)
+                async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT) as host:
+                    runner = AgentRunner(host, service.rollout, CoinScorer(), sampling, timeout_s=30.0)
+                    task = await service.drawn(Split.TRAIN, 0)
                     rollouts = await runner.rollouts(task, 4)
             finally:
                 process.kill()

@@ -139,25 +139,8 @@ def engine_target(token: str) -> Target:
 
 
 def tasks_target(token: str) -> Target:
-    """A service that joins again and again."""
-    known = {"Authorization": f"Bearer {token}"}
-    hello = {"name": "made", "version": "1", "capabilities": ["draw", "score"], "max_running": 4, "timeout_s": 9.0}
-    reward = {"value": 1.0, "status": "scored", "parts": [["a", 1.0]], "evidence": "e"}
-    results = [
-        {"type": "scored", "lease": "l", "rewards": [reward]},
-        {"type": "failed", "lease": "l", "whose": "policy", "reason": "r"},
-    ]
-    posts = {
-        "/v1/members": {**hello, "protocol": 1},
-        "/v1/members/{member}/work": {"holding": ["l"], "max_running": 3},
-        "/v1/members/{member}/results": {"results": results},
-    }
-
-    async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
-        async with http.post(f"{url}/v1/members", json=hello, headers=known) as answer:
-            return {"member": (await answer.json())["member"]}
-
-    return Target(posts, ["/openapi.json", "/v1/status"], known, renew=renew)
+    """What a worker asks before its WebSocket."""
+    return Target({}, ["/openapi.json", "/v1/status", "/v1/work"], {"Authorization": f"Bearer {token}"})
 
 
 def rewards_target() -> Target:
@@ -265,7 +248,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
         await run.close()
         yield {
             "gateway": Gateway(babbling, made, max_model_len=CONTEXT, is_open=True).app,
-            "tasks": TaskServer(["made"], token="t", beat_s=0.05).app,
+            "tasks": TaskServer(["made"], token="t").app,
             "rewards": RewardServer(rewards).app,
             "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,
             "judge": JudgeServer(judge).app,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.tasks.openenv import openenv_task
+from shoal.environments.openenv import openenv_task
 from shoal.tasks.sdk import PolicyFailed
 from shoal.types import Message, Role, Split
 
@@ -31,7 +31,7 @@ def played_game(url: str) -> None:
     task = served.draw(Split.TRAIN, 0)
     assert task == served.draw(Split.TRAIN, 0)
     assert task.messages[0].role is Role.SYSTEM
-    seed = json.loads(task.info)["seed"]
+    seed = json.loads(task.info)["info"]["seed"]
     assert task.messages[1].content == f"Game {seed}: guess a letter."
     word = random.Random(seed).sample("abcdefgh", 3)
     second = json.dumps({"letter": word[1]})

@@ -30,7 +30,7 @@ async def run(groups: int, run_dir: Path, *, kills: int = 3) -> dict[str, object
             await until(lambda enough=enough: len(crew.ids) >= enough)
             recovered_s[name] = await killed(crew, processes[kill], name)
         await training
-        counts = {name: dict(crew.task_server.server.counts[name]) for name in NAMES}
+        counts = {name: dict(crew.task_server.counts[name]) for name in NAMES}
     result = audit(run_dir)
     mix = {name: crew.trained[name] / crew.trained.total() for name in NAMES}
     return {
@@ -49,7 +49,7 @@ async def run(groups: int, run_dir: Path, *, kills: int = 3) -> dict[str, object
 
 async def killed(crew: Crew, process: Process, name: str) -> float:
     """Kills a service with work in flight and starts it again; seconds until it handed in a rollout."""
-    await until(lambda: crew.task_server.server.registry.load_of(name)[1] > 0, 0.001)
+    await until(lambda: crew.task_server.status_of(name)["running"], 0.001)
     began_s = time.monotonic()
     process.kill()
     before = crew.finished(name)

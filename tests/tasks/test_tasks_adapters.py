@@ -13,11 +13,10 @@ from aiohttp import WSMsgType, web
 from trl.rewards import think_format_reward
 
 from openenv_game_client import Scripted, played_game
+from shoal.environments.openenv import openenv_task
+from shoal.environments.trl import trl_task
 from shoal.errors import TaskError
-from shoal.tasks.openenv import openenv_task
-from shoal.tasks.remote_protocol import Capability
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
-from shoal.tasks.trl_tasks import trl_task
 from shoal.types import Message, RewardStatus, Role, Split, ToolCall
 
 ROWS = [{"prompt": f"double {n}", "answer": str(2 * n), "n": n} for n in range(40)]
@@ -38,7 +37,7 @@ async def short(completions, **columns):
 
 def test_trl_s_reward_functions_are_called_as_trl_calls_them_and_weighed() -> None:
     served = trl_task("d", ROWS, reward_funcs=[correct, nothing_to_say, short], reward_weights=[1.0, 5.0, 0.5])
-    assert served.capabilities == [Capability.DRAW, Capability.SCORE]
+    assert (served.converses, served.scores) == (False, True)
     task = served.draw(Split.TRAIN, 3)
     assert task == served.draw(Split.TRAIN, 3)
     right, wrong = asyncio.run(served.score(task, [str(task.answer), "?"]))
@@ -119,7 +118,7 @@ def call(name: str, **arguments) -> Message:
 
 def test_an_environment_of_trl_s_kind_is_played_with_tools_until_the_model_calls_none() -> None:
     served = trl_task("count", ROWS, environment_factory=Counter)
-    assert served.capabilities == [Capability.DRAW, Capability.ROLLOUT]
+    assert (served.converses, served.scores) == (True, False)
     task = served.draw(Split.TRAIN, 0)
     goal = json.loads(task.info)["row"]
     model = Scripted(call("add", by=goal - 1), call("subtract", by=1), call("add", by="x"), call("add", by=1), "done")

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import TaskError
-from shoal.tasks.mixture import Interleaving, Mixture
+from shoal.interfaces import Environment
+from shoal.tasks.mixture import Mixture
 from shoal.types import Split, Task
 
 
-@dataclass(frozen=True)
-class Counting:
+@dataclass
+class Counting(Environment):
     """A task service whose tasks say where they come from."""
 
     name: str
@@ -27,17 +28,16 @@ def mixture(*weights: float) -> Mixture:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-def test_over_any_prefix_each_service_has_its_share_within_one_task(weights: list[int]) -> None:
-    interleaving = Interleaving(weights)
+def test_over_any_prefix_each_count_is_its_weight_times_one_number_rounded(weights: list[int]) -> None:
+    mixed = mixture(*weights)
     counts = [0] * len(weights)
-    for turn in range(1, 2 * sum(weights) + 1):
-        service, own_index = interleaving.turn(turn - 1)
-        assert own_index == counts[service]
-        counts[service] += 1
-        assert all(
-            abs(count * sum(weights) - weight * turn) < sum(weights)
-            for count, weight in zip(counts, weights, strict=True)
-        )
+    for turn in range(2 * sum(weights)):
+        number, own_index = mixed.turn(turn)
+        assert own_index == counts[number]
+        counts[number] += 1
+        lowest = max((count - 0.5) / weight for count, weight in zip(counts, weights, strict=True))
+        highest = min((count + 0.5) / weight for count, weight in zip(counts, weights, strict=True))
+        assert lowest <= highest + 1e-9
 
 
 def test_a_draw_depends_on_its_arguments_alone() -> None:

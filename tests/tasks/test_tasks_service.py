@@ -1,207 +1,173 @@
-"""Who works on what: the registry on any clock, and a process of a real service at a real hub."""
+"""Who works on what: the registry by itself, and processes of real services at a real run."""
 
 import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import service_tasks
 from shoal.errors import ConfigError, TaskError
-from shoal.tasks.openapi import document
+from shoal.interfaces import Environment
+from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import (
-    Capability,
+    PATH,
+    Cancel,
     DrawJob,
     Hello,
     JobFailed,
     JobScores,
     JobTask,
-    Lost,
     Registry,
     RolloutJob,
     ScoreJob,
     SessionAt,
-    UnknownWorker,
-    WorkRequest,
+    Worker,
+    document,
 )
-from shoal.tasks.remote_server import MOST_BODY_BYTES, ServiceLate, TaskServerThread
-from shoal.tasks.remote_tasks import RemoteService
+from shoal.tasks.remote_server import NO_PROCESS, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
-from shoal.tasks.sdk import Definition, definition_at
+from shoal.tasks.sdk import Definition, EnvironmentFailed, definition_at
 from shoal.types import Message, Reward, Role, Split, Task
 
 ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
 SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
-BOTH = [Capability.DRAW, Capability.ROLLOUT]
 
 
 def registry() -> Registry:
-    return Registry(["sums", "other"], lease_s=6.0)
+    return Registry(["sums", "other"])
 
 
-def joined(one: Registry, now_s: float = 0.0, most: int = 64, version: str = "1") -> str:
-    return one.join(Hello("sums", version, BOTH, most), now_s)
+def joined(one: Registry, sent: list, most: int = 64, version: str = "1") -> Worker:
+    return one.join(Hello("sums", version, converses=True, max_running=most), sent.append)
 
 
 def submitted(one: Registry, results: list[object], job=None):
     return one.submit("sums", job or RolloutJob(ASKED, SESSION), due_s=100.0, done=results.append)
 
 
-def test_work_goes_to_a_member_up_to_its_limit_and_more_when_it_hands_in() -> None:
-    one, results = registry(), []
-    member = joined(one, most=2)
+def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> None:
+    one, results, sent = registry(), [], []
     for _ in range(3):
         submitted(one, results)
-    jobs = one.work(member, [], 1.0).jobs
-    assert len(jobs) == 2
-    assert [job.deadline_s for job in jobs] == [99.0, 99.0]
-    assert one.work(member, [], 1.0).jobs == []
-    done = JobScores(jobs[0].lease, [])
-    assert one.results(member, [done]) == [jobs[0].lease]
+    worker = joined(one, sent, most=2)
+    assert len(sent) == 2
+    done = JobScores(sent[0].id, [])
+    one.result(worker, done)
     assert results == [done]
-    assert len(one.work(member, [], 2.0).jobs) == 1
+    assert len(sent) == 3
 
 
 def test_draws_and_scores_take_no_rollout_s_place() -> None:
-    one = registry()
-    member = joined(one, most=1)
+    one, sent = registry(), []
     for job in (RolloutJob(ASKED, SESSION), RolloutJob(ASKED, SESSION), DrawJob(Split.TRAIN, 3), ScoreJob(ASKED, [])):
         submitted(one, [], job)
-    assert [type(job) for job in one.work(member, [], 0.0).jobs] == [DrawJob, ScoreJob, RolloutJob]
+    joined(one, sent, most=1)
+    assert [type(lease.job) for lease in sent] == [DrawJob, ScoreJob, RolloutJob]
 
 
-def test_a_silent_member_s_work_is_lost_once_and_its_late_results_are_nobody_s() -> None:
-    one, results = registry(), []
-    member = joined(one)
+def test_rollouts_go_to_the_worker_with_most_room() -> None:
+    one, sent = registry(), ([], [])
+    for each, most in zip(sent, (2, 4), strict=True):
+        joined(one, each, most)
+    for _ in range(4):
+        submitted(one, [])
+    assert [len(each) for each in sent] == [1, 3]
+
+
+def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_nobody_s() -> None:
+    one, results, sent = registry(), [], []
+    worker = joined(one, sent)
     submitted(one, results)
-    (job,) = one.work(member, [], 0.0).jobs
-    one.expire(5.0)
-    assert results == []
-    one.expire(7.0)
-    assert [type(result) for result in results] == [Lost]
-    with pytest.raises(UnknownWorker):
-        one.results(member, [JobScores(job.lease, [])])
+    one.leave(worker)
+    assert [(result.retry, result.by_policy) for result in results] == [(True, False)]
+    one.result(worker, JobScores(sent[0].id, []))
     assert len(results) == 1
 
 
-def test_a_member_whose_connection_broke_is_lost_sooner_unless_it_is_heard_of_again() -> None:
-    one, results = registry(), []
-    member = joined(one)
-    submitted(one, results)
-    (job,) = one.work(member, [], 0.0).jobs
-    one.on_disconnect(member, 1.0)
-    one.renew(member, WorkRequest(holding=[job.lease]), 2.0)
-    one.expire(6.0)
-    assert results == []
-    one.on_disconnect(member, 6.0)
-    one.expire(8.1)
-    assert [type(result) for result in results] == [Lost]
-
-
-def test_work_that_a_member_does_not_know_of_was_never_received_and_is_given_up() -> None:
-    one, results = registry(), []
-    member = joined(one)
-    submitted(one, results)
-    one.work(member, [], 0.0)
-    one.renew(member, WorkRequest(holding=[]), 2.0)
-    assert "did not arrive" in results[0].reason
-
-
 def test_what_nobody_waits_for_is_cancelled_and_its_result_not_taken() -> None:
-    one, results = registry(), []
-    member = joined(one)
+    one, results, sent = registry(), [], []
+    waiting = submitted(one, results)
+    one.withdraw(waiting)
+    worker = joined(one, sent)
     ticket = submitted(one, results)
-    (job,) = one.work(member, [], 0.0).jobs
     one.withdraw(ticket)
-    assert one.work(member, [job.lease], 1.0).cancelled == [job.lease]
-    assert one.results(member, [JobScores(job.lease, [])]) == []
+    assert sent == [ticket, Cancel(ticket.id)]
+    one.result(worker, JobScores(ticket.id, []))
     assert results == []
 
 
 def test_a_service_has_one_version_at_a_time_and_a_name_that_is_wanted() -> None:
     one = registry()
-    member = joined(one)
+    worker = joined(one, [])
     with pytest.raises(TaskError, match="served in version '1'"):
-        joined(one, version="2")
-    one.leave(member)
-    joined(one, version="2")
+        joined(one, [], version="2")
+    one.leave(worker)
+    joined(one, [], version="2")
     with pytest.raises(TaskError, match="expected one of other, sums, got 'nobody'"):
-        one.join(Hello("nobody", "1", BOTH), 0.0)
-    with pytest.raises(TaskError, match="protocol: expected 1"):
-        one.join(Hello("sums", "1", BOTH, protocol=9), 0.0)
+        one.join(Hello("nobody", "1"), [].append)
+    with pytest.raises(TaskError, match="protocol: expected 2"):
+        one.join(Hello("sums", "1", protocol=1), [].append)
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 60))
 def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most, jobs) -> None:
-    """Members join, take, hand in, lose answers and die at random; who waits asks again for what was lost."""
-    dice, one, ended = random.Random(seed), registry(), []
-    waiting, held, now_s = {}, {}, 0.0
+    """Workers join, hand in, repeat and die at random; who waits asks again for what was lost."""
+    dice, one, ended, withdrawn = random.Random(seed), registry(), [], []
+    waiting, workers = {}, []
 
     def submit(number: int) -> None:
         def done(result) -> None:
             del waiting[number]
-            if isinstance(result, Lost):
+            if isinstance(result, JobFailed):
                 submit(number)
             else:
                 ended.append(number)
 
         waiting[number] = one.submit("sums", RolloutJob(ASKED, SESSION), due_s=1e9, done=done)
 
-    withdrawn = []
     for number in range(jobs):
         submit(number)
     for turn in range(4000):
         if not waiting:
             break
-        now_s += dice.random()
-        one.expire(now_s)
         calm = turn > 300
-        if not held or (len(held) < 3 and dice.random() < 0.1):
-            held[joined(one, now_s, most)] = set()
-        member = dice.choice(list(held))
+        if not workers or (len(workers) < 3 and dice.random() < 0.1):
+            workers.append((sent := [], joined(one, sent, most)))
+        sent, worker = dice.choice(workers)
         event = dice.random()
-        try:
-            if event < 0.5:
-                one.renew(member, WorkRequest(list(held[member])), now_s)
-                work = one.work(member, list(held[member]), now_s)
-                held[member] -= set(work.cancelled)
-                if calm or dice.random() > 0.2:
-                    held[member] |= {job.lease for job in work.jobs}
-                assert len(held[member]) <= most
-            elif event < 0.9 and held[member]:
-                lease = dice.choice(list(held[member]))
-                again = [JobScores(lease, [])] * dice.randint(1, 2)
-                assert one.results(member, again) in ([], [lease])
-                held[member].discard(lease)
-            elif event < 0.95 and not calm:
-                del held[member]  # killed: says nothing any more
-            elif waiting and not calm:
-                number = dice.choice(list(waiting))
-                one.withdraw(waiting.pop(number))
-                withdrawn.append(number)
-        except UnknownWorker:
-            held.pop(member, None)
+        cancelled = {each.lease for each in sent if isinstance(each, Cancel)}
+        assert len(worker.leases) <= most
+        if event < 0.8 and sent:
+            lease = dice.choice([each for each in sent if not isinstance(each, Cancel)])
+            for _ in range(dice.randint(1, 2)):
+                one.result(worker, JobScores(lease.id, []))
+        elif event < 0.9 and not calm:
+            workers.remove((sent, worker))
+            one.leave(worker)
+        elif waiting and not calm:
+            number = dice.choice(list(waiting))
+            assert waiting[number].id not in cancelled
+            one.withdraw(waiting.pop(number))
+            withdrawn.append(number)
     assert sorted([*ended, *withdrawn]) == list(range(jobs))
 
 
 def test_the_protocol_is_described_by_an_openapi_document() -> None:
     described = json.loads(json.dumps(document()))
-    assert set(described["paths"]) == {
-        "/v1/members",
-        "/v1/members/{member}",
-        "/v1/members/{member}/work",
-        "/v1/members/{member}/results",
-    }
-    assert {"Hello", "Work", "RolloutJob", "JobFailed"} <= set(described["components"]["schemas"])
+    assert set(described["paths"]) == {PATH}
+    assert {"Hello", "RolloutJob", "JobFailed", "Cancel"} <= set(described["components"]["schemas"])
 
 
 def test_a_task_of_a_few_lines_draws_the_same_again_and_keeps_questions_held_out() -> None:
@@ -224,26 +190,61 @@ def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":
 
 def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to() -> None:
     with (
-        TaskServerThread(["fast"], token="secret") as server,
+        TaskServer(["fast"], token="secret") as server,
         serving("service_tasks:Fast", server.url, SHOAL_TASKS_TOKEN="secret") as other,
     ):
-        service = RemoteService("fast", server)
-        hello = service.present(30.0)
-        assert (hello.version, hello.max_running) == ("1", 64)
+        service = RemoteEnvironment("fast", server)
+        service.await_worker(30.0)
+        assert (service.converses, service.scores, service.max_running) == (True, True, 64)
         assert service.draw(Split.TRAIN, 7) == service_tasks.Fast.draw(Split.TRAIN, 7)
         asked = service.draw(Split.EVAL, 0)
-        scored = server.call("fast", ScoreJob(asked, ["a", "bb"]), 10.0)
-        assert isinstance(scored, JobScores)
-        assert scored.rewards == [Reward(1.0), Reward(0.0)]
+        assert asyncio.run(service.score(asked, ["a", "bb"])) == [Reward(1.0), Reward(0.0)]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/v1/status")
         other.terminate()
         assert other.wait(10) == 0
         with pytest.raises(ServiceLate, match="nothing came of a draw"):
-            server.call("fast", DrawJob(Split.TRAIN, 0), 0.3)
+            server.wait(server.call("fast", DrawJob(Split.TRAIN, 0), JobTask, 0.3))
 
 
-class Wordy:
+def test_a_process_that_is_stopped_loses_its_jobs() -> None:
+    with TaskServer(["slow"], lease_s=1.0) as server, serving("service_tasks:Slow", server.url) as other:
+        service = RemoteEnvironment("slow", server)
+        service.await_worker(30.0)
+        asked = service.draw(Split.TRAIN, 0)
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(EnvironmentFailed, match="is gone") as lost:
+            server.wait(server.call("slow", ScoreJob(asked, ["a"]), JobScores, 60.0))
+        assert lost.value.retry
+        other.kill()
+
+
+def test_a_service_without_a_process_for_long_is_not_served_and_what_waits_for_it_is_given_up() -> None:
+    noted: list[tuple[str, bool]] = []
+
+    async def main(server: TaskServer) -> None:
+        left, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def note(name: str, served: bool) -> None:
+            noted.append((name, served))
+            if len(noted) == 2:
+                loop.call_soon_threadsafe(left.set)
+
+        server.on_workers = note
+        serving = asyncio.create_task(RemoteWorker(service_tasks.Fast, server.url).run())
+        await server.done(server.served["fast"].wait())
+        serving.cancel()
+        await asyncio.wait([serving])
+        await left.wait()
+        with pytest.raises(EnvironmentFailed, match=NO_PROCESS):
+            await server.done(server.call("fast", RolloutJob(ASKED, SESSION), JobScores, 60.0))
+
+    with TaskServer(["fast"], away_s=0.3) as server:
+        asyncio.run(main(server))
+    assert noted == [("fast", True), ("fast", True), ("fast", False)], "it came, it left, it was not there for long"
+
+
+class Wordy(Environment):
     """Its first question is larger than a result may be."""
 
     def draw(self, split: Split, index: int) -> Task:
@@ -251,24 +252,70 @@ class Wordy:
 
 
 def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> None:
-    async def main(server: TaskServerThread) -> None:
+    async def main(server: TaskServer) -> None:
         serving = asyncio.create_task(RemoteWorker(Definition("wordy", Wordy()), server.url).run())
-        jobs = [server.call_async("wordy", DrawJob(Split.TRAIN, index), 10.0) for index in range(2)]
-        large, small = await asyncio.gather(*jobs)
-        assert isinstance(large, JobFailed)
-        assert "expected a result of at most 4000000 bytes" in large.reason
+        jobs = [server.done(server.call("wordy", DrawJob(Split.TRAIN, i), JobTask, 10.0)) for i in range(2)]
+        large, small = await asyncio.gather(*jobs, return_exceptions=True)
+        assert isinstance(large, EnvironmentFailed)
+        assert "expected a result of at most 4000000 bytes" in str(large)
         assert isinstance(small, JobTask)
         serving.cancel()
         await asyncio.wait([serving])
 
-    with TaskServerThread(["wordy"]) as server:
+    with TaskServer(["wordy"]) as server:
         asyncio.run(main(server))
-        large = urllib.request.Request(f"{server.url}/v1/members", bytes(MOST_BODY_BYTES + 1))
-        large.add_header("Content-Type", "application/json")
-        with pytest.raises(urllib.error.HTTPError, match="413"):
-            urllib.request.urlopen(large)
+
+
+HELLO = b'{"name":"fast","version":"1"}'
+HOSTILE = (b"", b"{", b"[" * 5000, b"\x00", HELLO.replace(b"fast", b"slow"), b'{"name":"fast","version":1}')
+
+
+@pytest.mark.parametrize("first", [*HOSTILE, HELLO])
+@pytest.mark.parametrize("binary", [False, True])
+def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first: bytes, binary: bool) -> None:
+    async def main(server: TaskServer) -> None:
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+            await (socket.send_bytes(first) if binary else socket.send_str(first.decode()))
+            said = [json.loads(one.data) async for one in _answered(socket, first == HELLO and not binary)]
+            assert said[-1]["type"] == "refused"
+            assert said[-1]["reason"]
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+            await socket.send_str(HELLO.decode())
+            assert await socket.receive_json() == {"type": "welcome"}
+
+    async def _answered(socket, greeted: bool):
+        async for one in socket:
+            yield one
+            if greeted:
+                greeted = False
+                await socket.send_str('{"type": "scored", "lease": 1}')
+
+    with TaskServer(["fast"]) as server:
+        asyncio.run(main(server))
+
+
+def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:
+    async def main(server: TaskServer) -> list[int]:
+        found = []
+        async with aiohttp.ClientSession() as http:
+            for headers in ({"Origin": "http://127.0.0.1"}, {"Host": "evil.example"}):
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await http.ws_connect(server.url + PATH, headers=headers)
+                found.append(refused.value.status)
+        return found
+
+    with TaskServer(["fast"]) as server:
+        assert asyncio.run(main(server)) == [403, 421]
+
+
+def test_a_worker_without_the_token_or_with_another_name_ends_with_a_sentence() -> None:
+    with TaskServer(["fast"], token="secret") as server:
+        with pytest.raises(TaskError, match="HTTP 401"):
+            asyncio.run(RemoteWorker(service_tasks.Fast, server.url).run())
+        with pytest.raises(TaskError, match="expected one of fast, got 'slow'"):
+            asyncio.run(RemoteWorker(service_tasks.Slow, server.url, token="secret").run())
 
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:
     with pytest.raises(ConfigError, match="token"):
-        TaskServerThread(["fast"], host="0.0.0.0")
+        TaskServer(["fast"], host="0.0.0.0")

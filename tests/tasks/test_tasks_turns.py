@@ -10,19 +10,19 @@ from benchmarks.work import CoinScorer
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.config import TaskConfig
+from shoal.environments.calculator import value_of
+from shoal.environments.hanoi import best_move, moved_disk
+from shoal.environments.lessons import REWRITE, played_turns
 from shoal.errors import TaskError
-from shoal.rollout.agents import AgentRunner, Host
-from shoal.rollout.agents.native import native_play
-from shoal.tasks.games import GAMES, turns_service
-from shoal.tasks.games.calculator import value_of
-from shoal.tasks.games.hanoi import best_move, moved_disk
-from shoal.tasks.games.lessons import REWRITE, played_turns
+from shoal.gateway.host import Host
+from shoal.rollout.agents.runner import AgentRunner
+from shoal.tasks.library import GAMES, written
 from shoal.trainer.advantage import rows
 from shoal.types import Role, Rollout, RolloutStatus, Sampling, Split, Task
 
 
 def service(name: str, **params: Any) -> Any:
-    return turns_service(TaskConfig(name=name, service="turns", params=params, eval_share=0.3), 0)
+    return written(TaskConfig(name=name, service="turns", params=params, eval_share=0.3), 0)
 
 
 def played(game: Any, task: Task, *script: str, style: str = "qwen3") -> Rollout:
@@ -31,9 +31,9 @@ def played(game: Any, task: Task, *script: str, style: str = "qwen3") -> Rollout
     async def main() -> Rollout:
         made = renderer(style)
         engine = ScriptedEngine(made, list(script))
-        hosting = Host.open(engine, made, max_model_len=CONTEXT, sampling=Sampling(400, seed=0))
-        async with hosting as host:
-            (rollout,) = await AgentRunner(host, native_play(game), CoinScorer(), timeout_s=60).rollouts(task, 1)
+        async with Host.open(engine, made, max_model_len=CONTEXT) as host:
+            runner = AgentRunner(host, game.rollout, CoinScorer(), Sampling(400, seed=0), timeout_s=60)
+            (rollout,) = await runner.rollouts(task, 1)
         return rollout
 
     rollout = asyncio.run(main())
@@ -41,7 +41,7 @@ def played(game: Any, task: Task, *script: str, style: str = "qwen3") -> Rollout
     return rollout
 
 
-@pytest.mark.parametrize("name", list(GAMES))
+@pytest.mark.parametrize("name", GAMES)
 def test_draws_can_be_repeated_and_the_splits_share_no_question(name: str) -> None:
     tasks = {split: [service(name).draw(split, index) for index in range(60)] for split in Split}
     assert tasks == {split: [service(name).draw(split, index) for index in range(60)] for split in Split}
@@ -53,7 +53,7 @@ def test_a_number_is_found_by_halving_and_every_hint_is_true() -> None:
     game = service("guess_number", smallest=1, largest=60, size=31, tries=5)
     for index in range(5):
         task = game.draw(Split.TRAIN, index)
-        hidden = json.loads(task.info)
+        hidden = json.loads(task.info)["info"]
         low, high, script = hidden["low"], hidden["high"], []
         while not script or script[-1] != str(hidden["number"]):
             script.append(str((low + high) // 2))
@@ -70,7 +70,7 @@ def test_the_towers_are_moved_by_the_best_moves_and_a_wrong_one_only_costs_a_tur
     game = service("hanoi", disks=3, spare=1)
     for index in range(5):
         task = game.draw(Split.TRAIN, index)
-        pegs, script = json.loads(task.info)["pegs"], ["C -> C"]
+        pegs, script = json.loads(task.info)["info"]["pegs"], ["C -> C"]
         while pegs != "CCC":
             source, target = best_move(pegs)
             script.append(f"I move {source} -> {target}")
@@ -138,9 +138,9 @@ def test_a_template_without_tools_is_a_reason_and_no_reward() -> None:
 def played_with_gemma(game: Any, task: Task) -> Rollout:
     async def main() -> Rollout:
         made = renderer("gemma")
-        hosting = Host.open(ScriptedEngine(made), made, max_model_len=CONTEXT, sampling=Sampling(40))
-        async with hosting as host:
-            (rollout,) = await AgentRunner(host, native_play(game), CoinScorer(), timeout_s=60).rollouts(task, 1)
+        async with Host.open(ScriptedEngine(made), made, max_model_len=CONTEXT) as host:
+            runner = AgentRunner(host, game.rollout, CoinScorer(), Sampling(40), timeout_s=60)
+            (rollout,) = await runner.rollouts(task, 1)
         return rollout
 
     return asyncio.run(main())
@@ -150,5 +150,5 @@ def test_the_embedded_model_s_lessons_are_of_training_games_in_the_example_s_wor
     turns = played_turns(0, 0.75)
     starts = {next(turns)[0][0].content for _ in range(400)}
     assert all(len(start) <= 7 for start in starts)
-    held_out = turns_service(TaskConfig(name="hanoi", service="turns", rewrite=REWRITE, eval_share=0.5), 0)
+    held_out = written(TaskConfig(name="hanoi", service="turns", rewrite=REWRITE, eval_share=0.5), 0)
     assert not starts & {held_out.draw(Split.EVAL, index).messages[0].content for index in range(100)}

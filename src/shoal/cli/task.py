@@ -1,6 +1,7 @@
 """`shoal task` runs tasks in processes of their own."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -31,11 +32,10 @@ def serve(
     from shoal.tasks.sdk import definition_at
 
     served = definition_at(task)
-    if name is not None or max_running is not None:
-        served = served.renamed(name or served.name, max_running or served.max_running)
+    served = dataclasses.replace(served, name=name or served.name, max_running=max_running or served.max_running)
 
-    def joined(member: str) -> None:
-        print(f"{served.name} {served.version} serves {orchestrator} as {member[:6]}")
+    def joined() -> None:
+        print(f"{served.name} {served.version} serves {orchestrator}")
         sys.stdout.flush()
 
     async def serving() -> None:

@@ -19,13 +19,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from shoal.errors import SessionError, ShoalError
+from shoal.errors import ContextOverflow, SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
 from shoal.gateway.registry import SessionBounds, Sessions, new_token
 from shoal.gateway.responses import RESPONSES
-from shoal.gateway.sessions import ContextOverflow, Session, SessionContext, SessionLimits, SessionOver
+from shoal.gateway.sessions import Session, SessionContext, SessionLimits, SessionOver
 from shoal.gateway.token_tree import Generation, HistoryPolicy
 from shoal.interfaces import Engine
 from shoal.net.client import RETRY_HEADER

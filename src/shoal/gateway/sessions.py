@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from shoal.errors import EngineUnavailable, SessionError
+from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
 from shoal.gateway.token_tree import (
     Attachment,
     Cause,
@@ -32,10 +32,6 @@ ENDED = "session: it has ended; open a new one"
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class ContextOverflow(SessionError):
-    """Error of a prompt that leaves no room for an answer (HTTP 400)."""
 
 
 class SessionOver(SessionError):

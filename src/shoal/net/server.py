@@ -34,6 +34,8 @@ HEADERS_TIMEOUT_S = 15.0
 """Seconds from a connection's start, or from the first byte of a later request, to the end of its headers."""
 BODY_TIMEOUT_S = 60.0
 MOST_HEADER_BYTES = 1 << 16
+MOST_FRAME_BYTES = 64 << 20
+"""Bytes of a WebSocket's message at most."""
 DESCRIPTORS = 1 << 16
 """Descriptors at most, if the system allows so many; three quarters of them may be connections."""
 PER_ADDRESS = 64
@@ -148,7 +150,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses one request, or passes it on."""
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             try:
                 self._check(scope)
             except Refused as error:
@@ -165,7 +167,9 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
             raise Refused(HTTPStatus.UNAUTHORIZED, "expected the server's token as Authorization: Bearer TOKEN")
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["method"] != "GET" and has_body and kind != self._media_type:
+        if scope["type"] == "websocket" and b"origin" in headers:  # no preflight keeps another site's page from one
+            raise Refused(HTTPStatus.FORBIDDEN, "origin: expected none, WebSockets are not for pages")
+        if scope.get("method", "GET") != "GET" and has_body and kind != self._media_type:
             expected = self._media_type.decode()
             why = f"content-type: expected {expected}, got {kind.decode('latin-1') or 'none'}"
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
@@ -191,17 +195,22 @@ def uvicorn_config(
     grace_s: int | None = None,
     per_address: int | None = None,
     headers_timeout_s: float = HEADERS_TIMEOUT_S,
+    silence_s: float = 0.0,
 ) -> uvicorn.Config:
     """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy.
 
-    A connection may be idle for `idle_s`; ending waits at most `grace_s` for answers under way.
+    A connection may be idle for `idle_s`; ending waits at most `grace_s` for answers under way. With `silence_s`
+    WebSockets are served, and closed when the other side answers no ping for so long.
     """
     bounds = {"most": _descriptors() * 3 // 4, "per_address": per_address, "headers_timeout_s": headers_timeout_s}
     proxies = os.environ.get(PROXIES_VARIABLE)
     return uvicorn.Config(
         app,
         http=type("_BoundedHere", (_Bounded,), bounds),
-        ws="none",
+        ws="websockets-sansio" if silence_s else "none",
+        ws_max_size=MOST_FRAME_BYTES,
+        ws_ping_interval=0.4 * silence_s,
+        ws_ping_timeout=0.6 * silence_s,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=idle_s,
@@ -247,6 +256,9 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.transport.get_protocol() is not self:  # it is a WebSocket from now on
+            self._end_wait()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_wait()
             return

@@ -8,13 +8,14 @@ or hangs, has nothing ready and holds up nobody. Nothing here waits for training
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.errors import TaskError
-from shoal.interfaces import TaskService
+from shoal.interfaces import Environment
 from shoal.rollout.mixture_weights import Adjuster, Change, TokenShares, WeightBounds
 from shoal.rollout.ratios import Quotas, ServiceLoad
+from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, RolloutStatus, Split, Task
 
@@ -25,8 +26,14 @@ MOST_TOLD = 16
 
 CANCELLED = "cancelled from inside: something that its rollouts waited for was cancelled"
 
+BAD_IN_A_ROW = 8
+"""Number of failed groups after which an environment of other processes rests."""
+REST_S, LONGEST_REST_S = 5.0, 300.0
 REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
-"""Seconds before a question that could not be drawn is drawn again; twice as long each time."""
+"""Seconds before another question is drawn in place of a failed draw; twice as long each time."""
+NO_QUESTION = "no question can be drawn"
+ANOTHER = 1 << 32
+"""Number added to the index of a question that cannot be drawn: another question takes its place."""
 
 
 class ServiceCounts(Protocol):
@@ -91,68 +98,77 @@ class Admission(Protocol):
         ...
 
 
-class Source(Protocol):
-    """One task service as the orchestrator sees it, in this process or far away."""
+@dataclass(slots=True)
+class Health:
+    """The rests of an environment after failed groups, longer each time. Pure."""
 
-    @property
-    def name(self) -> str:
-        """Unique within a run."""
-        ...
+    bad: int = 0
+    rests: int = 0
 
-    @property
-    def max_running(self) -> int | None:
-        """Number of groups that it can run at once now; None leaves it to the gate."""
-        ...
-
-    async def draw(self, index: int) -> Task:
-        """The training task at `index`. Drawing may take any time."""
-        ...
-
-    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
-        """The group's rollouts. A failure is a rollout's status and reason, never an exception."""
-        ...
+    def ended(self, *, usable: bool) -> float:
+        """Notes a group and returns the seconds to rest now, mostly 0."""
+        if usable:
+            self.bad = self.rests = 0
+            return 0.0
+        self.bad += 1
+        if self.bad < BAD_IN_A_ROW:
+            return 0.0
+        self.bad, self.rests = 0, self.rests + 1
+        return min(REST_S * 2.0 ** (self.rests - 1), LONGEST_REST_S)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSource:
-    """A task service of this process, with the function that answers its tasks."""
+@dataclass(slots=True)
+class Source:
+    """Draws training tasks of an environment and has them answered."""
 
-    service: TaskService
+    environment: Environment
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
     on_presence: Callable[[str, bool], None] = lambda name, present: None
-    """Called when the service's share goes to others (False) and comes back (True)."""
-    max_running: int | None = None
-    """Number of groups that it can run at once; None leaves it to the gate."""
+    """Called when the environment's share goes to others (False) and comes back (True)."""
+    groups_at_once: Callable[[], int | None] = lambda: None
+    """Number of groups that may run at once now; None leaves it to the gate."""
+    health: Health | None = None
+    """Has it rest after failed groups; None lets failed groups end the run."""
+    _away: set[str] = field(default_factory=set)
+    """Reasons for which its share goes to others."""
 
     @property
     def name(self) -> str:
-        """The service's name."""
-        return self.service.name
+        """The environment's name."""
+        return self.environment.name
 
     async def draw(self, index: int) -> Task:
-        """Building a puzzle takes milliseconds, in a thread: the loop must go on answering meanwhile.
-
-        A service that says that trying again may help lends its share and is asked again. Raises `TaskError`.
-        """
+        """The training task at `index`, or another one when another attempt may help. Raises `TaskError`."""
         wait_s = REDRAW_S
         while True:
             try:
-                task = await asyncio.to_thread(self.service.draw, Split.TRAIN, index)
+                task = await self.environment.drawn(Split.TRAIN, index)
             except EnvironmentFailed as error:
                 if not error.retry:
                     raise TaskError(f"{self.name}: no question at {index}: {error}") from error
             else:
-                if wait_s > REDRAW_S:
-                    self.on_presence(self.name, True)
+                self.lend(NO_QUESTION, False)
                 return task
-            if wait_s == REDRAW_S:
-                self.on_presence(self.name, False)
+            self.lend(NO_QUESTION, True)
+            index += ANOTHER
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
-        """The rollouts that `answer` returns."""
-        return await self.answer(task)
+        """The rollouts of a task. A failure is a rollout's status and reason, never an exception."""
+        rollouts = await self.answer(task)
+        bad = sum(rollout.status is RolloutStatus.FAILED for rollout in rollouts)
+        if self.health is not None and (rest_s := self.health.ended(usable=2 * bad < len(rollouts))):
+            self.lend("it rests", True)
+            asyncio.get_running_loop().call_later(rest_s, self.lend, "it rests", False)
+        return rollouts
+
+    def lend(self, why: str, away: bool) -> None:
+        """Notes or removes a reason to lend its share; notifies when the first comes, and when the last goes."""
+        before = bool(self._away)
+        (self._away.add if away else self._away.discard)(why)
+        if bool(self._away) != before:
+            self.on_presence(self.name, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +286,7 @@ class Orchestrator:
         return not self._full(name, load) and not self._ready[name].empty()
 
     def _full(self, name: str, load: ServiceLoad) -> bool:
-        most = self._sources[name].max_running
+        most = self._sources[name].groups_at_once()
         return most is not None and load.running >= most
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
@@ -339,3 +355,20 @@ class Orchestrator:
 
 def _adjuster(weights: Mapping[str, float], adjustment: Adjustment) -> Adjuster | TokenShares:
     return TokenShares(weights) if adjustment.bounds is None else Adjuster(weights, adjustment.bounds)
+
+
+def attend(server: TaskServer, sources: Sequence[Source], wake: Callable[[], None]) -> None:
+    """Notifies the sources, on the calling event loop, whether they are served; `wake` is called too."""
+    loop = asyncio.get_running_loop()
+    by_name = {source.name: source for source in sources}
+
+    def changed(name: str, served: bool) -> None:
+        by_name[name].lend(NO_PROCESS, not served)
+        wake()
+
+    def notify(name: str, served: bool) -> None:
+        loop.call_soon_threadsafe(changed, name, served)
+
+    server.on_workers = notify
+    for name, served in server.served.items():
+        changed(name, served.is_set())

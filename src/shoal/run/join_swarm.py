@@ -11,7 +11,7 @@ from shoal.config import Config
 from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
-from shoal.interfaces import Exchange, Scorer, TaskService
+from shoal.interfaces import Environment, Exchange, Scorer
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
@@ -38,7 +38,7 @@ MOST_REMEMBERED = 16_384
 
 @asynccontextmanager
 async def _joined(
-    config: Config, folder: Path, services: Sequence[TaskService], exchange: Exchange | None = None
+    config: Config, folder: Path, services: Sequence[Environment], exchange: Exchange | None = None
 ) -> AsyncIterator[tuple[Exchange, OwnTasks, Identity]]:
     """Opens the exchange, the tasks and the key of a peer whose files are in `folder`. Raises a `ShoalError`."""
     async with AsyncExitStack() as stack:

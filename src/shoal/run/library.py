@@ -168,7 +168,7 @@ def _task(source: TaskSource) -> dict[str, JsonValue]:
     if isinstance(source, Mapping):
         return {str(key): _plain(f"tasks.{key}", value) for key, value in source.items()}
     if isinstance(source, Definition):
-        return {"name": source.name, "service": "python", "path": name_of("tasks", source.author)}
+        return {"name": source.name, "service": "python", "path": name_of("tasks", source.source)}
     if isinstance(source, type):
         return {"name": source.__name__.lower(), "service": "python", "path": name_of("tasks", source)}
     if isinstance(source, str | Path):

@@ -14,7 +14,7 @@ from shoal.config import Config, OwnLoss, credentials, load, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, RunDirError
-from shoal.interfaces import TaskService
+from shoal.interfaces import Environment
 from shoal.model import MOST_LOGITS
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
@@ -23,9 +23,8 @@ from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.checks import check_start
 from shoal.run.devices import Devices, devices_of, gpus_present, visible_gpus
 from shoal.run.model_files import kv_bytes_per_token, number_in, parameter_count, settings_of, shapes_of
-from shoal.run.probe import check_functions, check_scores, judges
+from shoal.run.probe import check_functions, check_scores
 from shoal.sandbox.runner import strongest
-from shoal.tasks.games.repair import Repair
 from shoal.tasks.library import Library, library_of
 from shoal.trainer.own_advantage import own_advantage
 from shoal.trainer.packing import tokens_per_microbatch
@@ -44,7 +43,7 @@ class Prepared:
 
     model_dir: Path
     renderer: ChatRenderer
-    service: TaskService
+    service: Environment
     max_model_len: int
     longest_prompt: int
     """Tokens of the longest prompt among the probed tasks."""
@@ -66,6 +65,8 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
     kv_bytes_per_token(settings_of(model_dir), 1)
     agents = {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
     with library_of(config) as service:
+        for environment in service.services:
+            environment.check()
         if not config.reward.urls:
             _check_sandbox(service)
         longest = _longest_prompt(service, renderer, max_model_len)
@@ -83,9 +84,8 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
 def _check_sandbox(service: Library) -> None:
     """Raises `SandboxUnavailable` when tasks run programs and this machine has no sandbox."""
     tasks = (service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2))
-    own = {one.name for one in service.services if judges(one)}
-    repairs = any(isinstance(one, Repair) for one in service.services)
-    if repairs or any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
+    own = {one.name for one in service.services if one.converses or one.scores}
+    if any(needs_tests(task_spec(task)) for task in tasks if task.service not in own):
         strongest()
 
 

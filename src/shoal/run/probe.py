@@ -5,29 +5,17 @@ from collections.abc import Iterator, Sequence
 from shoal import checker
 from shoal.checker import Spec, task_spec
 from shoal.errors import ConfigError
-from shoal.interfaces import TaskService
+from shoal.interfaces import Environment
 from shoal.reward.user_functions import FunctionScorer
-from shoal.tasks.games.seeded_game import SeededGame
-from shoal.tasks.remote_protocol import Capability
-from shoal.tasks.remote_tasks import RemoteService
 from shoal.tasks.sdk import Definition
 from shoal.types import RewardStatus, Split
 
 
-def judges(service: TaskService) -> bool:
-    """Tells whether a service scores its own rollouts."""
-    if isinstance(service, SeededGame):
-        return True
-    return isinstance(service, RemoteService | Definition) and (
-        service.has(Capability.SCORE) or service.has(Capability.ROLLOUT)
-    )
-
-
-async def check_functions(services: Sequence[TaskService]) -> None:
+async def check_functions(services: Sequence[Environment]) -> None:
     """Has each reward function score one row's truth, in a process of its own. Raises `ConfigError` with the cause."""
     scorer = FunctionScorer()
     try:
-        for service in (one for one in services if not judges(one)):
+        for service in (one for one in services if not (one.converses or one.scores)):
             task = service.draw(Split.TRAIN, 0)
             for spec in _functions(task_spec(task)):
                 status, result = await scorer.call(spec, task, [task.answer or ""])
@@ -37,10 +25,10 @@ async def check_functions(services: Sequence[TaskService]) -> None:
         await scorer.aclose()
 
 
-async def check_scores(services: Sequence[TaskService]) -> None:
+async def check_scores(services: Sequence[Environment]) -> None:
     """Has each task's own `score` judge one row's truth, in this process. Raises `ConfigError`."""
     for service in services:
-        if isinstance(service, Definition) and service.has(Capability.SCORE):
+        if isinstance(service, Definition) and service.scores:
             task = service.draw(Split.TRAIN, 0)
             (reward,) = await service.score(task, [task.answer or ""])
             if reward.status is not RewardStatus.SCORED:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
-from shoal.interfaces import Claim, NotOurs, TaskService
+from shoal.interfaces import Claim, Environment, NotOurs
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ProceduralService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
@@ -26,7 +26,7 @@ from shoal.types import Message, Receipt, Role, Split, Task
 class OwnTasks:
     """Tasks of some services, matched with peers' claims. Use as a context manager: a child process may draw for it."""
 
-    def __init__(self, services: Iterable[TaskService], bounds: SwarmConfig | None = None) -> None:
+    def __init__(self, services: Iterable[Environment], bounds: SwarmConfig | None = None) -> None:
         """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws."""
         services = list(services)
         self._bounds = bounds or SwarmConfig()

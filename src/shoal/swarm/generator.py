@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import EngineError, RequestRefused, ShoalError, TaskError, WireError
-from shoal.interfaces import Exchange, Recogniser, TaskService
+from shoal.interfaces import Environment, Exchange, Recogniser
 from shoal.swarm.answerers import Answerer
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import MAX_ROLLOUTS, Offer, model_name
@@ -46,7 +46,7 @@ class Generator(Peer):
         self,
         exchange: Exchange,
         own: Recogniser,
-        services: Sequence[TaskService],
+        services: Sequence[Environment],
         answerer: Answerer,
         identity: Identity,
         folder: Path,

@@ -3,11 +3,16 @@
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from shoal.errors import TaskError
-from shoal.types import Message, Role, Split
+from shoal.types import Message, Role, Split, Task, seed_for
+
+MOST_ATTEMPTS = 512
+T = TypeVar("T")
 
 
 def split_of(question: str, eval_share: float) -> Split:
@@ -25,6 +30,18 @@ def _place_of(question: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
+def first_of(split: Split, eval_share: float, drawn: Callable[[int], tuple[str, T]], name: str) -> T:
+    """The first value of `drawn(0)`, `drawn(1)`, ... whose text belongs to the split.
+
+    The splits therefore share no question, however few there are. Raises `TaskError` when none is found.
+    """
+    for attempt in range(MOST_ATTEMPTS):
+        text, value = drawn(attempt)
+        if split_of(text, eval_share) is split:
+            return value
+    raise TaskError(f"{name}: none of {MOST_ATTEMPTS} questions drawn belongs to the {split} split")
+
+
 def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
     """The split of each question of a set: with two different texts, each split has a question.
 
@@ -36,6 +53,30 @@ def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
         in_order = sorted(halves, key=_place_of)
         halves[in_order[0]], halves[in_order[-1]] = Split.EVAL, Split.TRAIN
     return [halves[question] for question in questions]
+
+
+class Epochs:
+    """Draws a list of tasks, each epoch in its own order; a share of them, chosen by text, is held out.
+
+    A training task has another id in each epoch, so its answers are sampled with other random numbers.
+    """
+
+    def __init__(self, name: str, tasks: Sequence[Task], eval_share: float, seed: int = 0) -> None:
+        """The seed moves the order of the training tasks only. Raises `TaskError` when a split has no task."""
+        self._name, self._seed = name, seed
+        texts = ["\x1f".join(f"{message.role}:{message.content}" for message in task.messages) for task in tasks]
+        halves = list(zip(tasks, halves_of(texts, eval_share), strict=True))
+        self.of = {split: [task for task, half in halves if half is split] for split in Split}
+        if not all(self.of.values()):
+            raise TaskError(f"{name}: expected two different questions at least, one is held out; got {len(tasks)}")
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at `index`; each epoch goes through all tasks of the split once."""
+        tasks, trains = self.of[split], split is Split.TRAIN
+        epoch, position = divmod(index, len(tasks))
+        run = (self._seed,) if trains else ()
+        task = tasks[order_of(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
+        return replace(task, id=f"{task.id}/{epoch}") if trains else task
 
 
 @lru_cache(maxsize=16)

@@ -6,21 +6,21 @@ are (`dataset_formats`).
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
+from shoal.interfaces import Environment
 from shoal.tasks.dataset_formats import canonical
-from shoal.tasks.holdout import check_rewrite, halves_of, order_of, prompt, rewritten
-from shoal.types import Json, Message, Role, Split, Task, seed_for
+from shoal.tasks.holdout import Epochs, check_rewrite, prompt, rewritten
+from shoal.types import Json, Message, Role, Split, Task
 
 RESERVED = ("scorer", "tests", "prompts", "completions")
 """Names that checkers and reward functions use for other values; only `info` may hold the first two."""
 
 
-class JsonlService:
+class JsonlService(Environment):
     """Draws questions of a file, each epoch in its own order; a share of the questions, chosen by text, is held out.
 
     A row's `info.scorer` replaces the configured checker for that row. The file is read once, on construction, and held
@@ -30,41 +30,18 @@ class JsonlService:
     def __init__(self, config: TaskConfig, seed: int) -> None:
         """Raises `TaskError` naming the file, line and field that is wrong."""
         check_rewrite(config.name, config.rewrite)
-        self._name = config.name
-        self._seed = seed
-        self._tasks: dict[Split, list[Task]] = {split: [] for split in Split}
+        self.name = config.name
         rows = _rows(Path(config.path or ""))
         tasks = [_task(config, f"{config.path}:{number}", number, row) for number, row in rows]
-        for task, half in zip(tasks, halves_of([_text(task) for task in tasks], config.eval_share), strict=True):
-            self._tasks[half].append(task)
-        if not all(self._tasks.values()):
-            raise TaskError(
-                f"{config.path}: expected two different questions at least, one is held out; got {len(tasks)}"
-            )
-
-    @property
-    def name(self) -> str:
-        """The configured name."""
-        return self._name
+        self._epochs = Epochs(config.name, tasks, config.eval_share, seed)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, in the order of the file."""
-        return self._tasks[split]
+        return self._epochs.of[split]
 
     def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`; each epoch goes through all questions of the split once.
-
-        A training question has another id in each epoch, so its answers are sampled with other random numbers.
-        """
-        tasks = self._tasks[split]
-        epoch, position = divmod(index, len(tasks))
-        run = (self._seed,) if split is Split.TRAIN else ()
-        task = tasks[order_of(seed_for(split, self._name, *run, epoch), len(tasks))[position]]
-        return replace(task, id=f"{task.id}/{epoch}") if split is Split.TRAIN else task
-
-
-def _text(task: Task) -> str:
-    return "\x1f".join(f"{message.role}:{message.content}" for message in task.messages)
+        """The task at `index`; each epoch goes through all questions of the split once."""
+        return self._epochs.draw(split, index)
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:

@@ -1,15 +1,13 @@
-"""The protocol of task services in other processes: messages and leases. Pure.
+"""The protocol of environments in other processes: messages over one WebSocket per worker, and who does what. Pure.
 
-A service asks for work; the orchestrator never calls a service. A service may therefore sit behind any firewall. The
-registry leases a job to a worker for as long as the worker goes on asking. `remote_server` carries the messages over
-HTTP.
+A worker connects to the run; the run never calls a worker, which may therefore sit behind any firewall. The connection
+is the lease of all jobs that the worker has: when it breaks, others get them. `remote_server` is the other end.
 """
 
-import secrets
+import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import count
 from typing import Annotated, TypeAlias
 
@@ -18,45 +16,26 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.types import Outcome, Reward, Split, Task
 
-PROTOCOL = 1
-BEAT_S = 2.0
-"""Seconds; a worker asks for work at least this often, also when it wants no more."""
+PROTOCOL = 2
+PATH = "/v1/work"
 LEASE_S = 5.0
-"""Seconds of silence after which the registry counts a worker as dead and gives up its jobs."""
-REDIAL_S = 2.0
-"""Seconds of silence that a worker may have after the connection broke on which it waited for work."""
-MOST_JOBS = 256
-"""Number of jobs in one answer at most."""
-
+"""Seconds of silence after which either side closes the connection: both answer pings."""
 TOKEN_VARIABLE = "SHOAL_TASKS_TOKEN"
-"""Name of the environment variable with the run's token, read by the orchestrator and by its workers."""
+"""Name of the environment variable with the run's token, read by the run and by its workers."""
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class UnknownWorker(TaskError):
-    """The worker is not registered, or was silent for too long: it registers again (HTTP 404)."""
-
-    http_status = 404
-
-
-class Capability(StrEnum):
-    """The work that a service does itself; the orchestrator does the rest."""
-
-    DRAW = "draw"
-    ROLLOUT = "rollout"
-    """The service speaks with the model through a session. Without it the orchestrator asks the model one question."""
-    SCORE = "score"
-    """The service scores answers. Without it a rollout's outcome has its reward, or the task names a checker."""
-
-
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/members: registers one worker of a service. Several workers may serve one name, in one version."""
+    """The first message of a worker. Several workers may serve one name, in one version."""
 
     name: Name
     version: Word
-    capabilities: list[Capability]
+    converses: bool = False
+    """True if the worker speaks with the model through a session; otherwise the run asks the model one question."""
+    scores: bool = False
+    """True if the worker scores answers; otherwise an outcome has its reward, or the task names a checker."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     """Number of rollouts at once."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
@@ -64,18 +43,20 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
 
 
-class Welcome(msgspec.Struct, frozen=True):
-    """The answer to `Hello`. Knowledge of the id `worker` proves who a worker is."""
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The answer to a `Hello`: jobs follow."""
 
-    member: str
-    beat_s: float
-    lease_s: float
+
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+    """The answer to a `Hello` or a result that the run does not want; the connection ends."""
+
+    reason: str
 
 
 class SessionAt(msgspec.Struct, frozen=True):
-    """The address and key of a rollout's session. The session records all sampled tokens; the orchestrator ends it."""
+    """The address and key of a rollout's session. The session records all sampled tokens; the run ends it."""
 
-    openai_base_url: str
+    base_url: str
     anthropic_base_url: str
     api_key: str
 
@@ -108,7 +89,14 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
     deadline_s: float = 0.0
 
 
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Nobody waits for a job any more."""
+
+    lease: str
+
+
 Job: TypeAlias = DrawJob | RolloutJob | ScoreJob
+ToWorker: TypeAlias = Welcome | Refusal | Job | Cancel
 
 
 class JobTask(msgspec.Struct, frozen=True, tag="drawn"):
@@ -132,253 +120,156 @@ class JobScores(msgspec.Struct, frozen=True, tag="scored"):
     rewards: list[Reward]
 
 
-class Whose(StrEnum):
-    """The cause of a failure. Training uses a failure of the policy, and drops a failure of the environment."""
-
-    ENVIRONMENT = "environment"
-    POLICY = "policy"
-
-
 class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """A job failed, for a reason."""
+    """A job failed, for a reason. Training uses a failure of the policy, and drops a failure of the environment."""
 
     lease: str
-    whose: Whose
     reason: Word
     retry: bool = False
     """True if another attempt may help."""
+    by_policy: bool = False
 
 
 Result: TypeAlias = JobTask | JobOutcome | JobScores | JobFailed
 
 
-class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/members/MEMBER/work: the heartbeat, answered when there is work, or after `beat_s`."""
-
-    holding: list[str] = []
-    """All leases of the worker, also those with unacknowledged results."""
-    max_running: Annotated[int, msgspec.Meta(ge=0, le=65536)] | None = None
-    """Number of rollouts at once from now on; 0 takes no more rollouts."""
-
-
-class Work(msgspec.Struct, frozen=True):
-    """The answer to `WorkRequest`. Nobody waits for the `cancelled` leases any more."""
-
-    jobs: list[Job]
-    cancelled: list[str]
-
-
-class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/members/MEMBER/results: the results of leased jobs."""
-
-    results: list[Result]
-
-
-class Acknowledged(msgspec.Struct, frozen=True):
-    """The answer to `Results`: the leases whose results were still wanted. A late or repeated result is dropped."""
-
-    taken: list[str]
+def document() -> dict[str, object]:
+    """The protocol as an OpenAPI 3.1 document, made from the messages themselves."""
+    kinds = (Hello, Result, ToWorker)
+    references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    hello, result, answer = references
+    upgrade = {
+        "summary": "The WebSocket of a worker: it sends x-hello, then x-results; it gets x-messages",
+        "responses": {"101": {"description": "a WebSocket"}, "401": {"description": "without the token"}},
+        "x-hello": hello,
+        "x-results": result,
+        "x-messages": answer,
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Shoal environments", "version": str(PROTOCOL)},
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"token": []}],
+        "paths": {PATH: {"get": upgrade}},
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The worker of a job is gone; another attempt may help."""
-
-    reason: str
-
-
-@dataclass(slots=True)
-class _Ticket:
+@dataclass(slots=True, eq=False)
+class Lease:
     """A submitted job. Invariant: `done` is called at most once, and never after the job was withdrawn."""
 
+    id: str
     service: str
     job: Job
     due_s: float
-    done: Callable[[Result | Lost], None]
-    worker: str = ""
-    lease: str = ""
+    done: Callable[[Result], None]
+    worker: "Worker | None" = None
+
+    @property
+    def plays(self) -> bool:
+        """True if the job takes a rollout's place at its worker; draws and scores take none."""
+        return isinstance(self.job, RolloutJob)
 
 
-@dataclass(slots=True)
-class _Worker:
-    id: str
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A connected worker, and the jobs that it has."""
+
     hello: Hello
-    seen_s: float
-    due_s: float
-    """Time at which the registry counts a silent worker as dead."""
-    max_running: int
-    leases: dict[str, _Ticket] = field(default_factory=dict)
-    rollouts: int = 0
-    """Number of rollouts among the leases."""
+    send: Callable[[Lease | Cancel], None]
+    room: int
+    """Number of further rollouts that the worker takes."""
+    leases: dict[str, Lease] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Service:
-    """The workers of one service, and its jobs that no worker has yet."""
+class Service:
+    """The workers of one name, and its jobs that no worker has yet."""
 
-    workers: dict[str, _Worker] = field(default_factory=dict)
-    rollouts: deque[_Ticket] = field(default_factory=deque)
-    quick: deque[_Ticket] = field(default_factory=deque)
-    """Draws and scores, which take no rollout's place."""
+    workers: list[Worker] = field(default_factory=list)
+    rollouts: deque[Lease] = field(default_factory=deque)
+    quick: deque[Lease] = field(default_factory=deque)
 
-    def queue_of(self, job: Job) -> deque[_Ticket]:
-        return self.rollouts if isinstance(job, RolloutJob) else self.quick
+    def assign(self) -> None:
+        """Leases waiting jobs to the workers with most room, as far as they go."""
+        for queue in (self.quick, self.rollouts):
+            while queue and self.workers:
+                worker = max(self.workers, key=lambda one: one.room)
+                if queue[0].plays and worker.room < 1:
+                    break
+                lease = queue.popleft()
+                lease.worker, worker.leases[lease.id] = worker, lease
+                worker.room -= lease.plays
+                worker.send(lease)
 
 
 class Registry:
-    """The registry of task services: their workers, and the worker of each job. Times are seconds of any one clock.
+    """The services of a run, and who has which job.
 
-    Invariants: one worker at a time has the lease of a job, and one result of a job is taken. A lease is given up when
-    its worker does not hold it, or was silent for too long.
+    Invariants: one worker at a time has a job, and one result of a job is taken.
     """
 
-    def __init__(self, names: Collection[str], *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         """Only services of these names may register."""
-        self._services = {name: _Service() for name in names}
-        self._workers: dict[str, _Worker] = {}
-        self._lease_s = lease_s
+        self.services = {name: Service() for name in names}
         self._numbers = count()
-        self.on_workers: Callable[[str, int], None] = lambda name, workers: None
-        """Called with a service and its number of workers, when a worker came or went."""
-        self.on_work: Callable[[str], None] = lambda worker: None
-        """Called with a worker's id when there may be a job or a cancellation for it."""
 
-    def join(self, hello: Hello, now_s: float) -> str:
-        """Registers a worker and returns its id. Raises `TaskError` for a service that is not wanted as it is."""
+    def join(self, hello: Hello, send: Callable[[Lease | Cancel], None]) -> Worker:
+        """Registers a worker, to which `send` gives jobs. Raises `TaskError` for one that is not wanted as it is."""
         if hello.protocol != PROTOCOL:
-            raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the orchestrator's version")
-        service = self._services.get(hello.name)
+            raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
+        service = self.services.get(hello.name)
         if service is None:
-            raise TaskError(f"name: expected one of {', '.join(sorted(self._services))}, got {hello.name!r}")
-        for other in service.workers.values():
-            if (other.hello.version, other.hello.capabilities) != (hello.version, hello.capabilities):
+            raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
+        for other in (one.hello for one in service.workers):
+            if (other.version, other.converses, other.scores) != (hello.version, hello.converses, hello.scores):
                 raise TaskError(
-                    f"version: {hello.name!r} is served in version {other.hello.version!r} with "
-                    f"{', '.join(other.hello.capabilities)} at the moment; end those processes first"
+                    f"version: {hello.name!r} is served in version {other.version!r}, perhaps with other methods; "
+                    "end those processes first"
                 )
-        worker = _Worker(secrets.token_urlsafe(18), hello, now_s, now_s + self._lease_s, hello.max_running)
-        self._workers[worker.id] = service.workers[worker.id] = worker
-        self.on_workers(hello.name, len(service.workers))
-        return worker.id
-
-    def renew(self, worker_id: str, ask: WorkRequest, now_s: float) -> None:
-        """Renews a worker's leases. A lease that the worker does not hold never arrived, and is given up.
-
-        Raises `UnknownWorker`.
-        """
-        worker = self._worker(worker_id)
-        worker.seen_s, worker.due_s = now_s, now_s + self._lease_s
-        if ask.max_running is not None:
-            worker.max_running = ask.max_running
-        for lease in worker.leases.keys() - set(ask.holding):
-            self._give_up(worker, lease, "the answer that carried it did not arrive")
-
-    def on_disconnect(self, worker_id: str, now_s: float) -> None:
-        """Shortens a worker's silence, because the connection broke on which it waited for work."""
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.due_s = min(worker.due_s, now_s + REDIAL_S)
-
-    def work(self, worker_id: str, holding: Sequence[str], now_s: float) -> Work:
-        """Leases waiting jobs to a worker. Raises `UnknownWorker`."""
-        worker = self._worker(worker_id)
-        cancelled = [lease for lease in holding if lease not in worker.leases]
-        service = self._services[worker.hello.name]
-        jobs: list[Job] = []
-        while service.quick and len(jobs) < MOST_JOBS:
-            jobs.append(self._lease(worker, service.quick.popleft(), now_s))
-        while service.rollouts and len(jobs) < MOST_JOBS and worker.rollouts < worker.max_running:
-            jobs.append(self._lease(worker, service.rollouts.popleft(), now_s))
-        return Work(jobs, cancelled)
-
-    def results(self, worker_id: str, results: Sequence[Result]) -> list[str]:
-        """Takes results and returns the leases that were still wanted. Raises `UnknownWorker`."""
-        worker = self._worker(worker_id)
-        taken = []
-        for result in results:
-            ticket = self._release(worker, result.lease)
-            if ticket is not None:
-                taken.append(result.lease)
-                ticket.done(result)
-        self.on_work(worker_id)  # there is room for more
-        return taken
-
-    def leave(self, worker_id: str, reason: str = "the service left") -> None:
-        """Removes a worker and gives up its jobs."""
-        worker = self._workers.pop(worker_id, None)
-        if worker is None:
-            return
-        service = self._services[worker.hello.name]
-        del service.workers[worker_id]
-        for lease in list(worker.leases):
-            self._give_up(worker, lease, reason)
-        self.on_workers(worker.hello.name, len(service.workers))
-
-    def expire(self, now_s: float) -> None:
-        """Removes each worker that was silent for too long."""
-        for worker in list(self._workers.values()):
-            if now_s > worker.due_s:
-                self.leave(worker.id, f"the service was silent for {now_s - worker.seen_s:.1f} s")
-
-    def submit(self, name: str, job: Job, *, due_s: float, done: Callable[[Result | Lost], None]) -> _Ticket:
-        """Queues a job for the workers of `name`, present or future; `done` gets the result, unless the job is
-        withdrawn.
-        """
-        ticket = _Ticket(name, job, due_s, done)
-        service = self._services[name]
-        service.queue_of(job).append(ticket)
-        for worker_id in service.workers:
-            self.on_work(worker_id)
-        return ticket
-
-    def withdraw(self, ticket: _Ticket) -> None:
-        """Cancels a job. Cancelling a finished job has no effect."""
-        worker = self._workers.get(ticket.worker)
-        if worker is not None and worker.leases.get(ticket.lease) is ticket:
-            self._release(worker, ticket.lease)
-            self.on_work(worker.id)
-        elif not ticket.lease:
-            queue = self._services[ticket.service].queue_of(ticket.job)
-            if ticket in queue:
-                queue.remove(ticket)
-
-    def workers_of(self, name: str) -> list[Hello]:
-        """The workers of a service, as they registered. Any thread may ask for workers and for `max_running`."""
-        return [worker.hello for worker in list(self._services[name].workers.values())]
-
-    def max_running_of(self, name: str) -> int:
-        """Number of rollouts at once, of all workers of a service together."""
-        return sum(worker.max_running for worker in list(self._services[name].workers.values()))
-
-    def load_of(self, name: str) -> tuple[int, int]:
-        """Number of jobs of a service that wait for a worker, and number that are leased."""
-        service = self._services[name]
-        leased = sum(len(worker.leases) for worker in service.workers.values())
-        return len(service.rollouts) + len(service.quick), leased
-
-    def __iter__(self) -> Iterator[str]:
-        """The names of the services that may register."""
-        return iter(self._services)
-
-    def _worker(self, worker_id: str) -> _Worker:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            raise UnknownWorker("member: expected the id of a registered process; POST /v1/members registers one")
+        worker = Worker(hello, send, hello.max_running)
+        service.workers.append(worker)
+        service.assign()
         return worker
 
-    def _lease(self, worker: _Worker, ticket: _Ticket, now_s: float) -> Job:
-        ticket.worker, ticket.lease = worker.id, f"{next(self._numbers):x}"
-        worker.leases[ticket.lease] = ticket
-        worker.rollouts += isinstance(ticket.job, RolloutJob)
-        return msgspec.structs.replace(ticket.job, lease=ticket.lease, deadline_s=max(ticket.due_s - now_s, 0.0))
+    def leave(self, worker: Worker) -> None:
+        """Removes a worker and gives up its jobs: another attempt may help."""
+        self.services[worker.hello.name].workers.remove(worker)
+        for lease in list(worker.leases):
+            self.result(worker, JobFailed(lease, "the process that had the job is gone", retry=True))
 
-    def _release(self, worker: _Worker, lease: str) -> _Ticket | None:
-        ticket = worker.leases.pop(lease, None)
-        if ticket is not None:
-            worker.rollouts -= isinstance(ticket.job, RolloutJob)
-        return ticket
+    def submit(self, name: str, job: Job, *, due_s: float, done: Callable[[Result], None]) -> Lease:
+        """Gives a job to a worker of `name`, present or future; `done` gets the result, unless it is withdrawn."""
+        service, lease = self.services[name], Lease(f"{next(self._numbers):x}", name, job, due_s, done)
+        (service.rollouts if lease.plays else service.quick).append(lease)
+        service.assign()
+        return lease
 
-    def _give_up(self, worker: _Worker, lease: str, reason: str) -> None:
-        ticket = self._release(worker, lease)
-        if ticket is not None:
-            ticket.done(Lost(reason))
+    def withdraw(self, lease: Lease) -> None:
+        """Cancels a job. Cancelling a finished job has no effect."""
+        service = self.services[lease.service]
+        if lease.worker is None:
+            with contextlib.suppress(ValueError):
+                (service.rollouts if lease.plays else service.quick).remove(lease)
+        elif self._ended(lease.worker, lease.id) is not None:
+            lease.worker.send(Cancel(lease.id))
+
+    def result(self, worker: Worker, result: Result) -> None:
+        """Takes a result; a late or repeated one is dropped."""
+        lease = self._ended(worker, result.lease)
+        if lease is not None:
+            lease.done(result)
+
+    def give_up(self, name: str, reason: str) -> None:
+        """Fails the rollouts that wait for a worker."""
+        waiting = self.services[name].rollouts
+        while waiting:
+            lease = waiting.popleft()
+            lease.done(JobFailed(lease.id, reason))
+
+    def _ended(self, worker: Worker, lease_id: str) -> Lease | None:
+        lease = worker.leases.pop(lease_id, None)
+        if lease is not None:
+            worker.room += lease.plays
+            self.services[lease.service].assign()
+        return lease

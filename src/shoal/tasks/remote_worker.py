@@ -1,24 +1,27 @@
-"""A worker: asks the orchestrator for work, does it, and returns the results.
+"""A worker: connects to a run, does the jobs that it gets, and returns the results.
 
-A worker listens on no port. While the orchestrator is away, work goes on, and its results are sent later. When the
-orchestrator has forgotten the worker, the worker drops its jobs, which others do now, and registers again.
+A worker listens on no port. While the run is away it goes on trying to connect; its jobs are dropped, since others do
+them now.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import ChatRefused, completion, wire_of
-from shoal.net.client import Retry, authorization, exchange, session, words
+from shoal.net.client import authorization, session
+from shoal.net.server import MOST_FRAME_BYTES
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
-    Acknowledged,
+    LEASE_S,
+    PATH,
+    Cancel,
     DrawJob,
     Hello,
     Job,
@@ -26,35 +29,27 @@ from shoal.tasks.remote_protocol import (
     JobOutcome,
     JobScores,
     JobTask,
+    Refusal,
     Result,
-    Results,
     RolloutJob,
     SessionAt,
+    ToWorker,
     Welcome,
-    Whose,
-    Work,
-    WorkRequest,
 )
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
-from shoal.types import Message, Outcome
+from shoal.types import Message
 
-FOR_EVER = Retry(tries=None, pause_s=0.5, growth=1.0, timeouts=True, statuses=lambda status: status >= 500)
-"""Retries without end: the orchestrator may be away for any time, and the user ends the worker."""
-JOIN_TIMEOUT_S = 60.0
+RECONNECT_S = 0.5
 CONNECTIONS = 256
-MOST_RESULTS, MOST_RESULT_BYTES = 16, 4_000_000
-"""Number and bytes of results in one request at most, below `remote_server.MOST_BODY_BYTES`."""
+MOST_RESULT_BYTES = 4_000_000
+MOST_RUNNING = 64
+"""Rollouts at once of a task that names no limit."""
 MODEL_TRIES = 4
-T = TypeVar("T")
 
 
-class Gone(Exception):
-    """The orchestrator does not know this worker (any more)."""
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HttpModel:
-    """The model behind a session's URL. Implements `sdk.Model`."""
+    """The model behind a session's URL. Implements `interfaces.Model`."""
 
     session: SessionAt
     http: aiohttp.ClientSession
@@ -62,7 +57,12 @@ class HttpModel:
     @property
     def base_url(self) -> str:
         """URL for OpenAI's clients."""
-        return self.session.openai_base_url
+        return self.session.base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """URL for Anthropic's clients."""
+        return self.session.anthropic_base_url
 
     @property
     def api_key(self) -> str:
@@ -86,134 +86,85 @@ class HttpModel:
         return choice.message.message
 
 
-@dataclass(slots=True)
-class _OpenJobs:
-    """The jobs of one registration.
-
-    Invariant: a lease is here until its result is acknowledged or the lease is cancelled.
-    """
-
-    running: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def holding(self) -> list[str]:
-        """All leases, of running jobs and of unacknowledged results."""
-        return [*self.running, *self.results]
-
-    def forget(self, lease: str) -> None:
-        """Cancels a job and drops its result."""
-        self.results.pop(lease, None)
-        task = self.running.pop(lease, None)
-        if task is not None:
-            task.cancel()
-
-
 class RemoteWorker:
-    """Serves a task until it is cancelled, also while the orchestrator is away."""
+    """Serves a task until it is cancelled, also while the run is away."""
 
     def __init__(self, served: Definition, url: str, *, token: str = "") -> None:
-        """`url` is the orchestrator's; `token` is the run's."""
+        """`url` is the run's, as is `token`."""
         self._served = served
         self._url = url.rstrip("/")
         self._headers = authorization(token)
 
-    async def run(self, on_joined: Callable[[str], None] = lambda member: None) -> None:
-        """Registers and works. Raises `TaskError` when the orchestrator does not want this task as it is."""
+    async def run(self, on_joined: Callable[[], None] = lambda: None) -> None:
+        """Registers and works. Raises `TaskError` when the run does not want this task as it is."""
         async with session(CONNECTIONS) as http:
             while True:
-                welcome = await self._join(http)
-                on_joined(welcome.member)
-                with contextlib.suppress(Gone):
-                    await self._serve(http, welcome)
+                try:
+                    opening = http.ws_connect(
+                        self._url + PATH, headers=self._headers, heartbeat=LEASE_S / 2, max_msg_size=MOST_FRAME_BYTES
+                    )
+                    async with opening as socket:
+                        await self._serve(http, socket, on_joined)
+                except aiohttp.WSServerHandshakeError as error:
+                    if 400 <= error.status < 500:
+                        raise TaskError(
+                            f"the run at {self._url} answers HTTP {error.status}; what is its token?"
+                        ) from None
+                except (aiohttp.ClientError, OSError):
+                    pass
+                await asyncio.sleep(RECONNECT_S)
 
-    async def _join(self, http: aiohttp.ClientSession) -> Welcome:
-        """Registers, as soon as the orchestrator answers."""
-        served = self._served
-        hello = msgspec.json.encode(
-            Hello(served.name, served.version, served.capabilities, served.max_running, served.timeout_s)
-        )
-        status, body = await exchange(
-            http, "POST", f"{self._url}/v1/members", hello, self._headers, timeout_s=JOIN_TIMEOUT_S, retry=FOR_EVER
-        )
-        if status == 200:
-            return msgspec.json.decode(body, type=Welcome)
-        raise TaskError(f"the orchestrator at {self._url} said: {words(body)}")
-
-    async def _serve(self, http: aiohttp.ClientSession, welcome: Welcome) -> None:
-        """Works until the orchestrator does not know this worker any more: raises `Gone`."""
-        open_jobs, at = _OpenJobs(), f"{self._url}/v1/members/{welcome.member}"
-        handing_in = asyncio.create_task(self._hand_in(http, at, open_jobs), name="handing in results")
+    async def _serve(
+        self, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, on_joined: Callable[[], None]
+    ) -> None:
+        """Works until the connection ends."""
+        one = self._served
+        most = one.max_running or MOST_RUNNING
+        hello = Hello(one.name, one.version, one.converses, one.scores, most, one.timeout_s)
+        await socket.send_str(msgspec.json.encode(hello).decode())
+        running: dict[str, asyncio.Task[None]] = {}
         try:
-            while True:
-                asked = WorkRequest(open_jobs.holding)
-                work = await self._post(http, f"{at}/work", asked, Work, welcome.lease_s + welcome.beat_s)
-                for lease in work.cancelled:
-                    open_jobs.forget(lease)
-                for job in work.jobs:
-                    doing = asyncio.create_task(self._do(http, job, open_jobs), name=f"job {job.lease}")
-                    open_jobs.running[job.lease] = doing
-                if handing_in.done():
-                    handing_in.result()
+            async for received in socket:
+                message: ToWorker = msgspec.json.decode(received.data, type=ToWorker)
+                if isinstance(message, Welcome):
+                    on_joined()
+                elif isinstance(message, Refusal):
+                    raise TaskError(f"the run at {self._url} said: {message.reason}")
+                elif isinstance(message, Cancel):
+                    if message.lease in running:
+                        running[message.lease].cancel()
+                else:
+                    doing = asyncio.create_task(self._do(http, socket, message), name=f"job {message.lease}")
+                    running[message.lease] = doing
+                    doing.add_done_callback(partial(running.pop, message.lease))
         finally:
-            handing_in.cancel()
-            doing_all = list(open_jobs.running.values())
+            doing_all = list(running.values())
             for doing in doing_all:
                 doing.cancel()
-            await asyncio.gather(handing_in, *doing_all, return_exceptions=True)
-            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(1.0), http.delete(at, headers=self._headers):
-                    pass
+            await asyncio.gather(*doing_all, return_exceptions=True)
 
-    async def _hand_in(self, http: aiohttp.ClientSession, at: str, open_jobs: _OpenJobs) -> None:
-        """Sends finished results, as many at once as the limits allow."""
-        while True:
-            await open_jobs.wake.wait()
-            open_jobs.wake.clear()
-            while open_jobs.results:
-                sent = list(open_jobs.results.values())[:MOST_RESULTS]
-                await self._post(http, f"{at}/results", Results(sent), Acknowledged, 60.0)
-                for result in sent:
-                    open_jobs.results.pop(result.lease, None)
-
-    async def _post(self, http: aiohttp.ClientSession, url: str, body: object, kind: type[T], timeout_s: float) -> T:
-        """Posts a request and returns the answer, with retries while the orchestrator is away. Raises `Gone`."""
-        status, answer = await exchange(
-            http, "POST", url, msgspec.json.encode(body), self._headers, timeout_s=timeout_s, retry=FOR_EVER
-        )
-        if status != 200:
-            raise Gone
-        return msgspec.json.decode(answer, type=kind)
-
-    async def _do(self, http: aiohttp.ClientSession, job: Job, open_jobs: _OpenJobs) -> None:
-        result = await self._result(http, job)
-        if open_jobs.running.pop(job.lease, None) is not None:
-            open_jobs.results[job.lease] = result
-            open_jobs.wake.set()
+    async def _do(self, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, job: Job) -> None:
+        sent = msgspec.json.encode(await self._result(http, job))
+        if len(sent) > MOST_RESULT_BYTES:
+            why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(sent)}"
+            sent = msgspec.json.encode(JobFailed(job.lease, why))
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the run is away, and has given the job to another
+            await socket.send_str(sent.decode())
 
     async def _result(self, http: aiohttp.ClientSession, job: Job) -> Result:
         """Does a job; an exception of the author's code becomes a `JobFailed`."""
         try:
             async with asyncio.timeout(job.deadline_s):
-                result = await self._run(http, job)
-            if (size := len(msgspec.json.encode(result))) > MOST_RESULT_BYTES:
-                why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {size}"
-                return JobFailed(job.lease, Whose.ENVIRONMENT, why)
-            return result
+                if isinstance(job, DrawJob):
+                    return JobTask(job.lease, await self._served.drawn(job.split, job.index))
+                if isinstance(job, RolloutJob):
+                    return JobOutcome(job.lease, await self._served.rollout(job.task, HttpModel(job.session, http)))
+                return JobScores(job.lease, await self._served.score(job.task, job.answers))
         except PolicyFailed as failure:
-            return JobFailed(job.lease, Whose.POLICY, str(failure)[:4096])
+            return JobFailed(job.lease, str(failure)[:4096], by_policy=True)
         except EnvironmentFailed as failure:
-            return JobFailed(job.lease, Whose.ENVIRONMENT, str(failure)[:4096], failure.retry)
+            return JobFailed(job.lease, str(failure)[:4096], failure.retry)
         except TimeoutError:
-            return JobFailed(job.lease, Whose.ENVIRONMENT, f"it took longer than {job.deadline_s:.3g} s")
+            return JobFailed(job.lease, f"it took longer than {job.deadline_s:.3g} s")
         except Exception as error:  # an author's code may raise anything: its failure is a result
-            return JobFailed(job.lease, Whose.ENVIRONMENT, described(error))
-
-    async def _run(self, http: aiohttp.ClientSession, job: Job) -> Result:
-        if isinstance(job, DrawJob):
-            return JobTask(job.lease, await asyncio.to_thread(self._served.draw, job.split, job.index))
-        if isinstance(job, RolloutJob):
-            outcome: Outcome = await self._served.rollout(job.task, HttpModel(job.session, http))
-            return JobOutcome(job.lease, outcome)
-        return JobScores(job.lease, await self._served.score(job.task, job.answers))
+            return JobFailed(job.lease, described(error))

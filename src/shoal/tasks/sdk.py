@@ -26,19 +26,18 @@ import dataclasses
 import inspect
 import json
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, cast
+
+import msgspec
 
 from shoal import checker
 from shoal.errors import TaskError
-from shoal.interfaces import Chat, TaskService
+from shoal.interfaces import Environment, Model
 from shoal.plugins import described, own_code
-from shoal.tasks.holdout import prompt, split_of
-from shoal.tasks.remote_protocol import Capability
-from shoal.types import Json, Outcome, Receipt, Reward, RewardStatus, Split, Task, seed_for
-
-MOST_ATTEMPTS = 256
+from shoal.tasks.holdout import first_of, prompt, rewritten
+from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
 
 
 class EnvironmentFailed(Exception):
@@ -56,20 +55,6 @@ class PolicyFailed(Exception):
     """The policy made it impossible to go on: the rollout ends here and is trained with a reward of 0."""
 
 
-class Model(Chat, Protocol):
-    """The model of a rollout: call `answer`, or give the URL and the key to any client of OpenAI or Anthropic."""
-
-    @property
-    def base_url(self) -> str:
-        """URL for OpenAI's clients; Anthropic's clients want it without `/v1`."""
-        ...
-
-    @property
-    def api_key(self) -> str:
-        """The session's key."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """A task's question. Without `score` and `rollout` a checker scores; `scorer` is as in a configuration."""
@@ -80,125 +65,118 @@ class Question:
     system: str = ""
     info: Json = None
     receipt: Receipt | None = None
+    split_by: str = ""
+    """The text that decides the split; the question's text when empty."""
 
 
-class Definition:
-    """A task of an author, as the rest of Shoal sees it."""
+@dataclass(frozen=True)
+class Definition(Environment):
+    """A task of an author who wrote `draw` and perhaps `rollout`, `score`, `scores` or `check`."""
 
-    def __init__(
-        self,
-        name: str,
-        author: object,
-        *,
-        version: str = "1",
-        eval_share: float = 0.2,
-        max_running: int = 64,
-        timeout_s: float = 300.0,
-    ) -> None:
-        """`author` has `draw`, and perhaps `rollout` and `score` or `scores`. Raises `TaskError`."""
-        if not callable(getattr(author, "draw", None)):
-            raise TaskError(f"{name}: expected a method `draw`, found none in {type(author).__name__}")
-        self._name, self.version, self.max_running, self.timeout_s = name, version, max_running, timeout_s
-        self._author = author
-        self._eval_share = eval_share
-        self._draws_tasks = list(inspect.signature(author.draw).parameters)[:2] == ["split", "index"]  # type: ignore[attr-defined]
+    name: str
+    author: Any
+    version: str = "1"
+    eval_share: float = 0.2
+    max_running: int | None = None
+    timeout_s: float = 300.0
+    seed: int = 0
+    """Moves the training questions only."""
+    system_prompt: str = ""
+    """Stands before questions without one of their own."""
+    rewrite: Sequence[tuple[str, str]] = ()
+    """Pairs that shorten each message of the task to the model."""
+
+    def __post_init__(self) -> None:
+        if not self._wrote("draw"):
+            raise TaskError(f"{self.name}: expected a method `draw`, found none in {type(self.author).__name__}")
+
+    def _wrote(self, name: str) -> bool:
+        return callable(getattr(self.author, name, None))
 
     @property
-    def name(self) -> str:
-        """Unique within a run."""
-        return self._name
-
-    @property
-    def author(self) -> object:
+    def source(self) -> object:
         """The author's class or function; other processes find the task by its name."""
-        inner = self._author.draw if isinstance(self._author, _Drawing) else self._author
+        inner = self.author.draw if isinstance(self.author, _Drawing) else self.author
         return inner if inspect.isfunction(inner) else type(inner)
 
     @property
-    def capabilities(self) -> list[Capability]:
-        """Capabilities that the author wrote methods for."""
-        known = {Capability.DRAW: ["draw"], Capability.ROLLOUT: ["rollout"], Capability.SCORE: ["score", "scores"]}
-        return [capability for capability, names in known.items() if any(map(self._wrote, names))]
+    def converses(self) -> bool:
+        """True if the author wrote `rollout`."""
+        return self._wrote("rollout")
 
-    def _wrote(self, name: str) -> bool:
-        return callable(getattr(self._author, name, None))
+    @property
+    def scores(self) -> bool:
+        """True if the author wrote `score` or `scores`."""
+        return self._wrote("score") or self._wrote("scores")
 
-    def has(self, capability: Capability) -> bool:
-        """True if the author wrote a method for the capability."""
-        return capability in self.capabilities
+    def check(self) -> None:
+        """Calls the author's `check`, if there is one."""
+        if self._wrote("check"):
+            self.author.check()
 
-    def renamed(self, name: str, max_running: int) -> "Definition":
-        """A copy of the definition under another name, which draws other questions of the kind."""
-        return Definition(
-            name,
-            self._author,
-            version=self.version,
-            eval_share=self._eval_share,
-            max_running=max_running,
-            timeout_s=self.timeout_s,
-        )
+    def given(self, params: Mapping[str, Json]) -> "Definition":
+        """A copy whose author, a `msgspec.Struct` or dataclass, has these fields. Raises `TaskError`."""
+        if not params:
+            return self
+        try:
+            return dataclasses.replace(self, author=msgspec.convert(params, type(self.author)))
+        except (msgspec.ValidationError, TypeError) as error:
+            raise TaskError(f"tasks.{self.name}.params: {error}") from None
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at an index. Raises `TaskError` when no question is found that belongs to the split."""
-        if self._draws_tasks:
-            task = cast(TaskService, self._author).draw(split, index)
-            return dataclasses.replace(task, service=self._name)
-        for attempt in range(MOST_ATTEMPTS):
-            seed = seed_for("task", self._name, split, index, attempt)
-            drawn = self._author.draw(random.Random(seed))  # type: ignore[attr-defined]
+        if list(inspect.signature(self.author.draw).parameters)[:2] == ["split", "index"]:
+            task: Task = self.author.draw(split, index)
+            return dataclasses.replace(task, service=self.name)
+        run = (self.seed,) if self.seed and split is Split.TRAIN else ()
+
+        def questions(attempt: int) -> tuple[str, Question]:
+            drawn = self.author.draw(random.Random(seed_for("task", self.name, *run, split, index, attempt)))
             question = drawn if isinstance(drawn, Question) else Question(str(drawn))
-            if split_of(question.text, self._eval_share) is split:
-                return self._task(question, split, index)
-        raise TaskError(f"{self._name}: none of {MOST_ATTEMPTS} questions drawn belongs to the {split} split")
+            return question.split_by or question.text, question
+
+        return self._task(first_of(split, self.eval_share, questions, self.name), split, index)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Runs the author's rollout, and scores it here when it gives only the answer."""
-        outcome = outcome_of(await _call(self._author.rollout, task, model))  # type: ignore[attr-defined]
-        if outcome.reward is None and outcome.answer is not None and Capability.SCORE in self.capabilities:
+        if self.rewrite:
+            model = _Rewriting(model, len(task.messages), self.rewrite)
+        outcome = outcome_of(await _call(self.author.rollout, task, model))
+        if outcome.reward is None and outcome.answer is not None and self.scores:
             (reward,) = await self.score(task, [outcome.answer])
             if reward.status is not RewardStatus.SCORED:
                 raise EnvironmentFailed(reward.evidence)
             return dataclasses.replace(outcome, reward=reward.value)
         return outcome
 
-    async def play(self, task: Task, chat: Chat) -> Outcome:
-        """Implements `interfaces.Playable.play` with the author's rollout."""
-        return await self.rollout(task, cast(Model, chat))
-
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
         if self._wrote("scores"):
-            return await self._scored_together(task, answers)
-        return [await self._scored(task, answer) for answer in answers]
+            return await self._scored(self.author.scores, task, answers)
+        return [reward for answer in answers for reward in await self._scored(self.author.score, task, answer)]
 
-    async def _scored(self, task: Task, answer: str) -> Reward:
+    async def _scored(self, method: Callable[..., object], task: Task, said: Sequence[str]) -> list[Reward]:
+        """The rewards of some answers together, or of one that is a text."""
+        n = 1 if isinstance(said, str) else len(said)
         try:
-            return _reward(await _call(self._author.score, task, answer))  # type: ignore[attr-defined]
+            given = await _call(method, task, said)
+            values = [given] if isinstance(said, str) else list(cast(Sequence[object], given))
+            if len(values) != n:
+                raise ValueError(f"scores: expected {n} rewards, got {len(values)}")
+            return [one if isinstance(one, Reward) else Reward(float(cast(float, one))) for one in values]
         except Exception as error:  # an author's code may raise anything: its failure is a status
-            return self._unscored(error)
-
-    async def _scored_together(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        try:
-            given = await _call(self._author.scores, task, answers)  # type: ignore[attr-defined]
-            rewards = [_reward(one) for one in cast(Sequence[object], given)]
-            if len(rewards) != len(answers):
-                raise ValueError(f"scores: expected {len(answers)} rewards, got {len(rewards)}")
-        except Exception as error:  # as above
-            return [self._unscored(error)] * len(answers)
-        return rewards
-
-    def _unscored(self, error: Exception) -> Reward:
-        return Reward(0.0, RewardStatus.FAILED, evidence=f"{self._name}: {described(error)}")
+            return [Reward(0.0, RewardStatus.FAILED, evidence=f"{self.name}: {described(error)}")] * n
 
     def _task(self, question: Question, split: Split, index: int) -> Task:
         info: dict[str, Json] = {} if question.info is None else {"info": question.info}
         if question.scorer is not None:
-            spec = checker.spec_of(question.scorer, f"{self._name}: scorer")
+            spec = checker.spec_of(question.scorer, f"{self.name}: scorer")
             info["scorer"] = checker.to_json(spec)
+        text = rewritten(question.text, self.rewrite)
         return Task(
-            f"{self._name}/{split}/{index}",
-            self._name,
-            prompt(question.system, question.text),
+            f"{self.name}/{split}/{index}",
+            self.name,
+            prompt(question.system or self.system_prompt, text),
             question.answer,
             json.dumps(info),
             question.receipt,
@@ -206,14 +184,39 @@ class Definition:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rewriting:
+    """Implements `interfaces.Model`: shortens what a rollout says to the model after the question."""
+
+    model: Model
+    drawn: int
+    """Messages of the question, which are rewritten when it is drawn."""
+    rewrite: Sequence[tuple[str, str]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        later = [
+            dataclasses.replace(one, content=rewritten(one.content, self.rewrite)) if one.role is Role.USER else one
+            for one in messages[self.drawn :]
+        ]
+        return await self.model.answer([*messages[: self.drawn], *later], tools=tools, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class _Drawing:
     """Wraps a function that draws in a class."""
 
-    draw: Callable[[random.Random], Question | str]
+    draw: Callable[..., Question | str]
 
 
 def task(
-    name: str, *, version: str = "1", eval_share: float = 0.2, max_running: int = 64, timeout_s: float = 300.0
+    name: str,
+    *,
+    version: str = "1",
+    eval_share: float = 0.2,
+    max_running: int | None = None,
+    timeout_s: float = 300.0,
 ) -> Callable[[object], Definition]:
     """Decorates a class, or a function that draws, as a task.
 
@@ -224,9 +227,7 @@ def task(
         made = (
             author() if inspect.isclass(author) else _Drawing(cast(Callable[[random.Random], Question | str], author))
         )
-        return Definition(
-            name, made, version=version, eval_share=eval_share, max_running=max_running, timeout_s=timeout_s
-        )
+        return Definition(name, made, version, eval_share, max_running, timeout_s)
 
     return decorated
 
@@ -234,8 +235,8 @@ def task(
 def definition_at(path: str) -> Definition:
     """The task that `module:name` names. Raises `ConfigError` and `TaskError`.
 
-    The name may be of a decorated class or function, a `Definition`, a callable that returns a `Definition`, or a task
-    service that draws `Task`s by split and index.
+    The name may be of a decorated class or function, a `Definition`, a callable that returns a `Definition`, or an
+    object with a name that draws `Task`s by split and index.
     """
     found = own_code("task", path)
     if not isinstance(found, Definition) and callable(found):
@@ -245,8 +246,8 @@ def definition_at(path: str) -> Definition:
             raise TaskError(f"task: {path!r} is no task: {error}") from error
     if isinstance(found, Definition):
         return found
-    if isinstance(getattr(found, "name", None), str) and callable(getattr(found, "draw", None)):
-        return Definition(cast(TaskService, found).name, found)
+    if isinstance(name := getattr(found, "name", None), str) and callable(getattr(found, "draw", None)):
+        return Definition(name, found)
     raise TaskError(f"task: {path!r} is no task; decorate it with shoal.tasks.sdk.task")
 
 
@@ -257,10 +258,6 @@ def outcome_of(said: object) -> Outcome:
     if said is None:
         return Outcome()
     return Outcome(answer=said) if isinstance(said, str) else Outcome(reward=float(cast(float, said)))
-
-
-def _reward(given: object) -> Reward:
-    return given if isinstance(given, Reward) else Reward(float(cast(float, given)))
 
 
 async def _call(method: Callable[..., object], *arguments: object) -> object:

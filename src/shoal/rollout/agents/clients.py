@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Self, TypeAlias, cast
 import msgspec
 
 from shoal.errors import TaskError
+from shoal.interfaces import Model
 from shoal.net.process import cores
 from shoal.plugins import own_code
-from shoal.rollout.agents.host import AgentSession
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
@@ -82,7 +82,8 @@ class Agent:
     """The holder of a task's conversations."""
 
     timeout_s: float
-    max_at_once: int | None
+    max_running: int | None
+    """Number of rollouts at once."""
     play: Callable[[], contextlib.AbstractAsyncContextManager[Play]]
     """A context in which `Play` is ready."""
 
@@ -98,7 +99,7 @@ def agent_of(named: object) -> Agent:
     if isinstance(spec.run, str):
         if find_spec("openai") is None:
             raise TaskError("agent: expected the package openai; pip install 'shoal[agents]' brings it")
-        return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run)))
+        return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run), spec.timeout_s))
     if missing := [name for name in spec.env if name not in os.environ]:
         raise TaskError(f"agent: expected the variable {missing[0]} in the environment, as env names it; it is not set")
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
@@ -113,17 +114,17 @@ def _function_at(path: str) -> AgentFunction:
 
 
 @contextlib.asynccontextmanager
-async def function_play(function: AgentFunction) -> AsyncIterator[Play]:
-    """Plays with an async function. It shares this event loop: what computes for long belongs into a command.
+async def function_play(function: AgentFunction, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Play]:
+    """Plays with an async function, which shares this event loop: what computes for long belongs into a command.
 
-    All rollouts share connections; each has a client that opens its own session only.
+    All rollouts share connections; each has a client of its own session, whose requests take `timeout_s` at most.
     """
     from openai import AsyncOpenAI  # loaded by those who use it
 
     async with AsyncOpenAI(api_key="-", base_url="http://127.0.0.1") as shared:
 
-        async def play(task: Task, seat: AgentSession) -> Outcome:
-            client = shared.with_options(base_url=seat.base_url, api_key=seat.api_key, timeout=seat.timeout_s)
+        async def play(task: Task, model: Model) -> Outcome:
+            client = shared.with_options(base_url=model.base_url, api_key=model.api_key, timeout=timeout_s)
             return outcome_of(await function(task, client))
 
         yield play
@@ -136,7 +137,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
     The task is a line of its input, the session in its environment, which has `PASSED` and the variables `env` besides.
     """
 
-    async def play(task: Task, seat: AgentSession) -> Outcome:
+    async def play(task: Task, model: Model) -> Outcome:
         with TemporaryFile() as asked, TemporaryFile() as written, _Complaint() as complaint:
             asked.write(msgspec.json.encode(task) + b"\n")
             asked.seek(0)
@@ -145,7 +146,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
                 stdin=asked,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=complaint.descriptor,
-                env=_environment(seat, env) | {OUTCOME_FD: str(written.fileno())},
+                env=_environment(model, env) | {OUTCOME_FD: str(written.fileno())},
                 pass_fds=[written.fileno()],
                 start_new_session=True,
             )
@@ -160,14 +161,14 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
     yield play
 
 
-def _environment(seat: AgentSession, more: Sequence[str]) -> dict[str, str]:
+def _environment(model: Model, more: Sequence[str]) -> dict[str, str]:
     """The variables that are passed, and the variables that clients of OpenAI and Anthropic read."""
     return {
         **{name: os.environ[name] for name in (*PASSED, *more) if name in os.environ},
-        "OPENAI_BASE_URL": seat.base_url,
-        "OPENAI_API_KEY": seat.api_key,
-        "ANTHROPIC_BASE_URL": seat.anthropic_base_url,
-        "ANTHROPIC_API_KEY": seat.api_key,
+        "OPENAI_BASE_URL": model.base_url,
+        "OPENAI_API_KEY": model.api_key,
+        "ANTHROPIC_BASE_URL": model.anthropic_base_url,
+        "ANTHROPIC_API_KEY": model.api_key,
     }
 
 

@@ -4,35 +4,36 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from shoal.errors import EngineError, EngineUnavailable, ShoalError
-from shoal.gateway.sessions import ContextOverflow
-from shoal.gateway.token_tree import TokenTree
-from shoal.interfaces import Purpose, Scorer
+from shoal.errors import ContextOverflow, EngineError, EngineUnavailable, ShoalError
+from shoal.interfaces import Conversation, Model, Purpose, Scorer
 from shoal.model.answer import written
 from shoal.plugins import described
-from shoal.rollout.agents.host import AgentSession, Host
-from shoal.rollout.single_turn import failed, unscored
+from shoal.rollout.single_turn import failed, priority_of, sampled_for, unscored
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
-from shoal.types import Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task, Turn
+from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Sampling, Task, seed_for
 
-Play: TypeAlias = Callable[[Task, AgentSession], Awaitable[Outcome]]
-"""Works on a task through its session until it is done. Any exception makes a failed rollout."""
+Play: TypeAlias = Callable[[Task, Model], Awaitable[Outcome]]
+"""Works on a task with the model until it is done, as `Environment.rollout`. Any exception makes a failed rollout."""
 
 OVERFLOW = "context: the conversation did not fit any more"
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of an overflow in the gateway's answer, and so in the errors of OpenAI's clients."""
 ATTEMPTS = 4
-"""Number of attempts at one rollout whose player is lost."""
+"""Number of attempts at one rollout whose environment asks for another attempt."""
 
 
 class AgentFailed(Exception):
     """The rollout failed for a reason that the policy cannot cause; the text is the recorded reason."""
 
 
-class AgentLost(AgentFailed):
-    """The player of a rollout is gone: its tokens are given up, and the rollout begins again in a new session."""
+class Host(Protocol):
+    """Opens the sessions of rollouts; see `gateway.host`."""
+
+    def session(self, sampling: Sampling, priority: int, timeout_s: float) -> Conversation:
+        """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class _End:
 
     outcome: Outcome | None
     reason: str = ""
+    again: bool = False
+    """True if the rollout shall begin again in a new session; what was sampled is given up."""
 
 
 class AgentRunner:
@@ -53,12 +56,20 @@ class AgentRunner:
     """
 
     def __init__(
-        self, host: Host, play: Play, scorer: Scorer, *, timeout_s: float, max_at_once: int | None = None
+        self,
+        host: Host,
+        play: Play,
+        scorer: Scorer,
+        sampling: Sampling,
+        *,
+        timeout_s: float,
+        max_at_once: int | None = None,
     ) -> None:
-        """`timeout_s` is of one rollout, which counts from its begin; those beyond `max_at_once` wait before that."""
+        """`sampling` is training's. `timeout_s` counts from a rollout's begin; those beyond `max_at_once` wait."""
         self._host = host
         self._play = play
         self._scorer = scorer
+        self._sampling = sampling
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(max_at_once) if max_at_once else contextlib.nullcontext()
 
@@ -67,41 +78,36 @@ class AgentRunner:
         return tuple(await asyncio.gather(*(self._rollout(task, i, purpose) for i in range(n))))
 
     async def _rollout(self, task: Task, i: int, purpose: Purpose) -> Rollout:
+        seed = seed_for("rollout", self._sampling.seed or 0, task.id, i)
+        sampling = replace(sampled_for(purpose, self._sampling), seed=seed)
         async with self._places:
             for attempts_left in reversed(range(ATTEMPTS)):
                 try:
-                    seat = self._host.seat(task, i, purpose, self._timeout_s)
+                    model = self._host.session(sampling, priority_of(purpose), self._timeout_s)
                 except EngineUnavailable as error:
                     return failed(task, i, f"gateway: {error}")
                 try:
-                    end = await self._played(task, seat)
-                    break
-                except AgentLost as error:
-                    end = _End(None, str(error))
-                    if not attempts_left:
-                        break
+                    end = await self._played(task, model)
                 finally:
-                    await self._host.gateway.sessions.end(seat.session)  # what is being drawn will be in the ledger
-        return await self._judged(task, i, seat.session.tree, end)
+                    await model.end()  # what is being sampled will be among the turns
+                if not (end.again and attempts_left):
+                    break
+        return await self._judged(task, i, model, end)
 
-    async def _played(self, task: Task, seat: AgentSession) -> _End:
-        """Runs the agent and returns how it ended. Raises `AgentLost`."""
+    async def _played(self, task: Task, model: Conversation) -> _End:
+        """Runs the agent and returns how it ended."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return _End(await self._play(task, seat))
+                return _End(await self._play(task, model))
         except asyncio.CancelledError:
             own = asyncio.current_task()
             if own is None or own.cancelling():
                 raise
             return _End(None, "agent: cancelled from inside: something that it waited for was cancelled")
-        except AgentLost:
-            raise
         except AgentFailed as error:
             return _End(None, str(error))
         except EnvironmentFailed as error:
-            if error.retry:
-                raise AgentLost(f"environment: {error}") from error
-            return _End(None, f"environment: {error}")
+            return _End(None, f"environment: {error}", again=error.retry)
         except PolicyFailed as error:
             return _End(Outcome(reward=0.0), f"policy: {error}")
         except EngineError as error:
@@ -109,14 +115,14 @@ class AgentRunner:
         except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _End(None, f"deadline: the rollout took longer than {self._timeout_s:g} s")
-            if seat.session.tree.truncated and _is_overflow(error):
+            if model.overflowed and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
             return _End(None, f"agent: {described(error)}")
 
-    async def _judged(self, task: Task, i: int, tree: TokenTree, end: _End) -> Rollout:
-        """The rollout of the token tree, with its reward and status."""
-        turns, outcome, reason = tree.turns(), end.outcome, end.reason
-        if outcome is not None and tree.truncated:
+    async def _judged(self, task: Task, i: int, model: Conversation, end: _End) -> Rollout:
+        """The rollout of the conversation, with its reward and status."""
+        turns, messages, outcome, reason = model.turns, model.messages, end.outcome, end.reason
+        if outcome is not None and model.overflowed:
             reason = reason or OVERFLOW
         given = outcome.turn_rewards if outcome else ()
         if outcome is not None and not turns:
@@ -127,17 +133,20 @@ class AgentRunner:
         reward = Reward(0.0, RewardStatus.FAILED, evidence=reason)
         status = RolloutStatus.FAILED
         if outcome is not None:
-            reward = await self._reward(task, tree, outcome)
+            reward = await self._reward(task, messages, outcome)
             status = RolloutStatus.TRUNCATED if reason else RolloutStatus.FINISHED
             if reward.status is not RewardStatus.SCORED:
                 status, reason = RolloutStatus.FAILED, unscored(reward)
-        return Rollout(f"{task.id}#{i}", tree.messages(), _rewarded(turns, given), reward, status, reason)
+        rewarded = [replace(turn, reward=own) if own else turn for turn, own in zip(turns, given, strict=False)]
+        return Rollout(f"{task.id}#{i}", messages, (*rewarded, *turns[len(given) :]), reward, status, reason)
 
-    async def _reward(self, task: Task, tree: TokenTree, outcome: Outcome) -> Reward:
+    async def _reward(self, task: Task, messages: tuple[Message, ...], outcome: Outcome) -> Reward:
         """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
             return Reward(outcome.reward)
-        answer = _answer(tree) if outcome.answer is None else outcome.answer
+        answer = outcome.answer
+        if answer is None:  # the newest one
+            answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
         try:
             (reward,) = await self._scorer.score(task, [answer])
         except ShoalError as error:  # the task says nothing of how to score it
@@ -145,24 +154,10 @@ class AgentRunner:
         return reward
 
 
-def _is_overflow(error: BaseException) -> bool:
+def _is_overflow(error: BaseException | None) -> bool:
     """True for the refusal of a conversation that is too long, and for errors raised from it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ContextOverflow) or getattr(cause, "code", None) == OVERFLOW_CODE:
+    while error is not None:
+        if isinstance(error, ContextOverflow) or getattr(error, "code", None) == OVERFLOW_CODE:
             return True
-        cause = cause.__cause__
+        error = error.__cause__
     return False
-
-
-def _rewarded(turns: tuple[Turn, ...], rewards: tuple[float, ...]) -> tuple[Turn, ...]:
-    missing = len(turns) - len(rewards)
-    return tuple(
-        replace(turn, reward=reward) if reward else turn
-        for turn, reward in zip(turns, rewards + (0.0,) * missing, strict=False)
-    )
-
-
-def _answer(tree: TokenTree) -> str:
-    """The newest answer."""
-    return next((written(message) for message in reversed(tree.messages()) if message.role is Role.ASSISTANT), "")

@@ -22,12 +22,12 @@ from typing import Literal
 import msgspec
 
 from shoal.config import TaskConfig
+from shoal.environments.lessons import played_turns
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.made_models import make
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
-from shoal.tasks.games.lessons import played_turns
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Split, seed_for

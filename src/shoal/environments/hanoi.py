@@ -1,60 +1,48 @@
 """The towers of Hanoi, a move at a time."""
 
+import json
 import random
 import re
 from collections.abc import Sequence
 
 import msgspec
 
-from shoal.interfaces import Chat
-from shoal.tasks.games.seeded_game import Posed, SeededGame, hidden_of
-from shoal.types import Outcome, Task
+from shoal.interfaces import Model
+from shoal.tasks.sdk import Question, task
+from shoal.types import Message, Outcome, Role, Task
 
 PEGS = "ABC"
 GOAL = "C"
 _MOVE = re.compile(r"\b([ABC])\W*(?:to|->)?\W*([ABC])\b")
 
 
-class HanoiParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Difficulty of the game: a start needs at most 2^disks - 1 moves."""
+class Hanoi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reward is 1 when all disks are on peg C in time. A move against the rules gets a hint, and counts."""
 
     disks: int = 3
     spare: int = 2
-    """Number of moves beyond 2^disks - 1."""
+    """Number of moves beyond 2^disks - 1, which suffice for any start."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.disks <= 12 and self.spare >= 0):
             raise ValueError("expected 1 to 12 disks and spare >= 0")
 
-
-class HanoiStart(msgspec.Struct, frozen=True):
-    """The peg of each disk, the smallest first."""
-
-    pegs: str
-
-
-class Hanoi(SeededGame):
-    """The reward is 1 when all disks are on peg C in time. A move against the rules gets a hint, and counts."""
-
-    parameters = HanoiParameters
-
-    def posed(self, rng: random.Random) -> Posed:
-        """Any start but the goal."""
-        n = self._parameters.disks
-        pegs = GOAL * n
-        while pegs == GOAL * n:
-            pegs = "".join(rng.choice(PEGS) for _ in range(n))
+    def draw(self, rng: random.Random) -> Question:
+        """Any start but the goal; its `info` has the peg of each disk, the smallest first."""
+        pegs = GOAL * self.disks
+        while pegs == GOAL * self.disks:
+            pegs = "".join(rng.choice(PEGS) for _ in range(self.disks))
         rules = (
-            f"Towers of Hanoi with disks 1 (smallest) to {n}. Only the top disk of a peg moves, and never onto a "
-            f"smaller one. Bring all disks to peg {GOAL}. Answer with one move at a time, such as A -> B."
+            f"Towers of Hanoi with disks 1 (smallest) to {self.disks}. Only the top disk of a peg moves, and never "
+            f"onto a smaller one. Bring all disks to peg {GOAL}. Answer with one move at a time, such as A -> B."
         )
-        return Posed(f"{rules}\n{_shown(pegs)}", HanoiStart(pegs))
+        return Question(f"{rules}\n{_shown(pegs)}", info={"pegs": pegs})
 
-    async def play(self, task: Task, chat: Chat) -> Outcome:
+    async def rollout(self, task: Task, model: Model) -> Outcome:
         """Plays until all disks are on the goal, or the moves are used up."""
-        pegs, messages = hidden_of(task, HanoiStart).pegs, list(task.messages)
-        for moves_left in reversed(range(2 ** len(pegs) - 1 + self._parameters.spare)):
-            said = await chat.answer(messages)
+        pegs, messages = json.loads(task.info)["info"]["pegs"], list(task.messages)
+        for moves_left in reversed(range(2 ** len(pegs) - 1 + self.spare)):
+            said = await model.answer(messages)
             match = _MOVE.search(said.content[-200:])
             moved = moved_disk(pegs, match[1], match[2]) if match else None
             if moved is None:
@@ -64,13 +52,11 @@ class Hanoi(SeededGame):
             if pegs == GOAL * len(pegs):
                 return Outcome(reward=1.0)
             if moves_left:
-                messages += [said, self.reply(f"{hint}\n{_shown(pegs)}".strip())]
+                messages += [said, Message(Role.USER, f"{hint}\n{_shown(pegs)}".strip())]
         return Outcome(reward=0.0)
 
-    @property
-    def _parameters(self) -> HanoiParameters:
-        assert isinstance(self._given, HanoiParameters)
-        return self._given
+
+hanoi = task("hanoi")(Hanoi)
 
 
 def moved_disk(pegs: str, source: str, target: str) -> str | None:

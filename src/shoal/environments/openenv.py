@@ -1,6 +1,6 @@
 """OpenEnv's environment servers over their WebSocket; tested with openenv-core 0.3, which Shoal does not need.
 
-    from shoal.tasks.openenv import openenv_task
+    from shoal.environments.openenv import openenv_task
     wordle = openenv_task("wordle", "http://127.0.0.1:8000", system="Guess a word of five letters.")
 
 A task is a seed with which the environment is reset. The first observation is the question. Every answer of the model
@@ -10,22 +10,23 @@ is an action, until the environment is done. The reward is the sum of the reward
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
 
-from shoal.tasks.holdout import prompt, split_of
-from shoal.tasks.sdk import Definition, EnvironmentFailed, Model, PolicyFailed, Question
-from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+from shoal.interfaces import Model
+from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, Question
+from shoal.types import Json, Message, Outcome, Role, Task
 
 TIMEOUT_S = 60.0
 CLOSE_S = 1.0
 MOST_BYTES = 16 << 20
 REFUSED_ACTION = "VALIDATION_ERROR"
 """Error code of a server that refuses an action; all other codes are faults of the environment."""
-MOST_ATTEMPTS = 256
 
 
 def openenv_task(
@@ -39,55 +40,43 @@ def openenv_task(
     eval_share: float = 0.2,
 ) -> Definition:
     """A task of one server. `render` makes a text of an observation; by default its text, or all of it as JSON."""
-    author = OpenEnv(name, url, system, most_turns, render or text_of, eval_share)
-    return Definition(name, author, max_running=max_running)
+    author = OpenEnv(url.rstrip("/"), system, most_turns, render or text_of)
+    return Definition(name, author, eval_share=eval_share, max_running=max_running)
 
 
+@dataclass(slots=True)
 class OpenEnv:
-    """Implements the author's methods of a `Definition` with an OpenEnv server."""
+    """An author with an OpenEnv server."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        system: str,
-        most_turns: int,
-        render: Callable[[dict[str, Json]], str],
-        eval_share: float,
-    ) -> None:
-        self._name, self._url, self._system = name, url.rstrip("/"), system
-        self._most_turns, self._render, self._eval_share = most_turns, render, eval_share
-        self._field: str | None = None
+    url: str
+    system: str
+    most_turns: int
+    render: Callable[[dict[str, Json]], str]
+    _field: str | None = None
 
-    def draw(self, split: Split, index: int) -> Task:
-        """The first observation after a reset with a seed of the split; blocks."""
+    def draw(self, rng: random.Random) -> Question:
+        """The first observation after a reset with a seed; blocks."""
+        seed = rng.randrange(1 << 31)  # any generator takes it
         with ThreadPoolExecutor(1) as thread:  # it has no event loop of its own yet, whoever calls
-            return thread.submit(lambda: asyncio.run(self._drawn(split, index))).result()
+            seen = thread.submit(lambda: asyncio.run(self._begun(seed))).result()
+        return Question(self.render(seen.observation), system=self.system, info={"seed": seed})
 
-    async def _drawn(self, split: Split, index: int) -> Task:
+    async def _begun(self, seed: int) -> "_Seen":
         async with self._environment() as environment:
-            for attempt in range(MOST_ATTEMPTS):
-                seed = seed_for("openenv", self._name, split, index, attempt) >> 32  # 31 bits: any generator takes it
-                seen = await environment.ask("reset", {"seed": seed})
-                text = self._render(seen.observation)
-                if split_of(text, self._eval_share) is split:
-                    question = Question(text, system=self._system)
-                    messages, info = prompt(question.system, question.text), json.dumps({"seed": seed})
-                    return Task(f"{self._name}/{split}/{index}", self._name, messages, info=info)
-        raise EnvironmentFailed(f"none of {MOST_ATTEMPTS} seeds begins with a question of the {split} split")
+            return await environment.ask("reset", {"seed": seed})
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Acts until the environment is done, or for as many turns as are allowed."""
         messages, total = list(task.messages), 0.0
         async with self._environment() as environment:
-            seen = await environment.ask("reset", {"seed": json.loads(task.info)["seed"]})
-            for _ in range(self._most_turns):
+            seen = await environment.ask("reset", {"seed": json.loads(task.info)["info"]["seed"]})
+            for _ in range(self.most_turns):
                 if seen.done:
                     break
                 said = await model.answer(messages)
                 seen = await environment.ask("step", await self._action(said.content))
                 total += seen.reward
-                messages += [said, Message(Role.USER, self._render(seen.observation))]
+                messages += [said, Message(Role.USER, self.render(seen.observation))]
         return Outcome(reward=total)
 
     async def _action(self, said: str) -> dict[str, Json]:
@@ -104,7 +93,7 @@ class OpenEnv:
         return {self._field: said}
 
     async def _only_field(self) -> str:
-        async with aiohttp.ClientSession() as http, http.get(f"{self._url}/schema") as reply:
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/schema") as reply:
             schema = cast(dict[str, Any], await reply.json())["action"]
         required = schema.get("required", [])
         return str(required[0]) if len(required) == 1 else ""
@@ -115,7 +104,7 @@ class OpenEnv:
         try:
             async with (
                 aiohttp.ClientSession() as http,
-                http.ws_connect(f"{self._url}/ws", max_msg_size=MOST_BYTES, heartbeat=TIMEOUT_S / 2) as socket,
+                http.ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES, heartbeat=TIMEOUT_S / 2) as socket,
             ):
                 yield _Connection(socket)
                 await socket.send_json({"type": "close"})
@@ -123,7 +112,7 @@ class OpenEnv:
                     async with asyncio.timeout(CLOSE_S):
                         await socket.receive()
         except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentFailed(f"{self._url}: {type(error).__name__}: {error}", retry=True) from error
+            raise EnvironmentFailed(f"{self.url}: {type(error).__name__}: {error}", retry=True) from error
 
 
 class _Seen:
@@ -135,16 +124,16 @@ class _Seen:
         self.done = bool(data.get("done"))
 
 
+@dataclass(frozen=True, slots=True)
 class _Connection:
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
+    socket: aiohttp.ClientWebSocketResponse
 
     async def ask(self, kind: str, data: dict[str, Json]) -> _Seen:
         """Sends a message and returns the environment's reply. Raises `PolicyFailed` for an action that it refuses."""
-        await self._socket.send_json({"type": kind, "data": data})
+        await self.socket.send_json({"type": kind, "data": data})
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answer = cast(dict[str, Any], await self._socket.receive_json())
+                answer = cast(dict[str, Any], await self.socket.receive_json())
         except TimeoutError:
             raise EnvironmentFailed(f"no answer to {kind} within {TIMEOUT_S:g} s", retry=True) from None
         except TypeError as error:  # it closed the connection

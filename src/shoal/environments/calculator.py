@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import msgspec
 
-from shoal.interfaces import Chat
-from shoal.tasks.games.seeded_game import Posed, SeededGame
+from shoal.interfaces import Model
+from shoal.tasks.sdk import Question, task
 from shoal.types import Message, Outcome, Role, Task, ToolCall
 
 TOOLS = msgspec.json.encode(
@@ -40,8 +40,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 }
 
 
-class CalculatorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Difficulty of the questions."""
+class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reward is 1 when the last number of the first answer without a call is the value."""
 
     terms: int = 4
     digits: int = 3
@@ -52,42 +52,29 @@ class CalculatorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
         if not (2 <= self.terms <= 20 and 1 <= self.digits <= 9 and self.turns >= 1):
             raise ValueError("expected 2 to 20 terms of 1 to 9 digits, and at least 1 turn")
 
-
-class Nothing(msgspec.Struct, frozen=True):
-    """The game hides only the answer."""
-
-
-class Calculator(SeededGame):
-    """The reward is 1 when the last number of the first answer without a call is the value."""
-
-    parameters = CalculatorParameters
-
-    def posed(self, rng: random.Random) -> Posed:
+    def draw(self, rng: random.Random) -> Question:
         """Sums, differences and products of whole numbers."""
-        given = self._parameters
-        expression = str(rng.randrange(1, 10**given.digits))
-        for _ in range(given.terms - 1):
-            sign, number = rng.choice("+-*"), rng.randrange(1, 10**given.digits)
+        expression = str(rng.randrange(1, 10**self.digits))
+        for _ in range(self.terms - 1):
+            sign, number = rng.choice("+-*"), rng.randrange(1, 10**self.digits)
             whole = f"({expression})" if sign == "*" and " " in expression else expression
             expression = f"{whole} {sign} {number}"
-        answer = value_of(expression)
-        return Posed(f"What is {expression}? Use the calculator, then answer with the number.", Nothing(), answer)
+        text = f"What is {expression}? Use the calculator, then answer with the number."
+        return Question(text, value_of(expression))
 
-    async def play(self, task: Task, chat: Chat) -> Outcome:
+    async def rollout(self, task: Task, model: Model) -> Outcome:
         """Answers calls until the model makes none."""
         messages = list(task.messages)
-        for _ in range(self._parameters.turns):
-            said = await chat.answer(messages, tools=TOOLS)
+        for _ in range(self.turns):
+            said = await model.answer(messages, tools=TOOLS)
             if not said.tool_calls:
                 numbers = _NUMBER.findall(said.content.replace(",", "")[-MOST_CHARACTERS:])
                 return Outcome(reward=float(bool(numbers) and numbers[-1] == task.answer))
             messages += [said, *(Message(Role.TOOL, _result(call), tool_call_id=call.id) for call in said.tool_calls)]
         return Outcome(reward=0.0)
 
-    @property
-    def _parameters(self) -> CalculatorParameters:
-        assert isinstance(self._given, CalculatorParameters)
-        return self._given
+
+calculator = task("calculator")(Calculator)
 
 
 def value_of(expression: str) -> str:

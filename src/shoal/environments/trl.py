@@ -1,6 +1,6 @@
 """Tasks written for TRL's GRPOTrainer: reward functions, tools and environments, without TRL.
 
-    from shoal.tasks.trl_tasks import trl_task
+    from shoal.environments.trl import trl_task
     game = trl_task("game", rows, environment_factory=Game)             # service = "python", path = "my_tasks:game"
     sums = trl_task("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
 
@@ -14,11 +14,15 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from shoal.errors import TaskError
-from shoal.tasks.rows import Rows
-from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
+from shoal.interfaces import Model
+from shoal.tasks.holdout import Epochs
+from shoal.tasks.sdk import Definition, EnvironmentFailed
 from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
 
 Row = Mapping[str, Json]
@@ -33,87 +37,94 @@ def trl_task(
     reward_weights: Sequence[float] | None = None,
     environment_factory: Callable[[], Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
-    max_running: int = 64,
+    max_running: int | None = None,
     eval_share: float = 0.2,
 ) -> Definition:
     """A task of rows with `prompt` (a text or messages) and columns for the reward functions. Raises `TaskError`."""
     weights = list(reward_weights or [1.0] * len(reward_funcs))
     if len(weights) != len(reward_funcs):
         raise TaskError(f"{name}: expected {len(reward_funcs)} reward weights, got {len(weights)}")
-    rewards = _Rewards(list(zip(reward_funcs, weights, strict=True)))
-    drawn = Rows(name, rows, eval_share)
-    if environment_factory is None and not tools:
-        if not reward_funcs:
-            raise TaskError(f"{name}: expected reward functions or an environment, got neither")
-        return Definition(name, _SingleTurn(drawn, rewards), max_running=max_running)
-    return Definition(name, _ToolUse(drawn, rewards, environment_factory, tools), max_running=max_running)
+    parts = list(zip(reward_funcs, weights, strict=True))
+    tasks = [_task(f"{name}: row {number}", number, row) for number, row in enumerate(rows)]
+    given = ([dict(row) for row in rows], Epochs(name, tasks, eval_share), parts)
+    if environment_factory is not None or tools:
+        author: _Rows = _ToolUse(*given, environment_factory, tools)
+    elif reward_funcs:
+        author = _SingleTurn(*given)
+    else:
+        raise TaskError(f"{name}: expected reward functions or an environment, got neither")
+    return Definition(name, author, max_running=max_running)
 
 
-class _Rewards:
-    """TRL's weighted sum of reward functions."""
+def _task(where: str, number: int, row: Row) -> Task:
+    """The task of a row, which is found again by its number. Raises `TaskError`."""
+    prompt, answer = row.get("prompt"), row.get("answer")
+    try:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = msgspec.convert(asked, tuple[Message, ...])
+    except msgspec.ValidationError as error:
+        raise TaskError(f"{where}: expected a prompt, a text or messages: {error}") from None
+    return Task(str(number), "", messages, answer if isinstance(answer, str) else None, json.dumps({"row": number}))
 
-    def __init__(self, parts: list[tuple[Callable[..., Any], float]]) -> None:
-        self._parts = parts
 
-    async def of(
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An author's rows, and TRL's weighted sum of reward functions."""
+
+    rows: Sequence[dict[str, Json]]
+    epochs: Epochs
+    parts: Sequence[tuple[Callable[..., Any], float]]
+
+    def draw(self, split: Split, index: int) -> Task:
+        return self.epochs.draw(split, index)
+
+    def row_of(self, task: Task) -> Row:
+        number: int = json.loads(task.info)["row"]
+        return self.rows[number]
+
+    async def rewards(
         self, row: Row, messages: Sequence[Message], said: Sequence[Sequence[Message]], **more: Any
     ) -> list[Reward]:
         """One reward for each completion of a prompt; a completion for which every function gives None fails."""
-        columns = {name: [value] * len(said) for name, value in row.items() if name not in ("prompt", "completion")}
-        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else [plain(message) for message in messages]
+        n = len(said)
+        columns = {name: [value] * n for name, value in row.items() if name not in ("prompt", "completion")}
         # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
-        completions: list[Any] = [[plain(message) for message in one] for one in said]
-        if isinstance(prompt, str):
-            completions = [one[-1]["content"] for one in completions]
-        totals: list[float | None] = [None] * len(said)
-        for function, weight in self._parts:
-            given = function(prompts=[prompt] * len(said), completions=completions, **columns, **more)
+        if isinstance(prompt := row["prompt"], str):
+            asked: Any = prompt
+            completions: list[Any] = [one[-1].content for one in said]
+        else:
+            asked, completions = list(map(plain, messages)), [list(map(plain, one)) for one in said]
+        totals: list[float | None] = [None] * n
+        for function, weight in self.parts:
+            given = function(prompts=[asked] * n, completions=completions, **columns, **more)
             values = await given if inspect.isawaitable(given) else given
-            for i, value in enumerate(_one_each(values, len(said), function)):
+            if len(values) != n:
+                raise ValueError(f"{getattr(function, '__name__', function)}: expected {n} rewards, got {len(values)}")
+            for i, value in enumerate(values):
                 if value is not None:
                     totals[i] = (totals[i] or 0.0) + weight * float(value)
         nothing = Reward(0.0, RewardStatus.FAILED, evidence="every reward function gave None")
         return [nothing if total is None else Reward(total) for total in totals]
 
 
-def _one_each(values: Sequence[Any], n: int, function: Callable[..., Any]) -> Sequence[Any]:
-    if len(values) != n:
-        raise ValueError(f"{getattr(function, '__name__', function)}: expected {n} rewards, got {len(values)}")
-    return values
-
-
-class _SingleTurn:
-    """Implements the author's methods of a `Definition` whose answers take one turn."""
-
-    def __init__(self, rows: Rows, rewards: _Rewards) -> None:
-        self._rows, self._rewards = rows, rewards
-
-    def draw(self, split: Split, index: int) -> Task:
-        return self._rows.draw(split, index)
+class _SingleTurn(_Rows):
+    """Answers take one turn."""
 
     async def scores(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         said = [[Message(Role.ASSISTANT, answer)] for answer in answers]
-        return await self._rewards.of(self._rows.row_of(task), task.messages, said)
+        return await self.rewards(self.row_of(task), task.messages, said)
 
 
-class _ToolUse:
+@dataclass(frozen=True, slots=True)
+class _ToolUse(_Rows):
     """A conversation in which the model calls tools until it calls none."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        rewards: _Rewards,
-        factory: Callable[[], Any] | None,
-        tools: Sequence[Callable[..., Any]],
-    ) -> None:
-        self._rows, self._rewards, self._factory, self._tools = rows, rewards, factory, tools
-
-    def draw(self, split: Split, index: int) -> Task:
-        return self._rows.draw(split, index)
+    factory: Callable[[], Any] | None
+    tools: Sequence[Callable[..., Any]]
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
-        row, environment = self._rows.row_of(task), self._factory() if self._factory else None
-        messages, tools = list(task.messages), {tool.__name__: tool for tool in self._tools}
+        row, environment = self.row_of(task), self.factory() if self.factory else None
+        messages, tools = list(task.messages), {tool.__name__: tool for tool in self.tools}
         if environment is not None:
             seen = await call(environment.reset, **row)
             if seen is not None:
@@ -122,7 +133,7 @@ class _ToolUse:
         begun = len(messages)
         await converse(model, messages, tools)
         more = {"environments": [environment]} if environment is not None else {}
-        (reward,) = await self._rewards.of(row, messages[:begun], [messages[begun:]], **more)
+        (reward,) = await self.rewards(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
             own = float(cast(float, await call(cast(Any, environment).get_reward)))
             return Outcome(reward=reward.value + own)
@@ -180,7 +191,7 @@ def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Converts a message to the form of TRL's reward functions.
+    """Converts a message to the form of TRL's reward functions; arguments that are no JSON stay a text.
 
     >>> plain(Message(Role.USER, "Hello"))
     {'role': 'user', 'content': 'Hello'}
@@ -188,7 +199,14 @@ def plain(message: Message) -> dict[str, Any]:
     body: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.tool_calls:
         body["tool_calls"] = [
-            {"type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
+            {"type": "function", "function": {"name": one.name, "arguments": _arguments(one.arguments)}}
             for one in message.tool_calls
         ]
     return body
+
+
+def _arguments(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -3,11 +3,10 @@
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from shoal.config import TaskConfig
-from shoal.tasks.games.hanoi import PEGS, Hanoi, best_move
+from shoal.environments.hanoi import PEGS, best_move, hanoi
 from shoal.types import Message, Role, Split, seed_for
 
 REWRITE = [(r"(?s)^.*A: (.*)\nB: (.*)\nC: (.*)$", r"\1/\2/\3"), (" ", "")]
@@ -16,19 +15,15 @@ EVAL_SHARE = 0.5
 """Share of held-out starts, as in examples/turns; the model is never shown them."""
 
 
-def towers(name: str = "hanoi") -> TaskConfig:
-    """The task as the embedded model plays it."""
-    return TaskConfig(name=name, service="turns", rewrite=REWRITE, eval_share=EVAL_SHARE)
-
-
 @dataclass(frozen=True, slots=True)
 class CarelessTeacher:
-    """Implements `interfaces.Chat` with the best move, or, at a share of the turns, any move, legal or not."""
+    """Implements `interfaces.Model` with the best move, or, at a share of the turns, any move, legal or not."""
 
     rng: random.Random
     careless_share: float
     said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
     """Messages before each answer, and the answer."""
+    base_url = anthropic_base_url = api_key = ""
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The next move."""
@@ -47,10 +42,10 @@ def _count(disks: Sequence[str]) -> int:
 
 def played_turns(seed: int, careless_share: float) -> Iterator[tuple[tuple[Message, ...], str]]:
     """Messages before each move, and the move, of one training game after the other, without end."""
-    service = Hanoi(towers(), seed)
+    towers = replace(hanoi, seed=seed, rewrite=REWRITE, eval_share=EVAL_SHARE)
     rng = random.Random(seed_for("careless teacher", seed))
     with asyncio.Runner() as runner:
         for index in count():
             teacher = CarelessTeacher(rng, careless_share)
-            runner.run(service.play(service.draw(Split.TRAIN, index), teacher))
+            runner.run(towers.rollout(towers.draw(Split.TRAIN, index), teacher))
             yield from teacher.said

@@ -1,6 +1,6 @@
 """Environments written for verifiers 0.4 (`verifiers.v1`), with their own agents, tools and rewards.
 
-    from shoal.tasks.verifiers_tasks import verifiers_task
+    from shoal.environments.verifiers import verifiers_task
     sums = verifiers_task("sums", taskset="my-taskset")              # served by: shoal task serve my_tasks:sums ...
 
 The environment runs an unchanged episode; its model is the session. verifiers pins its own releases of some packages.
@@ -12,12 +12,12 @@ import contextlib
 import itertools
 import json
 import os
+import random
 from typing import Any
 
-from shoal.errors import TaskError
-from shoal.tasks.holdout import split_of
-from shoal.tasks.sdk import Definition, EnvironmentFailed, Model
-from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+from shoal.interfaces import Model
+from shoal.tasks.sdk import Definition, EnvironmentFailed, Question
+from shoal.types import Json, Outcome, Task
 
 KEY_VARIABLE = "SHOAL_SESSION_KEY"
 """Name of the environment variable that verifiers reads a key from; Shoal's key is in the URL."""
@@ -37,48 +37,36 @@ def verifiers_task(
     An infinite taskset gives its first `most_tasks` tasks. `env` says where an agent runs: `{"agent": {"runtime":
     {"type": "subprocess"}}}`.
     """
-    made = Verifiers(name, {**(env or {}), "taskset": {**_table(env), "id": taskset}}, most_tasks, eval_share)
-    return Definition(name, made, max_running=max_running)
-
-
-def _table(env: "dict[str, Json] | None") -> dict[str, Json]:
-    given = (env or {}).get("taskset", {})
-    return given if isinstance(given, dict) else {}
+    table = (env or {}).get("taskset", {})
+    given = {**(env or {}), "taskset": {**(table if isinstance(table, dict) else {}), "id": taskset}}
+    made = Verifiers(taskset, given, most_tasks)
+    return Definition(name, made, eval_share=eval_share, max_running=max_running)
 
 
 class Verifiers:
-    """Implements the author's methods of a `Definition` with a verifiers environment."""
+    """An author with a verifiers environment."""
 
-    def __init__(self, name: str, env: dict[str, Json], most_tasks: int, eval_share: float) -> None:
+    def __init__(self, taskset: str, env: dict[str, Json], most_tasks: int) -> None:
         from verifiers.v1.utils import loaders
 
-        self._name = name
-        kind = loaders.environment_class(str(_table(env)["id"]), str(env.get("id", "")))
+        kind = loaders.environment_class(taskset, str(env.get("id", "")))
         self._env: Any = kind(_config_of(kind, env))
         os.environ.setdefault(KEY_VARIABLE, "none")
         self._tasks = list(itertools.islice(self._env.taskset, most_tasks))
-        self._numbers: dict[Split, list[int]] = {split: [] for split in Split}
-        for number, task in enumerate(self._tasks):
-            self._numbers[split_of(task.data.prompt_text, eval_share)].append(number)
-        if not all(self._numbers.values()):
-            raise TaskError(f"{name}: {len(self._tasks)} tasks are too few to hold some out")
         self._serving: asyncio.Future[None] | None = None
 
-    def draw(self, split: Split, index: int) -> Task:
-        """The taskset's task that the split and the index pick."""
-        numbers = self._numbers[split]
-        number = numbers[seed_for(split, self._name, index) % len(numbers)]
+    def draw(self, rng: random.Random) -> Question:
+        """One of the taskset's tasks."""
+        number = rng.randrange(len(self._tasks))
         data = self._tasks[number].data
-        system = (Message(Role.SYSTEM, data.system_prompt),) if data.system_prompt else ()
-        messages = (*system, Message(Role.USER, data.prompt_text))
-        return Task(f"{self._name}/{split}/{index}", self._name, messages, info=json.dumps({"number": number}))
+        return Question(data.prompt_text, system=data.system_prompt or "", info={"number": number})
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """One episode of the environment; its reward is the sum over the episode's traces."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         await self._served()
-        (slot,) = self._env.slots(self._tasks[json.loads(task.info)["number"]], 1)
+        (slot,) = self._env.slots(self._tasks[json.loads(task.info)["info"]["number"]], 1)
         client = EvalClientConfig(base_url=model.base_url, api_key_var=KEY_VARIABLE)
         episode = await self._env.run_slot(slot, ModelContext("policy", client))
         errors = [*filter(None, [getattr(episode, "error", None)]), *(e for one in episode.traces for e in one.errors)]
@@ -90,7 +78,7 @@ class Verifiers:
         """Starts the environment's shared resources, which last as long as this process."""
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_future()
-            self._holding = asyncio.create_task(self._hold(self._serving), name=f"serving {self._name}")
+            self._holding = asyncio.create_task(self._hold(self._serving), name="serving a taskset")
         await asyncio.shield(self._serving)
 
     async def _hold(self, up: "asyncio.Future[None]") -> None:

@@ -1,0 +1,115 @@
+"""The gateway inside a run: sessions for rollouts, in this process and over HTTP."""
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from shoal.gateway.registry import SessionBounds
+from shoal.gateway.server import Gateway
+from shoal.gateway.sessions import AnswerRequest, Session, SessionLimits
+from shoal.gateway.token_tree import Conversation
+from shoal.interfaces import Engine
+from shoal.model.chat_template import ChatRenderer
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import uvicorn_config
+from shoal.types import Message, Sampling, Turn
+
+STOP_GRACE_S = 1
+UNLIMITED = sys.maxsize
+"""Generations and tokens of a rollout: its deadline bounds them, and any other bound would fail what goes well."""
+IDLE_FACTOR = 4.0
+"""A session outlives its rollout's deadline by this: rollouts end their sessions, eviction is for lost ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedSession:
+    """Implements `interfaces.Conversation`. Whoever has the key or the URL speaks in this session, and in no other."""
+
+    session: Session
+    gateway: Gateway
+    anthropic_base_url: str
+
+    @property
+    def base_url(self) -> str:
+        """URL for OpenAI's clients."""
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """Opens the session at the gateway's common URL too."""
+        return self.session.token
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The sampled answers, in the order in which they began."""
+        return self.session.tree.turns()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation that ends in the newest answer."""
+        return self.session.tree.messages()
+
+    @property
+    def overflowed(self) -> bool:
+        """True if the newest request did not fit the context."""
+        return self.session.tree.truncated
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        """The model's next message, without HTTP; messages that extend an answer are not tokenised again."""
+        asked = AnswerRequest(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
+        generation = await self.session.generation(asked)
+        self.session.deliver(generation)
+        return generation.message
+
+    async def end(self) -> None:
+        """Refuses further requests; what is being sampled will be in the token tree."""
+        await self.gateway.sessions.end(self.session)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A gateway and the URL at which it listens."""
+
+    gateway: Gateway
+    url: str
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, engine: Engine, renderer: ChatRenderer, *, max_model_len: int, at: str = "127.0.0.1"
+    ) -> "AsyncIterator[Host]":
+        """A host on `engine` until the context is left, at a free port of an address. Raises `ConfigError`.
+
+        Nobody gets in without the URL or key of a session, and only the host opens sessions.
+        """
+        bounds = SessionBounds(idle_s=24 * 3600.0)
+        key = secrets.token_urlsafe(24)
+        gateway = Gateway(engine, renderer, max_model_len=max_model_len, admin_key=key, host=at, bounds=bounds)
+        with listening_socket(at, 0) as listening:
+            server = _Server(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S))
+            serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
+            try:
+                yield cls(gateway, url_of(listening))
+            finally:
+                server.should_exit = True
+                await serving
+
+    def session(self, sampling: Sampling, priority: int, timeout_s: float) -> HostedSession:
+        """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
+        limits = SessionLimits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s)
+        session = self.gateway.sessions.open(sampling=sampling, limits=limits, priority=priority)
+        return HostedSession(session, self.gateway, f"{self.url}/s/{session.token}")
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        """Does nothing."""
+        yield
