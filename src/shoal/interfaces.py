@@ -92,12 +92,12 @@ class Model(Protocol):
         ...
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
-        """What the model says next; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
+        """The model's next message; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
         ...
 
 
-class Conversation(Model, Protocol):
-    """A rollout's conversation with the model, and what was sampled in it."""
+class ModelSession(Model, Protocol):
+    """A rollout's conversation with the model, and the answers sampled in it."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -120,7 +120,7 @@ class Conversation(Model, Protocol):
 
 
 class Environment:
-    """What a task is made of: it draws questions, and may hold the conversations and score the answers itself."""
+    """An environment draws tasks of one kind, and may hold their conversations and score their answers itself."""
 
     name: str
     """Unique within a run."""

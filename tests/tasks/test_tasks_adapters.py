@@ -144,6 +144,21 @@ def test_rewards_see_the_environment_and_the_whole_conversation() -> None:
     assert outcome.reward == 703 + float(json.loads(task.info)["row"] == 7)
 
 
+def test_a_call_whose_arguments_are_no_json_is_answered_with_an_error_and_shown_to_rewards_as_it_is() -> None:
+    seen = []
+
+    def calls(completions, **columns):
+        seen.extend(one["tool_calls"][0]["function"]["arguments"] for one in completions[0] if "tool_calls" in one)
+        return [1.0]
+
+    served = trl_task("count", [{**row, "n": 1} for row in CHATS], environment_factory=Counter, reward_funcs=[calls])
+    broken = Message(Role.ASSISTANT, "", (ToolCall("c1", "add", '{"by": '),))
+    model = Scripted(broken, "done")
+    assert asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), model)).reward == 1.0
+    assert seen == ['{"by": ']
+    assert "error" in model.asked[-1][0][-1].content
+
+
 async def game(request: web.Request) -> web.WebSocketResponse:
     """The messages of openenv-core 0.3's /ws, and the game of `openenv_game`."""
     socket, word, left = web.WebSocketResponse(), "", 0

@@ -104,9 +104,15 @@ def test_a_system_message_of_its_own_and_a_scorer_of_its_own_take_the_place_of_t
         ('{"prompt": "q", "answer": "1", "info": {"scorer": "magic"}}', ":2: info.scorer: expected one of exact"),
         ('{"prompt": "q", "answer": "1", "scorer": "number"}', ":2: scorer: expected a column of another name"),
         ('{"prompt": "q", "answer": "1", "x": 1, "info": {"x": 2}}', ":2: x: expected a column of another name"),
-        ('{"prompt": [{"role": "user"}], "answer": "1"}', ":2: prompt.0: expected"),
-        ('{"prompt": [{"role": "boss", "content": "x"}], "answer": "1"}', ":2: prompt.0.role: expected one of"),
-        ('{"prompt": [{"role": "user", "content": 7}], "answer": "1"}', ":2: prompt.0.content: expected text, got 7"),
+        (
+            '{"prompt": [{"role": "user"}], "answer": "1"}',
+            r":2: prompt: .* `content` - at `\$\[0\]`",
+        ),
+        ('{"prompt": [{"role": "boss", "content": "x"}], "answer": "1"}', r":2: prompt: .*'boss' - at `\$\[0\].role`"),
+        (
+            '{"prompt": [{"role": "user", "content": 7}], "answer": "1"}',
+            r":2: prompt: .* `int` - at `\$\[0\].content`",
+        ),
         ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}', ":2: prompt: expected a last message"),
     ],
 )

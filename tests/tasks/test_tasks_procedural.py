@@ -26,7 +26,7 @@ def started(mode: str, hash_seed: str = "0") -> "subprocess.Popen[str]":
 
 
 def entries(process: "subprocess.Popen[str]") -> dict[str, list[str]]:
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     found: dict[str, list[str]] = json.loads(out)
     return found
@@ -39,11 +39,11 @@ def test_every_dataset_gives_a_receipts_entry_again_in_another_process_from_a_fr
     assert [key for key in ours if ours[key] != fresh[key]] == []
 
 
-def test_every_curriculum_gives_a_question_at_its_lowest_level_but_for_two_that_are_wrong_upstream() -> None:
+def test_every_curriculum_that_ends_gives_a_question_at_its_lowest_level_but_for_one_that_is_wrong_upstream() -> None:
     found = entries(started("levels"))
     failed = {name: entry[1] for name, entry in found.items() if entry[0] == "error"}
     assert len(found) > 95
-    assert set(failed) == {"knight_swap", "sokoban"}  # the last one draws for a quarter of a minute
+    assert set(failed) == {"knight_swap"}
     assert "min_nodes must be >= 6" in failed["knight_swap"]
 
 

@@ -119,6 +119,13 @@ def test_a_program_is_repaired_when_its_tests_pass_in_the_sandbox() -> None:
     assert played(game, task, *["def f(*a):\n    return None"] * 4).reward.value == 0
 
 
+def test_a_right_program_that_waits_for_the_machine_is_repaired_all_the_same() -> None:
+    game = service("repair", attempts=1)
+    task = game.draw(Split.TRAIN, 0)
+    late = f"```python\nimport time\ntime.sleep(5.2)\n{task.answer}```"
+    assert played(game, task, late).reward.value == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [("chess", {}, "guess_number, hanoi"), ("hanoi", {"disk": 3}, "disk"), ("hanoi", {"disks": 0}, "1 to 12 disks")],

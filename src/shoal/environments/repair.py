@@ -59,7 +59,7 @@ class Repair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             f"This program should give {chosen.what}, and does not:\n```python\n{wrong}```\n"
             "Answer with the whole program, repaired."
         )
-        tests: Json = [[call, chosen.value(*call)] for call in calls]
+        tests: Json = [[call, chosen.value(call)] for call in calls]
         return Question(text, chosen.source, info=tests)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:

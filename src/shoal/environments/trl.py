@@ -10,7 +10,6 @@ leaves the rollout out. Environments have `reset(**row)`, public methods that ar
 1.x).
 """
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.tasks.holdout import Epochs
-from shoal.tasks.sdk import Definition, EnvironmentFailed
+from shoal.tasks.sdk import Definition, EnvironmentFailed, called
 from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
 
 Row = Mapping[str, Json]
@@ -126,7 +125,7 @@ class _ToolUse(_Rows):
         row, environment = self.row_of(task), self.factory() if self.factory else None
         messages, tools = list(task.messages), {tool.__name__: tool for tool in self.tools}
         if environment is not None:
-            seen = await call(environment.reset, **row)
+            seen = await called(environment.reset, **row)
             if seen is not None:
                 messages[-1] = Message(messages[-1].role, messages[-1].content + str(seen))
             tools |= tools_of(environment)
@@ -135,7 +134,7 @@ class _ToolUse(_Rows):
         more = {"environments": [environment]} if environment is not None else {}
         (reward,) = await self.rewards(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
-            own = float(cast(float, await call(cast(Any, environment).get_reward)))
+            own = float(cast(float, await called(cast(Any, environment).get_reward)))
             return Outcome(reward=reward.value + own)
         if reward.status is not RewardStatus.SCORED:
             raise EnvironmentFailed(reward.evidence)
@@ -168,18 +167,11 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, arguments:
     if name not in tools:
         return json.dumps({"error": f"there is no tool {name!r}"})
     try:
-        return str(await call(tools[name], **json.loads(arguments)))
+        return str(await called(tools[name], **json.loads(arguments)))
     except EnvironmentFailed:
         raise
     except Exception as error:  # a tool may raise anything
         return json.dumps({"error": str(error)})
-
-
-async def call(function: Callable[..., Any], **arguments: Any) -> object:
-    """Calls a function, `async` or not; a plain function runs in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
 
 
 def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:

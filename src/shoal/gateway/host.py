@@ -28,7 +28,7 @@ IDLE_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class HostedSession:
-    """Implements `interfaces.Conversation`. Whoever has the key or the URL speaks in this session, and in no other."""
+    """Implements `interfaces.ModelSession`. Whoever has the key or the URL speaks in this session, and in no other."""
 
     session: Session
     gateway: Gateway

@@ -71,29 +71,42 @@ SLOWER, FASTER = 0.5, 1.25
 """Factors of a task's pace: after it held up the others, and after it did not, up to 1."""
 
 
-class Adjuster:
-    """Follows the lessons of the groups, and sets new weights after every so many groups."""
+MEMORY = 32
+"""Number of groups after which a task's tokens per group are half forgotten."""
 
-    def __init__(self, base: Mapping[str, float], bounds: WeightBounds) -> None:
+
+class Adjuster:
+    """Follows the groups of each task, and sets new weights after every so many groups.
+
+    The new weights are the user's by a rate of each task: the share of its informative groups, or, without bounds, the
+    inverse of the tokens that one group takes. The latter keeps each task's share of the sampled *tokens* at what the
+    user gave.
+    """
+
+    def __init__(self, base: Mapping[str, float], bounds: WeightBounds | None) -> None:
         """`base` are the user's weights."""
         self._base = dict(base)
         self._bounds = bounds
         self._lately = {name: _Lately() for name in base}
         self._rates: dict[str, float] = {}
+        self._tokens: dict[str, float] = {}
         self._pace = dict.fromkeys(base, 1.0)
         self._since = 0
         self.weights = dict(base)
 
     @property
     def due(self) -> bool:
-        """True if enough groups finished since the last adjustment."""
-        return self._since >= ENOUGH * len(self._base) / 2
+        """True if enough groups finished since the last adjustment; for token shares, of every task."""
+        known = self._bounds is not None or self._tokens.keys() == self._base.keys()
+        return known and self._since >= ENOUGH * len(self._base) / 2
 
     def finished(self, name: str, *, informative: bool, tokens: int) -> None:
         """Notes a usable group of a task, with its number of sampled tokens."""
         self._since += 1
         self._lately[name].finished += 1
         self._lately[name].informative += informative
+        before = self._tokens.get(name, float(max(tokens, 1)))
+        self._tokens[name] = before + (tokens - before) * (1 - 0.5 ** (1 / MEMORY))
 
     def looked(self, name: str, *, holding: bool) -> None:
         """Notes whether others wait for a task whose quota has room, because the task is at its concurrency limit."""
@@ -103,11 +116,24 @@ class Adjuster:
     def adjust(self, growth: Mapping[str, float]) -> list[Change]:
         """Moves the weights; `growth` is what each task's quota grew by since the last time. Each change has a reason.
 
-        The target is `base * rate / mean rate`, where the rate is the share of informative groups times a pace that
-        sinks while the others wait for the task; then clamped to `base * low .. base * high`. A task with too few
-        groups keeps the rate it had.
+        The target is `base * rate / mean rate`. With bounds the rate is the share of informative groups times a pace
+        that sinks while the others wait for the task; the target is clamped to `base * low .. base * high`, and a task
+        with too few groups keeps the rate it had.
         """
         self._since = 0
+        reasons = self._lessons(growth) if self._bounds else self._lengths()
+        base = sum(self._base[name] for name in self._rates)
+        mean = sum(self._base[name] * rate for name, rate in self._rates.items()) / max(base, 1e-9)
+        changes = [self._moved(name, self._rates[name] / mean, reason) for name, reason in reasons.items()]
+        return [change for change in changes if abs(change.after - change.before) > WORTH_TELLING * change.before]
+
+    def _lengths(self) -> dict[str, str]:
+        """Takes the rates of tokens per group; returns the reasons."""
+        self._rates = {name: 1 / max(tokens, 1.0) for name, tokens in self._tokens.items()}
+        return {name: f"{tokens:.0f} tokens per group" for name, tokens in self._tokens.items()}
+
+    def _lessons(self, growth: Mapping[str, float]) -> dict[str, str]:
+        """Takes the rates of the tasks with enough groups; returns the reasons."""
         reasons = {}
         for name, wanted in growth.items():
             lately = self._lately[name]
@@ -117,59 +143,13 @@ class Adjuster:
                 self._rates[name] = lately.informative_rate * self._pace[name]
                 reasons[name] = lately.reason
                 self._lately[name] = _Lately()
-        known = self._rates.keys()
-        mean = sum(self._base[name] * self._rates[name] for name in known) / max(
-            sum(self._base[n] for n in known), 1e-9
-        )
-        changes = [self._moved(name, self._rates[name] / mean, reason) for name, reason in reasons.items()]
-        return [change for change in changes if abs(change.after - change.before) > WORTH_TELLING * change.before]
+        return reasons
 
     def _moved(self, name: str, factor: float, reason: str) -> Change:
-        target = self._base[name] * min(max(factor, self._bounds.low), self._bounds.high)
         before = self.weights[name]
-        self.weights[name] = before + STEP * (target - before)
+        if self._bounds is None:
+            self.weights[name] = self._base[name] * factor
+        else:
+            target = self._base[name] * min(max(factor, self._bounds.low), self._bounds.high)
+            self.weights[name] = before + STEP * (target - before)
         return Change(name, before, self.weights[name], reason)
-
-
-MEMORY = 32
-"""Number of groups after which a task's tokens per group are half forgotten, and weights are taken anew."""
-
-
-class TokenShares:
-    """Keeps each task's share of the *drawn tokens* at what the user gave, whatever the length of its answers.
-
-    A weight in groups is the given one by the tokens that one group takes: the engine's speed is split by the weights.
-    """
-
-    def __init__(self, base: Mapping[str, float]) -> None:
-        """`base` are the user's weights."""
-        self._base = dict(base)
-        self._tokens: dict[str, float] = {}
-        self._since = 0
-        self.weights = dict(base)
-
-    @property
-    def due(self) -> bool:
-        """True if every task is known and enough groups finished since the last adjustment."""
-        return self._since >= ENOUGH * len(self._base) / 2 and self._tokens.keys() == self._base.keys()
-
-    def finished(self, name: str, *, informative: bool, tokens: int) -> None:
-        """Notes a usable group of a task, with its number of sampled tokens."""
-        self._since += 1
-        before = self._tokens.get(name, float(max(tokens, 1)))
-        self._tokens[name] = before + (tokens - before) * (1 - 0.5 ** (1 / MEMORY))
-
-    def looked(self, name: str, *, holding: bool) -> None:
-        """Does nothing: token shares do not depend on waiting tasks."""
-
-    def adjust(self, growth: Mapping[str, float]) -> list[Change]:
-        """Sets the weights by the tokens of the latest groups; the sum of the weights stays."""
-        self._since = 0
-        raw = {name: weight / max(self._tokens[name], 1.0) for name, weight in self._base.items()}
-        scale = sum(self._base.values()) / sum(raw.values())
-        changes = [
-            Change(name, self.weights[name], scale * weight, f"{self._tokens[name]:.0f} tokens per group")
-            for name, weight in raw.items()
-        ]
-        self.weights = {change.name: change.after for change in changes}
-        return [change for change in changes if abs(change.after - change.before) > WORTH_TELLING * change.before]

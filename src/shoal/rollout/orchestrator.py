@@ -9,11 +9,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal.errors import TaskError
+from shoal.experience import Buffer
 from shoal.interfaces import Environment
-from shoal.rollout.mixture_weights import Adjuster, Change, TokenShares, WeightBounds
+from shoal.rollout.mixture_weights import Adjuster, Change, WeightBounds
 from shoal.rollout.ratios import Quotas, ServiceLoad
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
@@ -34,68 +34,6 @@ REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
 NO_QUESTION = "no question can be drawn"
 ANOTHER = 1 << 32
 """Number added to the index of a question that cannot be drawn: another question takes its place."""
-
-
-class ServiceCounts(Protocol):
-    """The orchestrator's view of one service's groups."""
-
-    @property
-    def started(self) -> int:
-        """Number of started groups, in this run and before it was resumed."""
-        ...
-
-    @property
-    def finished(self) -> int:
-        """Number of usable groups that were not dropped since."""
-        ...
-
-    @property
-    def consumed(self) -> int:
-        """Number of finished groups that training has used."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Number of started groups without an end."""
-        ...
-
-
-class Admission(Protocol):
-    """The orchestrator's view of the buffer."""
-
-    @property
-    def budget(self) -> int:
-        """Number of groups that the staleness gate allows to be accepted or running."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Number of groups that may start now."""
-        ...
-
-    def counts_of(self, service: str) -> ServiceCounts:
-        """Counts of a service's groups."""
-        ...
-
-    def on_room(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` whenever there may be more room than before."""
-        ...
-
-    def balance(self, due: Callable[[Mapping[str, int], int], Mapping[str, float]]) -> None:
-        """Keeps training to each service's `due`, see `Quotas.due`; called again whenever that changes."""
-        ...
-
-    async def admit(self, group_id: str, service: str) -> int:
-        """Records that a group starts, at once while there is room, and returns its Version of admission."""
-        ...
-
-    async def add(self, group: Group) -> bool:
-        """Takes a group that ran and returns once it is durable. False when too few of its rollouts are usable."""
-        ...
-
-    async def fail(self, group_id: str, reason: str) -> None:
-        """Ends a group without a result."""
-        ...
 
 
 @dataclass(slots=True)
@@ -187,7 +125,7 @@ class Orchestrator:
         self,
         sources: Sequence[Source],
         weights: Mapping[str, float],
-        admission: Admission,
+        buffer: Buffer,
         *,
         adjustment: Adjustment | None = None,
         post: Callable[[Group], Group] = lambda group: group,
@@ -197,10 +135,10 @@ class Orchestrator:
         """`weights` are the sources', relative; `post` is what becomes of a group before it is added.
 
         `told` hears why many in a row could not be used, `on_failure` each reason of a failed rollout when it comes
-        first. Each source goes on drawing where the admission's counts say it stopped: no index is drawn twice.
+        first. Each source goes on drawing where the buffer's counts say it stopped: no index is drawn twice.
         """
         self._sources = {source.name: source for source in sources}
-        self._admission = admission
+        self._buffer = buffer
         self._post = post
         self._told = told
         self._on_failure = on_failure
@@ -208,9 +146,9 @@ class Orchestrator:
         self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
         weights = {name: weights[name] for name in self._sources}
         self._adjustment = adjustment
-        self._adjuster = _adjuster(weights, adjustment) if adjustment else None
-        consumed = {name: admission.counts_of(name).consumed for name in self._sources}
-        window = admission.budget - sum(consumed.values())
+        self._adjuster = Adjuster(weights, adjustment.bounds) if adjustment else None
+        consumed = {name: buffer.counts_of(name).consumed for name in self._sources}
+        window = buffer.budget - sum(consumed.values())
         self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
@@ -223,8 +161,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
-        self._admission.on_room(self._wake.set)
-        self._admission.balance(self._quotas.due)
+        self._buffer.on_room(self._wake.set)
+        self._buffer.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
             for source in self._sources.values():
                 groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
@@ -238,13 +176,13 @@ class Orchestrator:
     def leave(self, name: str) -> None:
         """A service is away: its share goes to the others until it comes back."""
         self._quotas.leave(name)
-        self._admission.balance(self._quotas.due)
+        self._buffer.balance(self._quotas.due)
         self._wake.set()
 
     def come(self, name: str) -> None:
         """A service is back; it gets what it missed out of what comes, within bounds."""
         self._quotas.come(name)
-        self._admission.balance(self._quotas.due)
+        self._buffer.balance(self._quotas.due)
         self._wake.set()
 
     def wake(self) -> None:
@@ -253,7 +191,7 @@ class Orchestrator:
 
     async def _keep_drawn(self, source: Source) -> None:
         """Has the next question of a service at hand, always."""
-        index = self._admission.counts_of(source.name).started
+        index = self._buffer.counts_of(source.name).started
         while True:
             task = await source.draw(index)
             putting = self._ready[source.name].put((index, task))
@@ -264,8 +202,8 @@ class Orchestrator:
 
     async def _start_one(self, groups: asyncio.TaskGroup) -> bool:
         """Starts the group that is due, if any."""
-        self._quotas.grow(self._admission.budget)
-        if self._admission.room < 1:
+        self._quotas.grow(self._buffer.budget)
+        if self._buffer.room < 1:
             return False
         loads = {name: self._load(name) for name in self._sources}
         name = self._quotas.next(loads, [name for name in self._sources if self._startable(name, loads[name])])
@@ -273,12 +211,12 @@ class Orchestrator:
             return False
         index, task = self._ready[name].get_nowait()
         group_id = f"{name}-{index}"
-        version = await self._admission.admit(group_id, name)
+        version = await self._buffer.admit(group_id, name)
         groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
         return True
 
     def _load(self, name: str) -> ServiceLoad:
-        counts = self._admission.counts_of(name)
+        counts = self._buffer.counts_of(name)
         return ServiceLoad(counts.finished, counts.in_flight)
 
     def _startable(self, name: str, load: ServiceLoad) -> bool:
@@ -297,12 +235,12 @@ class Orchestrator:
             if own is None or own.cancelling():
                 raise
             # A TaskGroup forgets a task that ends so: the group would run for ever, and hold its place at the gate.
-            await self._admission.fail(group_id, CANCELLED)
+            await self._buffer.fail(group_id, CANCELLED)
             self._note_unusable([CANCELLED])
             self._wake.set()
             return
         group = self._post(Group(group_id, task, rollouts, version))
-        usable = await self._admission.add(group)
+        usable = await self._buffer.add(group)
         if usable and self._adjuster is not None:
             rewards = {rollout.reward.value for rollout in group.finished}
             tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
@@ -341,7 +279,7 @@ class Orchestrator:
         for name in self._sources:
             load = self._load(name)
             below = load.accepted + load.running < self._quotas.quota(name)
-            self._adjuster.looked(name, holding=below and self._full(name, load) and self._admission.room > 0)
+            self._adjuster.looked(name, holding=below and self._full(name, load) and self._buffer.room > 0)
         if not self._adjuster.due:
             return
         quotas = {name: self._quotas.quota(name) for name in self._sources}
@@ -350,11 +288,7 @@ class Orchestrator:
         for change in self._adjuster.adjust(growth):
             self._adjustment.on_change(change)
         self._quotas.weigh(self._adjuster.weights)
-        self._admission.balance(self._quotas.due)
-
-
-def _adjuster(weights: Mapping[str, float], adjustment: Adjustment) -> Adjuster | TokenShares:
-    return TokenShares(weights) if adjustment.bounds is None else Adjuster(weights, adjustment.bounds)
+        self._buffer.balance(self._quotas.due)
 
 
 def attend(server: TaskServer, sources: Sequence[Source], wake: Callable[[], None]) -> None:

@@ -1,9 +1,10 @@
 """The split of a question, decided by its text alone: no seed, task or order can move it."""
 
 import hashlib
+import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -30,15 +31,17 @@ def _place_of(question: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def first_of(split: Split, eval_share: float, drawn: Callable[[int], tuple[str, T]], name: str) -> T:
-    """The first value of `drawn(0)`, `drawn(1)`, ... whose text belongs to the split.
+def first_of(split: Split, eval_share: float, drawn: Iterable[tuple[str, T]], name: str) -> T:
+    """The first value whose text belongs to the split, so that the splits share no question, however few there are.
 
-    The splits therefore share no question, however few there are. Raises `TaskError` when none is found.
+    Raises `TaskError` when none of `MOST_ATTEMPTS` does.
+
+    >>> first_of(Split.EVAL, 0.5, ((str(n), n) for n in range(9)), "digits")
+    0
     """
-    for attempt in range(MOST_ATTEMPTS):
-        text, value = drawn(attempt)
-        if split_of(text, eval_share) is split:
-            return value
+    found = (value for text, value in itertools.islice(drawn, MOST_ATTEMPTS) if split_of(text, eval_share) is split)
+    for value in found:
+        return value
     raise TaskError(f"{name}: none of {MOST_ATTEMPTS} questions drawn belongs to the {split} split")
 
 

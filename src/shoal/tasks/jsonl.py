@@ -8,12 +8,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import Environment
 from shoal.tasks.dataset_formats import canonical
-from shoal.tasks.holdout import Epochs, check_rewrite, prompt, rewritten
+from shoal.tasks.holdout import Epochs, check_rewrite, rewritten
 from shoal.types import Json, Message, Role, Split, Task
 
 RESERVED = ("scorer", "tests", "prompts", "completions")
@@ -112,33 +114,25 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
     return Task(f"{config.name}/{number}", config.name, messages, answer, kept)
 
 
+class _Said(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
+    content: str
+
+
 def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...]:
     """The prompt's messages; a system message of the row replaces the configured one."""
-    if isinstance(value, str) and value:
-        return prompt(config.system_prompt, rewritten(value, config.rewrite))
-    if not isinstance(value, list) or not value:
+    if not value or not isinstance(value, str | list):
         raise TaskError(f"{where}: prompt: expected text or a list of messages, got {_shown(value)}")
-    messages = [_message(f"{where}: prompt.{position}", message) for position, message in enumerate(value)]
-    if messages[-1].role is Role.ASSISTANT:
+    try:
+        asked = [_Said(Role.USER, value)] if isinstance(value, str) else msgspec.convert(value, list[_Said])
+    except msgspec.ValidationError as error:
+        raise TaskError(f"{where}: prompt: {error}") from None
+    if asked[-1].role is Role.ASSISTANT:
         raise TaskError(f"{where}: prompt: expected a last message that is not the assistant's")
-    asked = [_rewritten_message(message, config.rewrite) for message in messages]
-    own_system = messages[0].role is Role.SYSTEM or not config.system_prompt
-    return tuple(asked) if own_system else (Message(Role.SYSTEM, config.system_prompt), *asked)
-
-
-def _rewritten_message(message: Message, rewrite: Sequence[tuple[str, str]]) -> Message:
-    return Message(message.role, rewritten(message.content, rewrite)) if message.role is Role.USER else message
-
-
-def _message(where: str, value: Json) -> Message:
-    if not isinstance(value, dict) or set(value) != {"role", "content"}:
-        raise TaskError(f'{where}: expected {{"role": ..., "content": ...}}, got {_shown(value)}')
-    role, content = value["role"], value["content"]
-    if role not in list(Role):
-        raise TaskError(f"{where}.role: expected one of {', '.join(Role)}, got {_shown(role)}")
-    if not isinstance(content, str):
-        raise TaskError(f"{where}.content: expected text, got {_shown(content)}")
-    return Message(Role(role), content)
+    rewrites = {Role.USER: config.rewrite}
+    messages = tuple(Message(one.role, rewritten(one.content, rewrites.get(one.role, ()))) for one in asked)
+    own_system = asked[0].role is Role.SYSTEM or not config.system_prompt
+    return messages if own_system else (Message(Role.SYSTEM, config.system_prompt), *messages)
 
 
 def _shown(value: Json) -> str:

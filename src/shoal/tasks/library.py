@@ -110,10 +110,6 @@ class Library(Mixture):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the process that draws, and the task server."""
         self._open.close()
 
 

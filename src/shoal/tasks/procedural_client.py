@@ -12,10 +12,9 @@ import platform
 import subprocess
 import threading
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -90,17 +89,6 @@ class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
     """Number of characters of question and truth together, for settings of a peer."""
 
 
-class Why(StrEnum):
-    """The cause of a missing question, where callers treat causes differently."""
-
-    OTHER_RELEASE = "other release"
-    OUT_OF_BOUNDS = "out of bounds"
-    ANY = "any"
-
-
-_ERRORS = {Why.OTHER_RELEASE: OtherRelease, Why.OUT_OF_BOUNDS: OutOfBounds, Why.ANY: TaskError}
-
-
 class ProceduralReply(msgspec.Struct, frozen=True):
     """The config of a `CheckSettings`, the task of a `Draw` or `Redraw`, or an error."""
 
@@ -111,8 +99,11 @@ class ProceduralReply(msgspec.Struct, frozen=True):
     split: Split | None = None
     """The split of a `Redraw`'s question."""
     error: str = ""
-    why: Why = Why.ANY
-    """The cause of an error."""
+    kind: Literal["OtherRelease", "OutOfBounds", "TaskError"] = "TaskError"
+    """The class of an error."""
+
+
+_ERRORS = {"OtherRelease": OtherRelease, "OutOfBounds": OutOfBounds, "TaskError": TaskError}
 
 
 class ProceduralClient:
@@ -130,7 +121,8 @@ class ProceduralClient:
         self._draw_timeout_s = draw_timeout_s
         self._boxed = boxed
         self._turn = threading.Lock()
-        self._child: _Child | None = _Child(boxed)
+        self._is_ready = False
+        self._child: BlockingChild | None = self._started()
 
     def __enter__(self) -> "ProceduralClient":
         return self
@@ -169,9 +161,7 @@ class ProceduralClient:
     def close(self) -> None:
         """Ends the child."""
         with self._turn:
-            if self._child is not None:
-                self._child.kill()
-                self._child = None
+            self._discard()
 
     def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str) -> ProceduralReply:
         with self._turn:
@@ -186,38 +176,31 @@ class ProceduralClient:
                 self._discard()
                 raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
-            raise _ERRORS[reply.why](reply.error)
+            raise _ERRORS[reply.kind](reply.error)
         return reply
 
     def _answer(self, frame: bytes) -> ProceduralReply:
         """The reply to a frame, from a second child when the first has died."""
         with contextlib.suppress(ConnectionError):
-            return self._running().reply(frame, self._draw_timeout_s)
+            return self._replied(frame)
         self._discard()
-        return self._running().reply(frame, self._draw_timeout_s)
+        return self._replied(frame)
 
-    def _running(self) -> "_Child":
+    def _replied(self, frame: bytes) -> ProceduralReply:
+        """The child's reply. Raises `TimeoutError` or `ConnectionError`."""
         if self._child is None:
-            self._child = _Child(self._boxed)
-        return self._child
+            self._child = self._started()
+        if not self._is_ready:
+            self._child.receive(START_TIMEOUT_S)
+            self._is_ready = True
+        return wire.decode(self._child.ask(frame, self._draw_timeout_s), ProceduralReply)
+
+    def _started(self) -> BlockingChild:
+        self._is_ready = False
+        arguments, env = ["--boxed"] if self._boxed else [], {**os.environ, **ENVIRONMENT}
+        return BlockingChild("shoal.tasks.procedural_worker", arguments, env, output=subprocess.DEVNULL)
 
     def _discard(self) -> None:
         if self._child is not None:
             self._child.kill()
             self._child = None
-
-
-class _Child(BlockingChild):
-    """A running `python -m shoal.tasks.procedural_worker`."""
-
-    def __init__(self, boxed: bool) -> None:
-        quiet, arguments = subprocess.DEVNULL, ["--boxed"] if boxed else []
-        super().__init__("shoal.tasks.procedural_worker", arguments, {**os.environ, **ENVIRONMENT}, output=quiet)
-        self._ready = False
-
-    def reply(self, frame: bytes, timeout_s: float) -> ProceduralReply:
-        """The reply to a frame. Raises `TimeoutError` or `ConnectionError`."""
-        if not self._ready:
-            self.receive(START_TIMEOUT_S)
-            self._ready = True
-        return wire.decode(self.ask(frame, timeout_s), ProceduralReply)

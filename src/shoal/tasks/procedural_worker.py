@@ -4,17 +4,17 @@ import argparse
 import json
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import procedural, wire
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
-from shoal.tasks.holdout import prompt, rewritten, split_of
-from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Spec, Why
+from shoal.tasks.holdout import MOST_ATTEMPTS, first_of, prompt, rewritten, split_of
+from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Spec
 from shoal.types import Receipt, Split, Task, seed_for
 
 EVAL_SHARE = 0.2
-MAX_ATTEMPTS = 256
 BOXED_BYTES = 1 << 30
 """Bytes of memory that a boxed process may add to its memory at the start."""
 
@@ -22,25 +22,37 @@ BOXED_BYTES = 1 << 30
 def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
     """The task at `index`: the first of a path of seeds whose question belongs to the split.
 
-    A question's text decides its split, so the splits share no question however few there are. The run's seed moves
-    only the training questions: all runs are compared on equal held-out questions. Raises `TaskError`.
+    The run's seed moves only the training questions: all runs are compared on equal held-out questions. Raises
+    `TaskError`.
     """
-    reason = f"none of {MAX_ATTEMPTS} questions drawn belongs to the {split} split; these settings allow too few"
-    run = (seed,) if split is Split.TRAIN else ()
-    for attempt in range(MAX_ATTEMPTS):
-        # 31 bits: what every generator in use accepts, numpy's included.
-        item_seed = seed_for(split, spec.dataset, spec.config, *run, index, attempt) >> 32
-        receipt = Receipt(spec.dataset, procedural.VERSION, spec.config, item_seed, 0)
-        try:
-            entry = procedural.entry_of(receipt)
-        except procedural.DrawFailed as error:
-            reason = str(error)
-            continue
-        question = rewritten(entry.question, spec.rewrite)
-        if split_of(question, EVAL_SHARE) is split:
-            messages = prompt(procedural.system_prompt(spec.system_prompt), question)
-            return Task(f"{spec.dataset}/{split}/{index}", spec.dataset, messages, entry.truth, spec.info, receipt)
-    raise TaskError(f"{spec.dataset}: {reason}")
+    run, failures = (
+        (seed,) if split is Split.TRAIN else (),
+        [TaskError(f"{spec.dataset}: these settings allow too few")],
+    )
+
+    def drawn() -> Iterator[tuple[str, Task]]:
+        for attempt in range(MOST_ATTEMPTS):
+            # 31 bits: what every generator in use accepts, numpy's included.
+            item_seed = seed_for(split, spec.dataset, spec.config, *run, index, attempt) >> 32
+            receipt = Receipt(spec.dataset, procedural.VERSION, spec.config, item_seed, 0)
+            try:
+                entry = procedural.entry_of(receipt)
+            except procedural.DrawFailed as error:
+                failures.append(error)
+            else:
+                yield _task(spec, receipt, entry, f"{spec.dataset}/{split}/{index}")
+
+    try:
+        return first_of(split, EVAL_SHARE, drawn(), spec.dataset)
+    except TaskError as error:
+        raise TaskError(f"{error}; {failures[-1]}") from None
+
+
+def _task(spec: Spec, receipt: Receipt, entry: procedural.Entry, task_id: str) -> tuple[str, Task]:
+    """The question as it is asked, and its task."""
+    question = rewritten(entry.question, spec.rewrite)
+    messages = prompt(procedural.system_prompt(spec.system_prompt), question)
+    return question, Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
 
 
 def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> ProceduralReply:
@@ -51,10 +63,7 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
     size = len(entry.question) + len(entry.truth or "")
     if most_characters is not None and size > most_characters:
         raise OutOfBounds(f"{spec.dataset}: expected a question of at most {most_characters} characters, got {size}")
-    question = rewritten(entry.question, spec.rewrite)
-    messages = prompt(procedural.system_prompt(spec.system_prompt), question)
-    task_id = f"{receipt.dataset}/{receipt.seed}-{receipt.index}"
-    task = Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
+    question, task = _task(spec, receipt, entry, f"{receipt.dataset}/{receipt.seed}-{receipt.index}")
     return ProceduralReply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
 
 
@@ -68,9 +77,9 @@ def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:
             return redrawn(request.spec, request.receipt, request.most_characters)
         return ProceduralReply(task=drawn_task(request.spec, request.split, request.seed, request.index))
     except OtherRelease as error:
-        return ProceduralReply(error=str(error), why=Why.OTHER_RELEASE)
+        return ProceduralReply(error=str(error), kind="OtherRelease")
     except OutOfBounds as error:
-        return ProceduralReply(error=str(error), why=Why.OUT_OF_BOUNDS)
+        return ProceduralReply(error=str(error), kind="OutOfBounds")
     except (TaskError, RecursionError, MemoryError) as error:
         return ProceduralReply(error=str(error) or type(error).__name__)
 

@@ -47,7 +47,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The answer to a `Hello`: jobs follow."""
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+class Unwanted(msgspec.Struct, frozen=True, tag="refused"):
     """The answer to a `Hello` or a result that the run does not want; the connection ends."""
 
     reason: str
@@ -96,7 +96,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 Job: TypeAlias = DrawJob | RolloutJob | ScoreJob
-ToWorker: TypeAlias = Welcome | Refusal | Job | Cancel
+ToWorker: TypeAlias = Welcome | Unwanted | Job | Cancel
 
 
 class JobTask(msgspec.Struct, frozen=True, tag="drawn"):

@@ -35,10 +35,10 @@ from shoal.tasks.remote_protocol import (
     Job,
     JobFailed,
     Lease,
-    Refusal,
     Registry,
     Result,
     ToWorker,
+    Unwanted,
     Welcome,
     document,
 )
@@ -157,7 +157,7 @@ class TaskServer:
                 hello = await _received(socket, Hello)
             worker = self.registry.join(hello, jobs.put_nowait)
         except (ShoalError, TimeoutError) as error:
-            await _send(socket, Refusal(str(error)))
+            await _send(socket, Unwanted(str(error)))
             await socket.close()
             return
         except WebSocketDisconnect:
@@ -169,7 +169,7 @@ class TaskServer:
             while True:
                 self.registry.result(worker, await _received(socket, Result))  # type: ignore[arg-type]
         except ShoalError as error:
-            await _send(socket, Refusal(str(error)))
+            await _send(socket, Unwanted(str(error)))
             await socket.close()
         except WebSocketDisconnect:
             pass

@@ -16,7 +16,6 @@ import msgspec
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import ChatRefused, completion, wire_of
 from shoal.net.client import authorization, session
-from shoal.net.server import MOST_FRAME_BYTES
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     LEASE_S,
@@ -29,11 +28,11 @@ from shoal.tasks.remote_protocol import (
     JobOutcome,
     JobScores,
     JobTask,
-    Refusal,
     Result,
     RolloutJob,
     SessionAt,
     ToWorker,
+    Unwanted,
     Welcome,
 )
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
@@ -101,7 +100,7 @@ class RemoteWorker:
             while True:
                 try:
                     opening = http.ws_connect(
-                        self._url + PATH, headers=self._headers, heartbeat=LEASE_S / 2, max_msg_size=MOST_FRAME_BYTES
+                        self._url + PATH, headers=self._headers, heartbeat=LEASE_S / 2, max_msg_size=0
                     )
                     async with opening as socket:
                         await self._serve(http, socket, on_joined)
@@ -128,7 +127,7 @@ class RemoteWorker:
                 message: ToWorker = msgspec.json.decode(received.data, type=ToWorker)
                 if isinstance(message, Welcome):
                     on_joined()
-                elif isinstance(message, Refusal):
+                elif isinstance(message, Unwanted):
                     raise TaskError(f"the run at {self._url} said: {message.reason}")
                 elif isinstance(message, Cancel):
                     if message.lease in running:

@@ -24,9 +24,10 @@ Methods may be `async` or not; plain methods run in threads. Each process that s
 import asyncio
 import dataclasses
 import inspect
+import itertools
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -130,18 +131,19 @@ class Definition(Environment):
             return dataclasses.replace(task, service=self.name)
         run = (self.seed,) if self.seed and split is Split.TRAIN else ()
 
-        def questions(attempt: int) -> tuple[str, Question]:
-            drawn = self.author.draw(random.Random(seed_for("task", self.name, *run, split, index, attempt)))
-            question = drawn if isinstance(drawn, Question) else Question(str(drawn))
-            return question.split_by or question.text, question
+        def drawn() -> Iterator[tuple[str, Question]]:
+            for attempt in itertools.count():
+                given = self.author.draw(random.Random(seed_for("task", self.name, *run, split, index, attempt)))
+                question = given if isinstance(given, Question) else Question(str(given))
+                yield question.split_by or question.text, question
 
-        return self._task(first_of(split, self.eval_share, questions, self.name), split, index)
+        return self._task(first_of(split, self.eval_share, drawn(), self.name), split, index)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Runs the author's rollout, and scores it here when it gives only the answer."""
         if self.rewrite:
             model = _Rewriting(model, len(task.messages), self.rewrite)
-        outcome = outcome_of(await _call(self.author.rollout, task, model))
+        outcome = outcome_of(await called(self.author.rollout, task, model))
         if outcome.reward is None and outcome.answer is not None and self.scores:
             (reward,) = await self.score(task, [outcome.answer])
             if reward.status is not RewardStatus.SCORED:
@@ -159,7 +161,7 @@ class Definition(Environment):
         """The rewards of some answers together, or of one that is a text."""
         n = 1 if isinstance(said, str) else len(said)
         try:
-            given = await _call(method, task, said)
+            given = await called(method, task, said)
             values = [given] if isinstance(said, str) else list(cast(Sequence[object], given))
             if len(values) != n:
                 raise ValueError(f"scores: expected {n} rewards, got {len(values)}")
@@ -260,9 +262,9 @@ def outcome_of(said: object) -> Outcome:
     return Outcome(answer=said) if isinstance(said, str) else Outcome(reward=float(cast(float, said)))
 
 
-async def _call(method: Callable[..., object], *arguments: object) -> object:
+async def called(method: Callable[..., object], *arguments: object, **named: object) -> object:
     """Calls an author's method; a method that is not `async` runs in a thread, where it may take its time."""
     if inspect.iscoroutinefunction(method):
-        return await cast(Awaitable[object], method(*arguments))
-    given = await asyncio.to_thread(method, *arguments)
+        return await cast(Awaitable[object], method(*arguments, **named))
+    given = await asyncio.to_thread(method, *arguments, **named)
     return await given if inspect.isawaitable(given) else given
