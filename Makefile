@@ -87,12 +87,11 @@ check: lint coverage
 	$(BIN)/python -m pytest tests/house/test_layers.py
 	$(PYTEST)
 
-# Changes one call, argument or condition at a time; results add up in build/mutants.jsonl, so a second call goes on.
-SAMPLE ?= 400
+# Changes one call, argument or condition at a time; results add up in benchmarks/results/mutants.jsonl, so a second call goes on.
 SEED ?= 0
 MINUTES ?= 60
 mutants: $(VENV)/dev-installed
-	$(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --minutes $(MINUTES) $(MODULES)
+	$(BIN)/python tools/mutants.py --seed $(SEED) --minutes $(MINUTES) $(ROOMS)
 
 # The files that a reader opens on the way of one token.
 flow: $(VENV)/dev-installed

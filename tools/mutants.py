@@ -1,22 +1,23 @@
 """Changes one call, argument or condition at a time and prints each change that no test notices.
 
-`python tools/mutants.py --sample 400 --seed 0` takes the first 400 of a shuffled list of all mutants. Results are added
-to a file, so a run that was ended goes on where it was. The tests of a mutant are the files that import its module, and
-where none does, the files that import one of its importers. Survivors that change nothing that a test could see are
-named with a reason in tools/mutants_equivalent.toml.
+A mutant's place in the sample is a hash of its key, so it lasts while the code around it moves. Each result is kept
+with its commit in benchmarks/results/mutants.jsonl: a run that was ended goes on where it was, and `--minutes 0` prints
+the figures of all runs. A mutant meets the tests that run its line, the quickest first: those of its own room, and when
+it lives those of other files that import its module. Survivors that change nothing that a test could see are named with
+a reason in tools/mutants_equivalent.toml.
 """
 
 import argparse
 import ast
 import json
-import random
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -24,13 +25,19 @@ from typing import TypeAlias
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
-from mutants_runner import Runner
+from mutants_coverage import Coverage
+from mutants_runner import TIMED_OUT, Runner
 from mutmut.mutation import mutators
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
 TESTS = ROOT / "tests"
-ROOMS = ("run", "trainer", "experience", "swarm", "tasks", "rollout")
+SAMPLE = {"run": 86, "trainer": 60, "experience": 50, "swarm": 100, "tasks": 70, "rollout": 34}
+"""Mutants to try of each room, by how many it has."""
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
+QUICK_S = 15.0
+"""The quickest tests of a line are tried first, so many seconds of them."""
+AT_MOST_S = 120.0
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -231,95 +238,122 @@ def equivalents() -> dict[str, str]:
     return {one["key"]: one["reason"] for one in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
 
 
+@dataclass(slots=True)
+class Result:
+    """What became of a mutant."""
+
+    mutant: str
+    commit: str
+    killed_by: str
+    """A test, "timed out", or "" when it lives."""
+    lived: bool = False
+    """Whether it lived through the tests that there were when it was first tried."""
+
+
 class Results:
-    """A file of JSON lines that grows over runs: how long tests take, and which mutants lived."""
+    """A file of JSON lines, one a mutant, in the order of their keys."""
 
     def __init__(self, path: Path) -> None:
         """Reads what earlier runs found."""
         self._path = path
-        self.mutants: dict[str, dict[str, object]] = {}
-        self.seconds: dict[str, float] = {}
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            self._take(json.loads(line))
+        lines = path.read_text().splitlines() if path.is_file() else []
+        self.found = {one.mutant: one for one in (Result(**json.loads(line)) for line in lines)}
 
-    def _take(self, record: dict[str, object]) -> None:
-        if "mutant" in record:
-            self.mutants[str(record["mutant"])] = record
-        else:
-            self.seconds[str(record["tests"])] = float(str(record["seconds"]))
-
-    def add(self, **record: object) -> None:
-        """Keeps one record, on the disk too."""
-        self._take(record)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def has(self, mutant: Mutant, tests: list[str]) -> bool:
-        """Whether a mutant was killed, or lived through all these tests."""
-        record = self.mutants.get(mutant.key)
-        return record is not None and bool(record["killed_by"] or set(tests) <= set(record["tests"]))  # type: ignore[call-overload]
+    def add(self, mutant: Mutant, commit: str, killed_by: str) -> None:
+        """Keeps one result, on the disk too."""
+        before = self.found.get(mutant.key)
+        lived = before.lived if before else not killed_by
+        self.found[mutant.key] = Result(mutant.key, commit, killed_by, lived)
+        rows = [json.dumps(asdict(one)) for _, one in sorted(self.found.items())]
+        self._path.write_text("".join(f"{row}\n" for row in rows))
 
 
-def stamped(test: str) -> str:
-    """A test file with a hash of its text: what lived through it is tried again when it changes."""
-    return f"{test} {blake2b((ROOT / test).read_bytes(), digest_size=6).hexdigest()}"
+def ordered(room: str, seed: int) -> list[Mutant]:
+    """A room's mutants in an order that chance decides, and that code which moves does not change."""
+    found = [mutant for module in modules_of([room]) for mutant in mutants_of(module)]
+    return sorted(found, key=lambda mutant: blake2b(f"{seed} {mutant.key}".encode(), digest_size=8).digest())
 
 
-def measured(runner: Runner, results: Results, tests: Iterable[Path], at_most_s: float) -> dict[str, float]:
-    """Seconds that each test file takes without a mutant, quickest first; those that take too long are left out."""
-    found = {}
-    for path in tests:
-        name = stamped(str(path.relative_to(ROOT)))
-        if name not in results.seconds:
-            began = time.monotonic()
-            failed = runner.failure([str(path.relative_to(ROOT))], at_most_s)
-            results.add(tests=name, seconds=1e9 if failed else time.monotonic() - began, failed=failed)
-        found[str(path.relative_to(ROOT))] = results.seconds[name]
-    return {name: s for name, s in sorted(found.items(), key=lambda item: item[1]) if s <= at_most_s}
-
-
-def sampled(names: list[str], sample: int, seed: int) -> list[Mutant]:
-    """The first mutants of a shuffled list: a larger sample of the same seed begins with a smaller one."""
-    found = [mutant for module in modules_of(names) for mutant in mutants_of(module)]
-    random.Random(seed).shuffle(found)
-    return found[:sample]
+def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage) -> str:
+    """The test that kills a mutant, "timed out", or "" when it lives."""
+    tried: set[str] = set()
+    text = (SOURCE / mutant.module).read_text()
+    for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (tests_of(mutant.module), AT_MOST_S)):
+        coverage.measure(files)
+        tests, total_s = [], 0.0
+        for test, seconds in coverage.tests(mutant.module, text, mutant.line).items():
+            if test not in tried and (total_s + seconds <= at_most_s or not tests):
+                tests.append(test)
+                total_s += seconds
+        tried |= set(tests)
+        with runner.planted(mutant.module, source):
+            if tests and (found := runner.failure(tests, 30 + 4 * total_s)):
+                return found.removeprefix("FAILED ")
+    return ""
 
 
 def hunt(arguments: argparse.Namespace) -> dict[str, object]:
-    """Runs what is left of the sample; returns the figures of the whole sample."""
+    """Tries mutants until each room has its number of results; returns the figures of all."""
     results, known = Results(arguments.results), equivalents()
-    chosen = sampled(arguments.modules or list(ROOMS), arguments.sample, arguments.seed)
+    rooms = {room: ordered(room, arguments.seed) for room in arguments.rooms or SAMPLE}
     deadline = time.monotonic() + 60 * arguments.minutes
-    with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder)) as runner:
-        for mutant in sorted(chosen, key=lambda mutant: mutant.module):
-            if time.monotonic() > deadline:
-                break
-            if mutant.key in known:
-                continue
-            tests = measured(runner, results, tests_of(mutant.module), arguments.test_seconds)
-            if results.has(mutant, list(map(stamped, tests))):
-                continue
-            if not (source := mutant.source()):
-                continue
-            with runner.planted(mutant.module, source):
-                killed_by = runner.failure(list(tests), 30 + 4 * sum(tests.values())) if tests else ""
-            results.add(
-                mutant=mutant.key, line=mutant.line, killed_by=killed_by, tests=[] if killed_by else list(tests)
-            )
-            print("killed  " if killed_by else "SURVIVES", mutant.key, file=sys.stderr, flush=True)
-    tried = {mutant.key: mutant for mutant in chosen if mutant.key in results.mutants and mutant.key not in known}
-    survivors = [mutant for key, mutant in tried.items() if not results.mutants[key]["killed_by"]]
-    for mutant in sorted(survivors, key=lambda mutant: (mutant.module, mutant.line)):
-        print(f"src/shoal/{mutant.module}:{mutant.line}: {mutant.key}")
-    return {
-        "sample": len(chosen),
-        "tried": len(tried),
-        "killed": len(tried) - len(survivors),
-        "equivalent": sum(mutant.key in known for mutant in chosen),
-        "survivors": len(survivors),
-        "share": round(len(survivors) / max(1, len(tried)), 4),
-    }
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    if arguments.minutes:
+        with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder)) as runner:
+            coverage = Coverage(lambda name: runner.coverage(name, SAMPLE), ROOT)
+            for room, mutants in rooms.items():
+                coverage.measure(sorted((TESTS / room).glob("test_*.py")))
+                for mutant, source in _to_try(mutants, results, known, arguments.again, SAMPLE[room]):
+                    if time.monotonic() > deadline:
+                        break
+                    began = time.monotonic()
+                    results.add(mutant, commit, killer(mutant, source, runner, coverage))
+                    verdict = results.found[mutant.key].killed_by or "SURVIVES"
+                    print(f"{time.monotonic() - began:.1f}", mutant.key, verdict, sep="\t", file=sys.stderr, flush=True)
+    return figures_of(rooms, results, known)
+
+
+def _to_try(
+    mutants: list[Mutant], results: Results, known: dict[str, str], again: bool, quota: int
+) -> Iterator[tuple[Mutant, str]]:
+    """What is left of a room's sample, with the changed source; or once more what has lived."""
+    if again:
+        lives = [mutant for mutant in mutants if mutant.key not in known and mutant.key in results.found]
+        yield from ((one, one.source()) for one in lives if not results.found[one.key].killed_by)
+        return
+    count = sum(mutant.key in results.found for mutant in mutants)
+    for mutant in mutants:
+        if count >= quota:
+            return
+        if mutant.key not in results.found and (source := mutant.source()):
+            count += 1
+            yield mutant, source
+
+
+def figures_of(rooms: dict[str, list[Mutant]], results: Results, known: dict[str, str]) -> dict[str, object]:
+    """Prints who lives; returns the figures of each room and of all, over the mutants that are still in the code."""
+    total: Counter[str] = Counter()
+    by_room = {}
+    for room, mutants in rooms.items():
+        tried = [(mutant, results.found[mutant.key]) for mutant in mutants if mutant.key in results.found]
+        fates = {
+            mutant: "equivalent"
+            if mutant.key in known
+            else {"": "survived", TIMED_OUT: "timeouts"}.get(result.killed_by, "killed")
+            for mutant, result in tried
+        }
+        for mutant, fate in sorted(fates.items(), key=lambda item: (item[0].module, item[0].line)):
+            if fate == "survived":
+                print(f"src/shoal/{mutant.module}:{mutant.line}: {mutant.key}")
+        counts = Counter(fates.values())
+        counts["sampled"] = len(tried)
+        counts["lived_at_first"] = sum(result.lived and mutant.key not in known for mutant, result in tried)
+        by_room[room] = dict(sorted(counts.items()))
+        total += counts
+    names = ("sampled", "killed", "survived", "equivalent", "timeouts", "lived_at_first")
+    share = round(total["survived"] / max(1, total["sampled"]), 4)
+    return {"rooms": by_room, **{name: total[name] for name in names}, "share": share}
 
 
 def planted() -> dict[str, object]:
@@ -342,17 +376,16 @@ def planted() -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="rooms or modules below src/shoal, as `trainer` or `trainer/loss`")
-    parser.add_argument("--sample", type=int, default=400)
+    parser.add_argument("rooms", nargs="*", choices=[*SAMPLE, []], help="rooms of src/shoal; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no other mutant after so many minutes")
-    parser.add_argument("--test-seconds", type=float, default=120, help="leave out test files that take longer")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
+    parser.add_argument("--again", action="store_true", help="try once more what has lived")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--planted", action="store_true", help="only the mutants of tools/mutants_planted.toml")
     arguments = parser.parse_args()
     figures = planted() if arguments.planted else hunt(arguments)
     print(json.dumps(figures))
-    return 1 if figures["survivors"] else 0
+    return 1 if figures.get("survived") or figures.get("survivors") or figures.get("wrong") else 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from types import TracebackType
+from typing import Any
 
-WARM = ("torch", "numpy", "pytest", "hypothesis", "pydantic", "msgspec", "aiohttp", "starlette", "uvicorn", "pyarrow")
+import mutants_coverage
+import pytest
+
+WARM = (
+    *("torch", "numpy", "pytest", "hypothesis", "pydantic", "msgspec", "aiohttp", "starlette", "uvicorn", "pyarrow"),
+    *("transformers.models.qwen2.modeling_qwen2", "datasets", "openai"),
+)
 """Imported once, before the forks, since they take longer than most tests."""
 TIMED_OUT = "timed out"
 WARMED = "ignore:Module already imported so cannot be rewritten"
@@ -37,16 +44,22 @@ class Runner:
         shutil.copytree(self._source, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
         # By hash, since two mutants of one module may have one size and one second.
         compileall.compile_dir(self._copy, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        mutants_coverage.prepare(self._measures, self._copy)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self._copy, ignore_errors=True)
+        shutil.rmtree(self._measures, ignore_errors=True)
 
     @property
     def _copy(self) -> Path:
         return self._folder / self._source.name
+
+    @property
+    def _measures(self) -> Path:
+        return self._folder / "measures"
 
     @contextmanager
     def planted(self, module: str, text: str) -> Iterator[None]:
@@ -59,51 +72,67 @@ class Runner:
         finally:
             path.write_text(before)
 
+    def coverage(self, test_file: str, rooms: Iterable[str]) -> dict[str, Any]:
+        """The `seconds` of each test of a file, those that `failed`, and which of them `covers` which line of rooms."""
+
+        def run() -> None:
+            _forked(
+                lambda: self._pytest([test_file], [mutants_coverage.Timer(self._measures)]), mutants_coverage.FILE_S
+            )
+
+        return mutants_coverage.measure(run, self._copy, self._measures, rooms)
+
     def failure(self, tests: list[str], timeout_s: float) -> str:
         """The first test that fails, "timed out", or "" when all pass."""
-        said = self._folder / "said.txt"
-        child = os.fork()
-        if child == 0:
-            self._run(tests, said)
-        code = _waited(child, timeout_s)
+        code = _forked(lambda: self._pytest(["-x", *tests], []), timeout_s)
         if code is None:
             return TIMED_OUT
         if code == 0:
             return ""
-        text = said.read_text(errors="replace")
+        text = self._said.read_text(errors="replace")
         failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         if not failed and code not in CRASHES:
             raise RuntimeError(f"pytest on {' '.join(tests)} ended with {code}:\n{text[-2000:]}")
         return failed[0].split(" - ")[0] if failed else f"ended with {code}"
 
-    def _run(self, tests: list[str], said: Path) -> None:
-        """Becomes pytest, in the fork."""
-        code: int = 70
-        try:
-            os.setsid()
-            out = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ["PYTHONPATH"] = str(self._folder)
-            sys.path.insert(0, str(self._folder))
-            import hypothesis
-            import pytest
+    @property
+    def _said(self) -> Path:
+        return self._folder / "said.txt"
 
-            # A mutant is dead at the first example that fails: the smallest one is of no use here.
-            phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-            hypothesis.settings.register_profile(
-                "mutants", phases=phases, database=None, deadline=None, max_examples=50, derandomize=True
-            )
-            code = int(
-                pytest.main(["-x", "-q", "-rfE", "--tb=no", "--hypothesis-profile=mutants", "-W", WARMED, *tests])
-            )
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    def _pytest(self, arguments: list[str], plugins: list[object]) -> int:
+        """Becomes pytest, in a fork."""
+        out = os.open(self._said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["PYTHONPATH"] = str(self._folder)
+        sys.path.insert(0, str(self._folder))
+        import hypothesis
+
+        # A mutant is dead at the first example that fails: the smallest one is of no use here.
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile(
+            "mutants", phases=phases, database=None, deadline=None, max_examples=50, derandomize=True
+        )
+        options = ["-q", "-rfE", "--tb=no", "--hypothesis-profile=mutants", "-W", WARMED]
+        return int(pytest.main([*options, *arguments], plugins=plugins))
+
+
+def _forked(body: Callable[[], int], timeout_s: float) -> int | None:
+    """The exit code of a fork that runs `body`; None when it had to be ended."""
+    child = os.fork()
+    if child:
+        return _waited(child, timeout_s)
+    code = 70
+    try:
+        os.setsid()
+        code = body()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _waited(child: int, timeout_s: float) -> int | None:
