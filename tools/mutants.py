@@ -2,8 +2,8 @@
 
 A mutant's place in the sample is a hash of its key, so it lasts while the code around it moves. Each result is kept
 with its commit in benchmarks/results/mutants.jsonl: a run that was ended goes on where it was, and `--minutes 0` prints
-the figures of all runs. A mutant meets the tests that run its line, the quickest first: those of its own room, and when
-it lives those of other files that import its module. Survivors that change nothing that a test could see are named with
+the figures of all runs. A mutant meets the tests of its own room that run its line, the quickest first; `--again` has
+what lived meet them once more, and those of other files that import its module. Survivors that change nothing that a test could see are named with
 a reason in tools/mutants_equivalent.toml.
 """
 
@@ -247,7 +247,7 @@ class Result:
     killed_by: str
     """A test, "timed out", or "" when it lives."""
     lived: bool = False
-    """Whether it lived through the tests that there were when it was first tried."""
+    """Whether it lived through the tests of its room when it was first tried."""
 
 
 class Results:
@@ -274,11 +274,12 @@ def ordered(room: str, seed: int) -> list[Mutant]:
     return sorted(found, key=lambda mutant: blake2b(f"{seed} {mutant.key}".encode(), digest_size=8).digest())
 
 
-def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage) -> str:
+def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, again: bool) -> str:
     """The test that kills a mutant, "timed out", or "" when it lives."""
     tried: set[str] = set()
     text = (SOURCE / mutant.module).read_text()
-    for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (tests_of(mutant.module), AT_MOST_S)):
+    others = tests_of(mutant.module) if again else ()
+    for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (others, AT_MOST_S)):
         coverage.measure(files)
         tests, total_s = [], 0.0
         for test, seconds in coverage.tests(mutant.module, text, mutant.line).items():
@@ -308,7 +309,7 @@ def hunt(arguments: argparse.Namespace) -> dict[str, object]:
                     if time.monotonic() > deadline:
                         break
                     began = time.monotonic()
-                    results.add(mutant, commit, killer(mutant, source, runner, coverage))
+                    results.add(mutant, commit, killer(mutant, source, runner, coverage, again=arguments.again))
                     verdict = results.found[mutant.key].killed_by or "SURVIVES"
                     print(f"{time.monotonic() - began:.1f}", mutant.key, verdict, sep="\t", file=sys.stderr, flush=True)
     return figures_of(rooms, results, known)

@@ -20,7 +20,7 @@ import pytest
 
 TEST = "MUTANTS_TEST"
 """The environment variable that names the test, for the processes that it starts."""
-FILE_S = 400.0
+FILE_S = 200.0
 """A test file that takes longer is not measured."""
 SETTINGS = """
 [run]

@@ -1,6 +1,7 @@
 """Runs tests against a copy of the package in which one module is changed, each time in a fork of a warm process."""
 
 import compileall
+import gc
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from types import TracebackType
@@ -41,10 +43,13 @@ class Runner:
         os.environ["OMP_NUM_THREADS"] = "1"
         for name in WARM:
             __import__(name)
+        for plugin in entry_points(group="pytest11"):
+            plugin.load()
         shutil.copytree(self._source, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
         # By hash, since two mutants of one module may have one size and one second.
         compileall.compile_dir(self._copy, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         mutants_coverage.prepare(self._measures, self._copy)
+        gc.freeze()  # What is warm is not looked through when pytest collects garbage at its end.
         return self
 
     def __exit__(
@@ -114,6 +119,7 @@ class Runner:
             "mutants", phases=phases, database=None, deadline=None, max_examples=50, derandomize=True
         )
         options = ["-q", "-rfE", "--tb=no", "--hypothesis-profile=mutants", "-W", WARMED]
+        options.append(f"--basetemp={self._folder / 'tmp'}")
         return int(pytest.main([*options, *arguments], plugins=plugins))
 
 
