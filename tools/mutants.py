@@ -3,8 +3,8 @@
 A mutant's place in the sample is a hash of its key, so it lasts while the code around it moves. Each result is kept
 with its commit in benchmarks/results/mutants.jsonl: a run that was ended goes on where it was, and `--minutes 0` prints
 the figures of all runs. A mutant meets the tests of its own room that run its line, the quickest first; `--again` has
-what lived meet them once more, and those of other files that import its module. Survivors that change nothing that a test could see are named with
-a reason in tools/mutants_equivalent.toml.
+what lived meet them once more, and those of other files that import its module. Survivors that change nothing that a
+test could see are named with a reason in tools/mutants_equivalent.toml.
 """
 
 import argparse

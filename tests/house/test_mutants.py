@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import mutants  # noqa: E402
+import mutants_coverage  # noqa: E402
 
 
 def test_each_planted_mutant_is_killed_by_the_test_that_is_named_beside_it() -> None:
@@ -42,3 +43,33 @@ def test_every_mutant_named_as_equivalent_is_there_and_has_a_reason() -> None:
     there = {mutant.key for module in modules for mutant in mutants.mutants_of(module)}
     assert known.keys() <= there
     assert all(known.values())
+
+
+def test_a_line_is_known_by_its_function_and_its_text_wherever_it_stands() -> None:
+    text = "class A:\n    def f(self, x):\n        if x:\n            return g(\n                x\n            )\n        return 0\n"
+    assert mutants_coverage.keys("import g\n\n" + text, [6]) == mutants_coverage.keys(text, [4])
+    assert mutants_coverage.keys(text, [4]) != mutants_coverage.keys(text, [7])
+    functions, spans = mutants_coverage.places(text)
+    assert functions[1:8] == ["A", *["A.f"] * 6]
+    assert [spans[line] for line in (3, 5, 7)] == [(3, 3), (4, 6), (7, 7)]
+
+
+def test_figures_count_each_mutant_that_is_still_in_the_code_once(tmp_path: Path) -> None:
+    dead, alive, same, slow = mutants.ordered("rollout", 0)[:4]
+    results = mutants.Results(tmp_path / "results.jsonl")
+    results.add(dead, "c0", "")
+    for mutant, killed_by in ((dead, "tests/x.py::test_y"), (alive, ""), (same, ""), (slow, mutants.TIMED_OUT)):
+        results.add(mutant, "c1", killed_by)
+    results.found["gone"] = mutants.Result("rollout/gone.py f: a -> b #0", "c0", "")
+    read = mutants.Results(tmp_path / "results.jsonl")
+    figures = mutants.figures_of({"rollout": [dead, alive, same, slow]}, read, {same.key: "a reason"})
+    assert figures.pop("rooms") == {"rollout": {name: figures[name] for name in sorted(figures) if name != "share"}}
+    assert figures == {
+        "sampled": 4,
+        "killed": 1,
+        "survived": 1,
+        "equivalent": 1,
+        "timeouts": 1,
+        "lived_at_first": 2,
+        "share": 0.25,
+    }
