@@ -37,7 +37,7 @@ SAMPLE = {"run": 86, "trainer": 60, "experience": 50, "swarm": 100, "tasks": 70,
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 QUICK_S = 15.0
 """The quickest tests of a line are tried first, so many seconds of them."""
-AT_MOST_S = 120.0
+AT_MOST_S = 40.0
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -288,7 +288,7 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
                 total_s += seconds
         tried |= set(tests)
         with runner.planted(mutant.module, source):
-            if tests and (found := runner.failure(tests, 30 + 4 * total_s)):
+            if tests and (found := runner.failure(tests, 20 + 3 * total_s)):
                 return found.removeprefix("FAILED ")
     return ""
 
