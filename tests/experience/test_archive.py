@@ -121,6 +121,13 @@ def test_a_file_is_bounded_in_size_and_no_step_is_split(run_dir: Path) -> None:
     shard = archive.write(run_dir, 9, shard_bytes=1)
     assert shard is not None
     assert (shard.name, shard.rows["steps"], shard.rows["consumed"]) == ("steps-0-0.parquet", 1, 3)
+    with snapshot(run_dir) as connection:
+        (of_two,) = connection.execute(
+            "SELECT SUM(LENGTH(body)) FROM consumed JOIN rollouts USING (finished_seq) WHERE step < 2"
+        ).fetchone()
+    filled = archive.write(run_dir, 9, shard_bytes=of_two)
+    assert filled is not None
+    assert filled.name == "steps-0-1.parquet"
 
 
 def test_a_resumed_run_counts_and_replays_what_was_archived(run_dir: Path) -> None:

@@ -106,6 +106,17 @@ def test_a_group_that_was_used_and_dropped_is_reported(run_dir):
     assert "g5" in audit(run_dir).findings[Check.USED_ONCE].ids
 
 
+def test_a_group_that_was_committed_twice_is_reported(run_dir):
+    plant(
+        run_dir,
+        "CREATE TABLE others AS SELECT * FROM groups",
+        "INSERT INTO others SELECT 9, group_id, task, admitted_version, after_step FROM groups WHERE group_id = 'g5'",
+        "DROP TABLE groups",
+        "ALTER TABLE others RENAME TO groups",
+    )
+    assert audit(run_dir).findings[Check.USED_ONCE].offenders == [("g5", "was committed 2 times")]
+
+
 def test_a_group_consumed_before_an_older_one_is_reported(run_dir):
     for rollout_id in ("g6/0", "g6/1"):
         plant_rollout(run_dir, rollout_id, versions=[2, 2])
@@ -137,6 +148,19 @@ def test_streams_of_unequal_length_are_reported(run_dir, streams):
     assert offenders(run_dir, Check.STREAMS) == ["g0/1"]
 
 
+def test_a_trained_group_without_a_token_is_as_old_as_its_admission(run_dir):
+    connection = sqlite3.connect(run_dir / FILE)
+    for rowid, body in connection.execute("SELECT rowid, body FROM rollouts WHERE finished_seq = 5").fetchall():
+        raw = {**msgspec.msgpack.decode(body[1:]), "turns": []}
+        changed = body[:1] + msgspec.msgpack.encode(raw)
+        connection.execute("UPDATE rollouts SET body = ? WHERE rowid = ?", (changed, rowid))
+    connection.commit()
+    connection.close()
+    report = audit(run_dir)
+    assert report.ok, report.sentences()
+    assert (report.tokens, report.staleness_max) == (28, 0)
+
+
 def test_a_version_that_decreases_within_a_rollout_is_reported(run_dir):
     plant_rollout(run_dir, "g3/0", versions=[1, 0])
     assert offenders(run_dir, Check.VERSIONS) == ["g3/0"]
@@ -149,6 +173,7 @@ def test_a_logprob_that_is_not_finite_or_above_0_is_reported(run_dir, bad, place
     logprobs[place] = bad
     plant_rollout(run_dir, "g6/1", logprobs=logprobs)
     assert offenders(run_dir, Check.LOGPROBS) == ["g6/1"]
+    assert audit(run_dir).findings[Check.LOGPROBS].offenders == [("g6/1", f"has a logprob of {bad}")]
 
 
 def test_a_lost_start_is_reported(run_dir):

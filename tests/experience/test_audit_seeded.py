@@ -163,18 +163,30 @@ async def late_tokens_of_which_one_was_masked_too_few(run_dir):
 class Believing(Buffer):
     """Writes down what should have been masked, as it once did."""
 
+    masked_tokens = 0
+
     async def consumed(self, step, version, group_ids, *, version_after, rows=None, external=()):
         uses = []
         for group_id in group_ids:
             one = self._taken.pop(group_id)
             trained_from = max(one.waited.oldest_version, version - self.gate.max_staleness)
-            uses.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from))
+            uses.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from, self.masked_tokens))
         self._last_step = step
         await self._writer.commit(lambda c: log.insert_step(c, StepRecord(step, version, version_after), uses))
 
 
 async def late_tokens_that_the_buffer_says_are_masked(run_dir):
     await late_tokens(run_dir, kind=Believing)
+
+
+class Miscounting(Believing):
+    """Counts what was masked, and takes the bound for the oldest trained token, of which there is none."""
+
+    masked_tokens = 2
+
+
+async def an_oldest_trained_token_that_no_rollout_has(run_dir):
+    await late_tokens(run_dir, kind=Miscounting)
 
 
 async def more_groups_than_the_bound_allows(run_dir):
@@ -320,6 +332,7 @@ SEEDED = {
         late_tokens_that_a_loop_did_not_mask,
         late_tokens_of_which_one_was_masked_too_few,
         late_tokens_that_the_buffer_says_are_masked,
+        an_oldest_trained_token_that_no_rollout_has,
     ],
     Check.STREAMS: [
         lambda run_dir: logged(run_dir, with_completion((1, 2), (-0.5,), (0, 0))),

@@ -9,8 +9,10 @@ import pytest
 
 from buffer_values import META, group, masked_rows, open_buffer, run_group, train
 from shoal import wire
+from shoal.clock import run_virtual
 from shoal.errors import RunDirError
 from shoal.experience import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
+from shoal.experience.balance import PATIENCE_S
 from shoal.experience.log import FILE, ConsumedGroup, StepRecord, insert_step
 from shoal.types import Message, Role
 
@@ -60,6 +62,19 @@ def test_take_waits_until_enough_groups_are_there(tmp_path):
         await buffer.close()
 
     asyncio.run(main())
+
+
+def test_a_step_waits_no_longer_than_its_patience_for_a_task_that_is_silent():
+    async def main():
+        buffer = Buffer.in_memory(META, max_running=64)
+        buffer.balance(lambda used, groups: {"chain_sum": 1.0, "gcd": 1.0})
+        for name in ("a", "b"):
+            await run_group(buffer, name)
+        began = asyncio.get_running_loop().time()
+        assert [one.id for one in await buffer.take(2, 0)] == ["a", "b"]
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(main()) == PATIENCE_S
 
 
 def test_a_group_older_than_eta_is_dropped_counted_and_its_budget_freed(tmp_path):
