@@ -281,14 +281,14 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
     others = tests_of(mutant.module) if again else ()
     for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (others, AT_MOST_S)):
         coverage.measure(files)
-        tests, total_s = [], 0.0
+        tests, total_s, longest_s = [], 0.0, 0.0
         for test, seconds in coverage.tests(mutant.module, text, mutant.line).items():
             if test not in tried and (total_s + seconds <= at_most_s or not tests):
                 tests.append(test)
-                total_s += seconds
+                total_s, longest_s = total_s + seconds, max(longest_s, seconds)
         tried |= set(tests)
         with runner.planted(mutant.module, source):
-            if tests and (found := runner.failure(tests, 20 + 3 * total_s)):
+            if tests and (found := runner.failure(tests, 20 + 3 * total_s, 10 + 3 * longest_s)):
                 return found.removeprefix("FAILED ")
     return ""
 

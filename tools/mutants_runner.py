@@ -87,9 +87,9 @@ class Runner:
 
         return mutants_coverage.measure(run, self._copy, self._measures, rooms)
 
-    def failure(self, tests: list[str], timeout_s: float) -> str:
-        """The first test that fails, "timed out", or "" when all pass."""
-        code = _forked(lambda: self._pytest(["-x", *tests], []), timeout_s)
+    def failure(self, tests: list[str], timeout_s: float, test_s: float = 300) -> str:
+        """The first test that fails, "timed out" when that or one of them takes too long, or "" when all pass."""
+        code = _forked(lambda: self._pytest(["-x", f"--timeout={test_s}", *tests], []), timeout_s)
         if code is None:
             return TIMED_OUT
         if code == 0:
@@ -98,6 +98,8 @@ class Runner:
         failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         if not failed and code not in CRASHES:
             raise RuntimeError(f"pytest on {' '.join(tests)} ended with {code}:\n{text[-2000:]}")
+        if failed and "Timeout (>" in failed[0]:
+            return TIMED_OUT
         return failed[0].split(" - ")[0] if failed else f"ended with {code}"
 
     @property

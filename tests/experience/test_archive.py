@@ -113,6 +113,7 @@ def test_a_crash_between_the_file_and_the_log_loses_nothing_and_doubles_nothing(
     assert seen(run_dir) == before
     asyncio.run(archived(run_dir, 4))  # another bound than before: the file that was left is read by nobody
     assert seen(run_dir) == before
+    assert [file.name for file in (run_dir / archive.FOLDER).iterdir()] == ["steps-0-4.parquet"]
     asyncio.run(archived(run_dir, 9))
     assert seen(run_dir) == before
 

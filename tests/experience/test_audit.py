@@ -46,12 +46,13 @@ def plant(run_dir, *statements):
     connection.close()
 
 
-def plant_rollout(run_dir, rollout_id, **streams):
-    """Overwrites streams of a rollout's first turn with values that `types.Completion` would refuse."""
+def plant_rollout(run_dir, rollout_id, turn=None, **streams):
+    """Overwrites a rollout's first turn, and its streams, with values that `types` would refuse."""
     connection = sqlite3.connect(run_dir / FILE)
     for rowid, body in connection.execute("SELECT rowid, body FROM rollouts").fetchall():
         raw = msgspec.msgpack.decode(body[1:])
         if raw["id"] == rollout_id:
+            raw["turns"][0].update(turn or {})
             raw["turns"][0]["completion"].update(streams)
             changed = body[:1] + msgspec.msgpack.encode(raw)
             connection.execute("UPDATE rollouts SET body = ? WHERE rowid = ?", (changed, rowid))
@@ -68,6 +69,7 @@ def offenders(run_dir, check):
     text = "\n".join(report.sentences())
     assert all(offender in text for offender in ids)
     assert f"BROKEN {check}" in text
+    assert "       and " not in text, "all offenders are named"
     return ids
 
 
@@ -159,6 +161,11 @@ def test_a_trained_group_without_a_token_is_as_old_as_its_admission(run_dir):
     report = audit(run_dir)
     assert report.ok, report.sentences()
     assert (report.tokens, report.staleness_max) == (28, 0)
+
+
+def test_a_turn_that_goes_on_from_itself_is_reported(run_dir):
+    plant_rollout(run_dir, "g3/0", turn={"parent": 0})
+    assert offenders(run_dir, Check.STREAMS) == ["g3/0"]
 
 
 def test_a_version_that_decreases_within_a_rollout_is_reported(run_dir):

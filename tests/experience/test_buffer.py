@@ -13,7 +13,8 @@ from shoal.clock import run_virtual
 from shoal.errors import RunDirError
 from shoal.experience import STALE, TOO_FEW, Buffer, RunMeta, step_counts, task_counts
 from shoal.experience.balance import PATIENCE_S
-from shoal.experience.log import FILE, ConsumedGroup, StepRecord, insert_step
+from shoal.experience.log import FILE, ConsumedGroup, StepRecord, insert_started, insert_step, open_log
+from shoal.experience.writer import LogWriter
 from shoal.types import Message, Role
 
 
@@ -450,6 +451,23 @@ def test_a_buffer_in_memory_writes_at_once():
         await buffer.close()
 
     asyncio.run(main())
+
+
+def test_a_write_that_fails_halfway_leaves_nothing(tmp_path):
+    def halfway(connection):
+        insert_started(connection, "a", "chain_sum", 0, -1)
+        raise ValueError("the disk went away")
+
+    async def main():
+        failures = []
+        writer = LogWriter(open_log(tmp_path, META, resume=False), on_failure=failures.append)
+        with pytest.raises(ValueError, match="went away"):
+            await writer.commit(halfway)
+        await writer.close()
+        assert len(failures) == 1
+
+    asyncio.run(main())
+    assert rows(tmp_path, "SELECT * FROM started") == []
 
 
 def test_a_mistake_of_ours_is_not_called_a_full_disk(tmp_path):
