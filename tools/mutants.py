@@ -296,22 +296,22 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
 def hunt(arguments: argparse.Namespace) -> dict[str, object]:
     """Tries mutants until each room has its number of results; returns the figures of all."""
     results, known = Results(arguments.results), equivalents()
-    rooms = {room: ordered(room, arguments.seed) for room in arguments.rooms or SAMPLE}
+    rooms: dict[str, list[Mutant]] = {}
     deadline = time.monotonic() + 60 * arguments.minutes
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    if arguments.minutes:
-        with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder)) as runner:
-            coverage = Coverage(lambda name: runner.coverage(name, SAMPLE), ROOT)
-            for room, mutants in rooms.items():
+    with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder)) as runner:
+        coverage = Coverage(lambda name: runner.coverage(name, SAMPLE), ROOT)
+        for room in arguments.rooms or SAMPLE:
+            rooms[room] = ordered(room, arguments.seed)
+            for mutant, source in _to_try(rooms[room], results, known, arguments.again, SAMPLE[room]):
                 coverage.measure(sorted((TESTS / room).glob("test_*.py")))
-                for mutant, source in _to_try(mutants, results, known, arguments.again, SAMPLE[room]):
-                    if time.monotonic() > deadline:
-                        break
-                    began = time.monotonic()
-                    results.add(mutant, commit, killer(mutant, source, runner, coverage, again=arguments.again))
-                    verdict = results.found[mutant.key].killed_by or "SURVIVES"
-                    print(f"{time.monotonic() - began:.1f}", mutant.key, verdict, sep="\t", file=sys.stderr, flush=True)
+                if time.monotonic() > deadline:
+                    break
+                began = time.monotonic()
+                results.add(mutant, commit, killer(mutant, source, runner, coverage, again=arguments.again))
+                verdict = results.found[mutant.key].killed_by or "SURVIVES"
+                print(f"{time.monotonic() - began:.1f}", mutant.key, verdict, sep="\t", file=sys.stderr, flush=True)
     return figures_of(rooms, results, known)
 
 
