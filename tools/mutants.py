@@ -300,8 +300,8 @@ def hunt(arguments: argparse.Namespace) -> dict[str, object]:
     deadline = time.monotonic() + 60 * arguments.minutes
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder)) as runner:
-        coverage = Coverage(lambda name: runner.coverage(name, SAMPLE), ROOT)
+    with tempfile.TemporaryDirectory() as folder, Runner(SOURCE, Path(folder), SAMPLE) as runner:
+        coverage = Coverage(runner.coverage, ROOT)
         for room in arguments.rooms or SAMPLE:
             rooms[room] = ordered(room, arguments.seed)
             for mutant, source in _to_try(rooms[room], results, known, arguments.again, SAMPLE[room]):

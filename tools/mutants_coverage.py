@@ -25,7 +25,7 @@ FILE_S = 200.0
 SETTINGS = """
 [run]
 data_file = {folder}/data
-include = {source}/*
+include = {include}
 parallel = true
 patch = _exit, fork
 disable_warnings = no-data-collected, module-not-measured, module-not-imported, no-ctracer
@@ -95,8 +95,8 @@ class Timer:
         self._said.write_text(json.dumps({"seconds": self.seconds, "failed": sorted(self.failed)}))
 
 
-def measure(run: Callable[[], object], source: Path, folder: Path, rooms: Iterable[str]) -> dict[str, Any]:
-    """What `run`, tests under a `Timer` of `folder`, took and covered of some rooms of `source`."""
+def measure(run: Callable[[], object], source: Path, folder: Path) -> dict[str, Any]:
+    """What `run`, tests under a `Timer` of `folder`, took and covered of `source`."""
     for path in folder.glob("data*"):
         path.unlink()
     (folder / "tests.json").write_text('{"seconds": {}, "failed": []}')
@@ -110,12 +110,9 @@ def measure(run: Callable[[], object], source: Path, folder: Path, rooms: Iterab
             continue  # of a process that was killed as it wrote
         for file in data.measured_files():
             module = Path(file).relative_to(source)
-            if module.parts[0] not in rooms:
-                continue
-            text = Path(file).read_text()
-            for line, contexts in data.contexts_by_lineno(file).items():
-                for test in contexts:
-                    covers[str(module)][keys(text, [line])[0]].add(test.rpartition("|")[2])
+            by_line = data.contexts_by_lineno(file)
+            for key, contexts in zip(keys(Path(file).read_text(), by_line), by_line.values(), strict=True):
+                covers[str(module)][key].update(test.rpartition("|")[2] for test in contexts)
     named = {
         module: {key: sorted(tests - {""}) for key, tests in lines.items() if tests - {""}}
         for module, lines in covers.items()
@@ -123,10 +120,12 @@ def measure(run: Callable[[], object], source: Path, folder: Path, rooms: Iterab
     return {**json.loads((folder / "tests.json").read_text()), "covers": named}
 
 
-def prepare(folder: Path, source: Path) -> None:
+def prepare(folder: Path, source: Path, rooms: Iterable[str]) -> None:
     """Writes what the processes of the tests read to measure themselves."""
     folder.mkdir(parents=True)
-    (folder / "rc").write_text(SETTINGS.format(folder=folder, source=source))
+    (folder / "rc").write_text(
+        SETTINGS.format(folder=folder, include=", ".join(f"{source / room}/*" for room in rooms))
+    )
 
 
 class Coverage:

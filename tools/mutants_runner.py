@@ -34,8 +34,9 @@ CRASHES = range(-64, 0)
 class Runner:
     """A copy of the package that comes before the installed one, for the tests and for the processes they start."""
 
-    def __init__(self, source: Path, folder: Path) -> None:
-        """Copies `source` into `folder`."""
+    def __init__(self, source: Path, folder: Path, rooms: Iterable[str] = ()) -> None:
+        """Copies `source` into `folder`; measures `rooms` of it."""
+        self._rooms = tuple(rooms)
         self._source = source
         self._folder = folder
 
@@ -48,7 +49,7 @@ class Runner:
         shutil.copytree(self._source, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
         # By hash, since two mutants of one module may have one size and one second.
         compileall.compile_dir(self._copy, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-        mutants_coverage.prepare(self._measures, self._copy)
+        mutants_coverage.prepare(self._measures, self._copy, self._rooms)
         gc.freeze()  # What is warm is not looked through when pytest collects garbage at its end.
         return self
 
@@ -77,15 +78,16 @@ class Runner:
         finally:
             path.write_text(before)
 
-    def coverage(self, test_file: str, rooms: Iterable[str]) -> dict[str, Any]:
-        """The `seconds` of each test of a file, those that `failed`, and which of them `covers` which line of rooms."""
+    def coverage(self, test_file: str) -> dict[str, Any]:
+        """The `seconds` of each test of a file, those that `failed`, and which of them `covers` which line."""
 
         def run() -> None:
             _forked(
-                lambda: self._pytest([test_file], [mutants_coverage.Timer(self._measures)]), mutants_coverage.FILE_S
+                lambda: self._pytest([test_file], [mutants_coverage.Timer(self._measures)], examples=8),
+                mutants_coverage.FILE_S,
             )
 
-        return mutants_coverage.measure(run, self._copy, self._measures, rooms)
+        return mutants_coverage.measure(run, self._copy, self._measures)
 
     def failure(self, tests: list[str], timeout_s: float, test_s: float = 300) -> str:
         """The first test that fails, "timed out" when that or one of them takes too long, or "" when all pass."""
@@ -106,7 +108,7 @@ class Runner:
     def _said(self) -> Path:
         return self._folder / "said.txt"
 
-    def _pytest(self, arguments: list[str], plugins: list[object]) -> int:
+    def _pytest(self, arguments: list[str], plugins: list[object], examples: int = 30) -> int:
         """Becomes pytest, in a fork."""
         out = os.open(self._said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(out, 1)
@@ -118,7 +120,7 @@ class Runner:
         # A mutant is dead at the first example that fails: the smallest one is of no use here.
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
         hypothesis.settings.register_profile(
-            "mutants", phases=phases, database=None, deadline=None, max_examples=50, derandomize=True
+            "mutants", phases=phases, database=None, deadline=None, max_examples=examples, derandomize=True
         )
         options = ["-q", "-rfE", "--tb=no", "--hypothesis-profile=mutants", "-W", WARMED]
         options.append(f"--basetemp={self._folder / 'tmp'}")
