@@ -278,11 +278,13 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
     """The test that kills a mutant, "timed out", or "" when it lives."""
     tried: set[str] = set()
     text = (SOURCE / mutant.module).read_text()
-    others = tests_of(mutant.module) if again else ()
+    importing = tests_of(mutant.module)
+    others = importing if again else ()
     for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (others, AT_MOST_S)):
         coverage.measure(files)
         tests, total_s, longest_s = [], 0.0, 0.0
-        for test, seconds in coverage.tests(mutant.module, text, mutant.line).items():
+        running = coverage.tests(mutant.module, text, mutant.line) or coverage.whole(importing)
+        for test, seconds in running.items():
             if test not in tried and (total_s + seconds <= at_most_s or not tests):
                 tests.append(test)
                 total_s, longest_s = total_s + seconds, max(longest_s, seconds)
