@@ -35,9 +35,10 @@ TESTS = ROOT / "tests"
 SAMPLE = {"run": 86, "trainer": 60, "experience": 50, "swarm": 100, "tasks": 70, "rollout": 34}
 """Mutants to try of each room, by how many it has."""
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-QUICK_S = 15.0
+QUICK_S = 5.0
 """The quickest tests of a line are tried first, so many seconds of them."""
-AT_MOST_S = 40.0
+AT_MOST_S = 12.0
+AGAIN_S = 90.0
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -280,10 +281,11 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
     text = (SOURCE / mutant.module).read_text()
     importing = tests_of(mutant.module)
     others = importing if again else ()
-    for files, at_most_s in (((), QUICK_S), ((), AT_MOST_S), (others, AT_MOST_S)):
+    room = sorted((TESTS / mutant.module.split("/")[0]).glob("test_*.py"))
+    for files, at_most_s in (((), QUICK_S), (others, AGAIN_S if again else AT_MOST_S)):
         coverage.measure(files)
         tests, total_s, longest_s = [], 0.0, 0.0
-        running = coverage.tests(mutant.module, text, mutant.line) or coverage.whole(importing)
+        running = coverage.tests(mutant.module, text, mutant.line) or coverage.whole(importing) or coverage.whole(room)
         for test, seconds in running.items():
             if test not in tried and (total_s + seconds <= at_most_s or not tests):
                 tests.append(test)
