@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.rollout.mixture_weights import TokenShares
 from shoal.rollout.ratios import Quotas, ServiceLoad
 
 WEIGHTS = {"a": 3.0, "b": 1.0}
@@ -102,3 +103,11 @@ def test_what_a_resumed_run_has_trained_counts_and_changed_weights_count_from_th
     assert (split.quota("a"), split.quota("b")) == (11.0, 3.0)
     assert split.due({"a": 6, "b": 0}, 4) == {"a": 9.0, "b": 1.0}
     assert split.due({"a": 6}, 8) == {"a": 11.0, "b": 3.0}
+
+
+def test_shares_of_tokens_weigh_tasks_by_the_length_of_their_answers_and_keep_the_sum_of_the_weights() -> None:
+    shares = TokenShares({"brief": 3.0, "wordy": 3.0})
+    for name, tokens in (("brief", 10), ("wordy", 50)):
+        shares.finished(name, informative=True, tokens=tokens)
+    shares.adjust({})
+    assert shares.weights == pytest.approx({"brief": 5.0, "wordy": 1.0})
