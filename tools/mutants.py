@@ -32,13 +32,11 @@ from mutmut.mutation import mutators
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
 TESTS = ROOT / "tests"
-SAMPLE = {"run": 86, "trainer": 60, "experience": 50, "swarm": 100, "tasks": 70, "rollout": 34}
+SAMPLE = {"run": 92, "trainer": 62, "experience": 50, "swarm": 104, "tasks": 72, "rollout": 20}
 """Mutants to try of each room, by how many it has."""
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-QUICK_S = 5.0
-"""The quickest tests of a line are tried first, so many seconds of them."""
-AT_MOST_S = 12.0
-AGAIN_S = 90.0
+QUICK_S, AT_MOST_S, AGAIN_S = 1.0, 6.0, 30.0
+"""Processor seconds of tests that meet a mutant, quickest first: at once, then in the first pass, and in the second."""
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -292,7 +290,7 @@ def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, a
                 total_s, longest_s = total_s + seconds, max(longest_s, seconds)
         tried |= set(tests)
         with runner.planted(mutant.module, source):
-            if tests and (found := runner.failure(tests, 20 + 3 * total_s, 10 + 3 * longest_s)):
+            if tests and (found := runner.failure(tests, 60 + 15 * total_s, 30 + 15 * longest_s)):
                 return found.removeprefix("FAILED ")
     return ""
 
