@@ -295,6 +295,7 @@ def test_a_command_finds_the_session_in_its_environment_and_writes_its_outcome_t
     ends = {
         "ends(answer='it is ' + task['answer'])": (finished, 1.0, ""),
         "ends(reward=0.25)": (finished, 0.25, ""),
+        "ends(reward=0.5 * (os.readlink('/proc/self') == str(os.getpid())))": (finished, 0.5, ""),
         "pass": (finished, 0.0, ""),
         "sys.exit('no more')": (failed, 0.0, "agent: its process ended with code 1: no more"),
         "task['no such key']": (
