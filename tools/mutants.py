@@ -160,15 +160,23 @@ def changes_of(module: str) -> tuple[cst.Module, list[Change]]:
     return wrapper.module, visitor.found
 
 
-def mutants_of(module: str) -> Iterator[Mutant]:
-    """Every mutant of a module, in the order of its text."""
+def mutants_of(module: str) -> list[Mutant]:
+    """Every mutant of a module, in the order of its text; kept for as long as the text is the same."""
+    text = (SOURCE / module).read_bytes() + Path(__file__).read_bytes()
+    kept = ROOT / "build" / "mutants" / f"{blake2b(text, digest_size=8).hexdigest()}.json"
+    if kept.is_file():
+        return [Mutant(**one) for one in json.loads(kept.read_bytes())]
     tree, found = changes_of(module)
     numbers: Counter[tuple[str, str, str]] = Counter()
+    mutants = []
     for index, (node, changed, function, line) in enumerate(found):
         before, after = (" ".join(tree.code_for_node(part).split()) for part in (node, changed))
         number = numbers[function, before, after]
         numbers[function, before, after] += 1
-        yield Mutant(module, function, line, before, after, number, index)
+        mutants.append(Mutant(module, function, line, before, after, number, index))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps([asdict(one) for one in mutants]))
+    return mutants
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
