@@ -36,7 +36,7 @@ def test_a_greedy_rollout_keeps_of_the_settings_only_how_an_answer_ends() -> Non
 @pytest.mark.parametrize("away", [0, 1, RETRIES])
 def test_an_engine_that_is_away_is_asked_the_same_again(away: int) -> None:
     engine, priority = Busy(away), priority_of(Purpose.SAMPLED)
-    turn = SingleTurn(engine, None, None, ASKED)  # type: ignore[arg-type]  # nothing is rendered or scored
+    turn = SingleTurn(engine, None, None, ASKED)  # nothing is rendered or scored
     assert len(run_virtual(turn.completions(TASK, (7, 8), ASKED, 2, priority))) == 2
     assert engine.asked == [((7, 8), ASKED, 2, priority)] * (away + 1)
     assert priority > priority_of(Purpose.TRAIN)
