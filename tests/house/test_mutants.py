@@ -46,7 +46,7 @@ def test_every_mutant_named_as_equivalent_is_there_and_has_a_reason() -> None:
 
 
 def test_a_line_is_known_by_its_function_and_its_text_wherever_it_stands() -> None:
-    text = "class A:\n    def f(self, x):\n        if x:\n            return g(\n                x\n            )\n        return 0\n"
+    text = "class A:\n    def f(self, x):\n        if x:\n            return g(\n x\n            )\n        return 0\n"
     assert mutants_coverage.keys("import g\n\n" + text, [6]) == mutants_coverage.keys(text, [4])
     assert mutants_coverage.keys(text, [4]) != mutants_coverage.keys(text, [7])
     functions, spans = mutants_coverage.places(text)
