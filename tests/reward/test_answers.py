@@ -11,8 +11,7 @@ from shoal.config import RewardConfig, TaskConfig
 from shoal.model.answer import harmony, parted, stated, written
 from shoal.model.chat_template import ChatRenderer
 from shoal.reward.service import RewardService
-from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 
 ASK = Message(Role.USER, "What is the sum? Think in <think> if you like.")

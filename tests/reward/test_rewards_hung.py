@@ -8,8 +8,7 @@ import pytest
 from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
-from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Reward, RewardStatus, Split, Task
 
 HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers

@@ -20,8 +20,7 @@ from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
 from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import why_not
-from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Reward, RewardStatus, Split, Task
 from until import until
 

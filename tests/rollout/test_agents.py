@@ -24,7 +24,6 @@ from shoal.reward.service import RewardService
 from shoal.rollout.agents import clients
 from shoal.rollout.agents.clients import agent_of, command_play, function_play
 from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
-from shoal.tasks.remote_protocol import SessionAt
 from shoal.tasks.remote_worker import HttpModel
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
@@ -225,7 +224,7 @@ async def asking_elsewhere(*, too_much: bool) -> AsyncIterator[Play]:
     async with aiohttp.ClientSession() as http:
 
         async def play(task: Task, seat: Model) -> Outcome:
-            model = HttpModel(SessionAt(seat.base_url, seat.anthropic_base_url, seat.api_key), http)
+            model = HttpModel(seat.base_url, seat.anthropic_base_url, seat.api_key, http)
             said = await model.answer(task.messages)
             more = [Message(Role.USER, "go on " * 400)] if too_much else []
             try:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.rollout.mixture_weights import TokenShares
-from shoal.rollout.ratios import Quotas, ServiceLoad
+from shoal.rollout.mixture_weights import Adjuster
+from shoal.rollout.ratios import Quotas
 
 WEIGHTS = {"a": 3.0, "b": 1.0}
 
@@ -45,11 +45,11 @@ def test_what_the_gate_gave_while_nobody_was_there_is_given_to_the_first_who_com
 def test_the_service_furthest_below_its_quota_is_next_and_none_that_has_reached_it() -> None:
     split = quotas()
     split.grow(8.0)
-    started = {"a": ServiceLoad(0, 0), "b": ServiceLoad(0, 0)}
+    started = {"a": 0, "b": 0}
     assert split.next(started, ["a", "b"]) == "a"
     assert split.next(started, ["b"]) == "b"
-    assert split.next({"a": ServiceLoad(3, 2), "b": ServiceLoad(0, 0)}, ["a", "b"]) == "b"
-    assert split.next({"a": ServiceLoad(3, 3), "b": ServiceLoad(2, 0)}, ["a", "b"]) is None
+    assert split.next({"a": 5, "b": 0}, ["a", "b"]) == "b"
+    assert split.next({"a": 6, "b": 2}, ["a", "b"]) is None
     assert split.next(started, []) is None
 
 
@@ -58,7 +58,7 @@ def test_a_service_that_is_away_lends_what_it_does_not_use_and_is_repaid_from_ha
     split.grow(8.0)
     split.leave("b")
     for _ in range(2):  # what it does not use is lent once
-        split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(1, 0)}, ["a"])
+        split.next({"a": 0, "b": 1}, ["a"])
     assert (split.quota("a"), split.quota("b")) == (7.0, 1.0)  # b had started one of its two
     split.come("b")
     split.grow(10.0)  # 1 of 2 repays what b lent; the other is split
@@ -71,7 +71,7 @@ def test_a_service_that_is_away_lends_nothing_of_what_it_still_runs() -> None:
     split = quotas()
     split.grow(8.0)
     split.leave("b")
-    split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(1, 1)}, ["a"])
+    split.next({"a": 0, "b": 2}, ["a"])
     assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_lent_where_nobody_could_use_it() -> None:
     split.grow(8.0)
     for name in WEIGHTS:
         split.leave(name)
-    assert split.next({"a": ServiceLoad(0, 0), "b": ServiceLoad(0, 0)}, ["a", "b"]) is None
+    assert split.next({"a": 0, "b": 0}, ["a", "b"]) is None
     assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
 
 
@@ -106,7 +106,7 @@ def test_what_a_resumed_run_has_trained_counts_and_changed_weights_count_from_th
 
 
 def test_shares_of_tokens_weigh_tasks_by_the_length_of_their_answers_and_keep_the_sum_of_the_weights() -> None:
-    shares = TokenShares({"brief": 3.0, "wordy": 3.0})
+    shares = Adjuster({"brief": 3.0, "wordy": 3.0}, None)
     for name, tokens in (("brief", 10), ("wordy", 50)):
         shares.finished(name, informative=True, tokens=tokens)
     shares.adjust({})

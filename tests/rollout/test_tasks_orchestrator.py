@@ -15,7 +15,7 @@ from buffer_values import group as made_group
 from shoal.clock import run_virtual
 from shoal.experience import Buffer, RunMeta
 from shoal.experience.balance import PATIENCE_S
-from shoal.rollout.mixture_weights import Change, WeightBounds
+from shoal.rollout.mixture_weights import Change
 from shoal.rollout.orchestrator import CANCELLED, Adjustment, Orchestrator
 from shoal.types import Task
 
@@ -223,7 +223,7 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
         Workshop("hopeless", 1.0, informative=0.0),
         Workshop("learnable", 1.0, informative=0.8),
     ]
-    run = simulate(shops, (1, 1, 1), steps=150, bounds=WeightBounds(0.1, 4.0))
+    run = simulate(shops, (1, 1, 1), steps=150, bounds=(0.1, 4.0))
     late = sum(run.per_step[100:], Counter())
     assert late["learnable"] > 0.8 * late.total()
     assert 0 < late["mastered"] < 0.1 * late.total()
@@ -233,7 +233,7 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
 
 def test_a_task_that_cannot_deliver_its_share_at_full_concurrency_is_asked_for_less() -> None:
     shops = [Workshop("quick", 1.0), Workshop("crawling", 20.0, max_running=2)]
-    run = simulate(shops, (1, 1), steps=200, bounds=WeightBounds(0.05, 4.0))
+    run = simulate(shops, (1, 1), steps=200, bounds=(0.05, 4.0))
     assert run.shares["crawling"] < 0.3
     assert any("waited for it" in change.reason for change in run.changes)
 

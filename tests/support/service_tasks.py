@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed, Question, task
@@ -49,6 +50,17 @@ class Flaky(Sums):
 @task("words")
 def words(rng):
     return Question(f"say {rng.choice('abcdefghij')}{rng.randrange(1000)}", answer="x", scorer="contains")
+
+
+@task("letters")
+@dataclass
+class Letters:
+    """Asks for as many letters as the configuration says."""
+
+    count: int = 1
+
+    def draw(self, rng):
+        return "".join(rng.choices("abcdefgh", k=self.count))
 
 
 @task("moods")

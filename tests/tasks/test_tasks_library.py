@@ -13,8 +13,8 @@ from shoal.config import SwarmConfig, TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import NotOurs
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.tasks.library import Library, ReasoningGymService
-from shoal.tasks.procedural_client import ProceduralClient
+from shoal.tasks.library import Library
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Json, Split, Task
 
 SMALL: Json = {

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -17,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import service_tasks
+from shoal.config import TaskConfig
 from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Environment
+from shoal.tasks.library import written
 from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import (
     PATH,
@@ -180,6 +183,28 @@ def test_a_task_of_a_few_lines_draws_the_same_again_and_keeps_questions_held_out
     for wrong in ("nothing", "nowhere:x", "json:dumps", "service_tasks:nothing"):
         with pytest.raises((ConfigError, TaskError), match="task: "):
             definition_at(wrong)
+
+
+def lettered(**settings: object) -> Definition:
+    return written(TaskConfig(name="l", service="python", path="service_tasks:Letters", **settings), 0)
+
+
+def test_an_author_s_class_takes_params_as_its_fields_and_the_task_s_prompt_and_rewriting() -> None:
+    asked = lettered(params={"count": 9}, system_prompt="Spell.", rewrite=[("a", "_")]).draw(Split.TRAIN, 0)
+    assert [(one.role, len(one.content)) for one in asked.messages] == [(Role.SYSTEM, 6), (Role.USER, 9)]
+    few = lettered(params={"count": 9}, rewrite=[("[a-d]", "_"), ("[e-h]{8}", "")])
+    halves = [{few.draw(split, i).messages for i in range(40)} for split in Split]
+    assert not set.intersection(*halves), "the text that is asked decides"
+    assert {letter for half in halves for (one,) in half for letter in one.content} <= set("_efgh")
+    for params, why in (({"counts": 9}, "no field counts"), ({"count": "x"}, "count"), (3, "expected a table")):
+        with pytest.raises(TaskError, match=why):
+            lettered(params=params)
+
+
+def test_the_run_s_seed_moves_the_training_questions_and_no_held_out_one() -> None:
+    one, other = (replace(lettered(params={"count": 9}), seed=seed) for seed in (1, 2))
+    assert one.draw(Split.EVAL, 3) == other.draw(Split.EVAL, 3)
+    assert one.draw(Split.TRAIN, 3) != other.draw(Split.TRAIN, 3)
 
 
 def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":

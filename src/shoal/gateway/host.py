@@ -32,17 +32,11 @@ class HostedSession:
 
     session: Session
     gateway: Gateway
+    base_url: str
+    """URL for OpenAI's clients."""
     anthropic_base_url: str
-
-    @property
-    def base_url(self) -> str:
-        """URL for OpenAI's clients."""
-        return f"{self.anthropic_base_url}/v1"
-
-    @property
-    def api_key(self) -> str:
-        """Opens the session at the gateway's common URL too."""
-        return self.session.token
+    api_key: str
+    """Opens the session at the gateway's common URL too."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -103,7 +97,8 @@ class Host:
         """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
         limits = SessionLimits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s)
         session = self.gateway.sessions.open(sampling=sampling, limits=limits, priority=priority)
-        return HostedSession(session, self.gateway, f"{self.url}/s/{session.token}")
+        root = f"{self.url}/s/{session.token}"
+        return HostedSession(session, self.gateway, f"{root}/v1", root, session.token)
 
 
 class _Server(uvicorn.Server):

@@ -6,18 +6,11 @@ such groups, and a slow task gives few groups at all. Both shrink towards the fl
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
-
-@dataclass(frozen=True, slots=True)
-class WeightBounds:
-    """Bounds of a weight, as factors of the user's weight."""
-
-    low: float = 0.1
-    high: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low <= 1 <= self.high:
-            raise ValueError(f"bounds: expected 0 < low <= 1 <= high, got {self.low} and {self.high}")
+Bounds: TypeAlias = tuple[float, float]
+"""The smallest and the largest weight, as factors of the user's weight."""
+BOUNDS: Bounds = (0.1, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +76,7 @@ class Adjuster:
     user gave.
     """
 
-    def __init__(self, base: Mapping[str, float], bounds: WeightBounds | None) -> None:
+    def __init__(self, base: Mapping[str, float], bounds: Bounds | None) -> None:
         """`base` are the user's weights."""
         self._base = dict(base)
         self._bounds = bounds
@@ -150,6 +143,6 @@ class Adjuster:
         if self._bounds is None:
             self.weights[name] = self._base[name] * factor
         else:
-            target = self._base[name] * min(max(factor, self._bounds.low), self._bounds.high)
+            target = self._base[name] * min(max(factor, self._bounds[0]), self._bounds[1])
             self.weights[name] = before + STEP * (target - before)
         return Change(name, before, self.weights[name], reason)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from shoal.errors import TaskError
 from shoal.experience import Buffer
 from shoal.interfaces import Environment
-from shoal.rollout.mixture_weights import Adjuster, Change, WeightBounds
-from shoal.rollout.ratios import Quotas, ServiceLoad
+from shoal.rollout.mixture_weights import Adjuster, Bounds, Change
+from shoal.rollout.ratios import Quotas
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, RolloutStatus, Split, Task
@@ -113,7 +113,7 @@ class Source:
 class Adjustment:
     """Settings of ratios that follow the groups' lessons: bounds, and who receives changes."""
 
-    bounds: WeightBounds | None
+    bounds: Bounds | None
     """None keeps shares of the drawn tokens instead of shares of groups."""
     on_change: Callable[[Change], None]
 
@@ -205,8 +205,7 @@ class Orchestrator:
         self._quotas.grow(self._buffer.budget)
         if self._buffer.room < 1:
             return False
-        loads = {name: self._load(name) for name in self._sources}
-        name = self._quotas.next(loads, [name for name in self._sources if self._startable(name, loads[name])])
+        name = self._quotas.next(self._taken, [name for name in self._sources if self._startable(name)])
         if name is None:
             return False
         index, task = self._ready[name].get_nowait()
@@ -215,17 +214,19 @@ class Orchestrator:
         groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
         return True
 
-    def _load(self, name: str) -> ServiceLoad:
-        counts = self._buffer.counts_of(name)
-        return ServiceLoad(counts.finished, counts.in_flight)
+    @property
+    def _taken(self) -> dict[str, int]:
+        """Groups of each source that take part of its quota: usable ones that were not dropped, and running ones."""
+        counts = {name: self._buffer.counts_of(name) for name in self._sources}
+        return {name: one.finished + one.in_flight for name, one in counts.items()}
 
-    def _startable(self, name: str, load: ServiceLoad) -> bool:
-        """True if a question is ready and the service may run one more group."""
-        return not self._full(name, load) and not self._ready[name].empty()
+    def _startable(self, name: str) -> bool:
+        """True if a question is ready and the source may run one more group."""
+        return not self._full(name) and not self._ready[name].empty()
 
-    def _full(self, name: str, load: ServiceLoad) -> bool:
+    def _full(self, name: str) -> bool:
         most = self._sources[name].groups_at_once()
-        return most is not None and load.running >= most
+        return most is not None and self._buffer.counts_of(name).in_flight >= most
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
         try:
@@ -276,10 +277,9 @@ class Orchestrator:
         """Notes the services that hold up the others, and moves the weights when enough groups finished."""
         if self._adjuster is None or self._adjustment is None:
             return
-        for name in self._sources:
-            load = self._load(name)
-            below = load.accepted + load.running < self._quotas.quota(name)
-            self._adjuster.looked(name, holding=below and self._full(name, load) and self._buffer.room > 0)
+        for name, taken in self._taken.items():
+            below = taken < self._quotas.quota(name)
+            self._adjuster.looked(name, holding=below and self._full(name) and self._buffer.room > 0)
         if not self._adjuster.due:
             return
         quotas = {name: self._quotas.quota(name) for name in self._sources}

@@ -5,19 +5,9 @@ Both reach their share (GLM-5, arXiv 2602.15763, section 4.1.1).
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 REPAID = 0.5
 """Share of any growth, at most, that repays tasks that were away."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceLoad:
-    """Groups of one task service that take part of its quota."""
-
-    accepted: int
-    """Number of usable groups that were not dropped: consumed or waiting."""
-    running: int
 
 
 class Quotas:
@@ -85,18 +75,14 @@ class Quotas:
             unassigned, self._unassigned = self._unassigned, 0.0
             self._split(unassigned)
 
-    def next(self, loads: Mapping[str, ServiceLoad], ready: Collection[str]) -> str | None:
+    def next(self, taken: Mapping[str, int], ready: Collection[str]) -> str | None:
         """The service among `ready` that starts a group next: the one furthest below its quota; None when none is.
 
-        `loads` are of all services.
+        `taken` is the number of accepted and running groups of each service: consumed, waiting, or under way.
         """
         for away in [name for name in self._weights if name not in self._present]:
-            self._take_over(away, self._quotas[away] - loads[away].accepted - loads[away].running)
-        room = {
-            name: self._quotas[name] - loads[name].accepted - loads[name].running
-            for name in self._present
-            if name in ready
-        }
+            self._take_over(away, self._quotas[away] - taken[away])
+        room = {name: self._quotas[name] - taken[name] for name in self._present if name in ready}
         name = max(room, key=lambda name: room[name], default=None)
         return name if name is not None and room[name] > 1e-9 else None
 

@@ -1,6 +1,5 @@
 """Runs the rollouts of one task: the question is rendered, answered, and scored."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -21,8 +20,6 @@ from shoal.types import (
     seed_for,
 )
 
-RETRIES = 4
-RETRY_DELAY_S = 0.25
 EVAL_PRIORITY = 1
 MOST_REASON = 1000
 """Characters of a rollout's reason."""
@@ -68,12 +65,7 @@ class SingleTurn:
     async def completions(
         self, task: Task, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, priority: int = 0
     ) -> list[Completion]:
-        """The engine's answers to one prompt, asked for again while it is unavailable."""
-        for attempt in range(RETRIES):
-            try:
-                return await self.engine.generate(prompt_ids, sampling, n=n, priority=priority)
-            except EngineUnavailable:
-                await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+        """The engine's answers to one prompt; the pool of engines waits for an engine that can take it."""
         return await self.engine.generate(prompt_ids, sampling, n=n, priority=priority)
 
 

@@ -14,7 +14,7 @@ from shoal.reward.binary_scorer import BinaryScorer
 from shoal.reward.service import RewardService
 from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
-from shoal.rollout.mixture_weights import Change, WeightBounds
+from shoal.rollout.mixture_weights import BOUNDS, Change
 from shoal.rollout.orchestrator import Adjustment, Health, Orchestrator, Source, attend
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
@@ -94,7 +94,7 @@ def orchestrator(
         trackers.log_event("service", task=name, state="there" if present else "away")
 
     weights = {task.name: task.weight for task in config.tasks}
-    bounds = WeightBounds() if config.rollout.ratios == "automatic" else None
+    bounds = BOUNDS if config.rollout.ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
     size, served = config.rollout.group_size, getattr(prepared.service, "task_server", None)
     drawn = [

@@ -88,7 +88,7 @@ class Policy:
         """Share of held-out questions answered right: sampled as in training, and greedy."""
         tasks = [self._prepared.service.draw(Split.EVAL, index) for index in range(questions)]
         measured = await evaluation(tasks, self._runner)
-        return measured.sampled.full_marks, measured.greedy.full_marks
+        return measured.values["sampled"], measured.values["greedy"]
 
     async def save(self, directory: str | os.PathLike[str]) -> Path:
         """Writes the trained model as a Hugging Face directory."""

@@ -16,8 +16,7 @@ from shoal.swarm.judge.client import audit
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.server import JudgeServer
 from shoal.swarm.judge.store import JudgeStore
-from shoal.tasks.library import ReasoningGymService
-from shoal.tasks.procedural_client import ProceduralClient, Spec
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService, Spec
 
 NINE = (
     *("base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification"),

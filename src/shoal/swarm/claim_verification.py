@@ -19,7 +19,7 @@ from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Claim, Environment, NotOurs
 from shoal.tasks.jsonl import JsonlService
-from shoal.tasks.procedural_client import NoReply, ProceduralClient, ProceduralService, Spec, libraries
+from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
 
 
@@ -30,7 +30,7 @@ class OwnTasks:
         """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws."""
         services = list(services)
         self._bounds = bounds or SwarmConfig()
-        self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ProceduralService)}
+        self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
         for service in services:
             if isinstance(service, JsonlService):

@@ -1,50 +1,27 @@
 """The environments that a configuration names."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from shoal import checker
 from shoal.config import Config, TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import Environment
 from shoal.tasks.holdout import check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
-from shoal.tasks.procedural_client import ProceduralClient, Spec
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import TOKEN_VARIABLE
 from shoal.tasks.remote_server import TaskServer
 from shoal.tasks.sdk import Definition, definition_at
-from shoal.types import Split, Task
+from shoal.types import Split
 
 WORKER_TIMEOUT_S = 120.0
 GAMES = ("guess_number", "hanoi", "calculator", "repair")
 """Names of the tasks of many turns that come with Shoal, in `shoal.environments`."""
-
-
-class ReasoningGymService(Environment):
-    """Draws from one reasoning-gym dataset, with its settings or a level of its curriculum."""
-
-    def __init__(self, config: TaskConfig, seed: int, drawer: ProceduralClient) -> None:
-        """Raises `TaskError` naming the dataset or the setting that is wrong."""
-        check_rewrite(config.name, config.rewrite)
-        params, level = ({}, config.params) if isinstance(config.params, int) else (config.params, None)
-        settings = drawer.config_json(config.name, json.dumps(params), level)
-        info = "{}"
-        if config.scorer is not None:
-            scorer = checker.spec_of(config.scorer, f"tasks.{config.name}.scorer")
-            info = json.dumps({"scorer": checker.to_json(scorer)})
-        self.name, self._seed, self._drawer = config.name, seed, drawer
-        self.spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite), info)
-        """Settings that its questions depend on, besides split, seed and index."""
-
-    def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`, mostly in 0.3 ms, for some puzzles in 0.1 s. Raises `TaskError`."""
-        return self._drawer.draw(self.spec, split, self._seed, index)
 
 
 def written(config: TaskConfig, seed: int) -> Definition:

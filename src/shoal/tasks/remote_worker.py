@@ -30,7 +30,6 @@ from shoal.tasks.remote_protocol import (
     JobTask,
     Result,
     RolloutJob,
-    SessionAt,
     ToWorker,
     Unwanted,
     Welcome,
@@ -50,23 +49,10 @@ MODEL_TRIES = 4
 class HttpModel:
     """The model behind a session's URL. Implements `interfaces.Model`."""
 
-    session: SessionAt
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
     http: aiohttp.ClientSession
-
-    @property
-    def base_url(self) -> str:
-        """URL for OpenAI's clients."""
-        return self.session.base_url
-
-    @property
-    def anthropic_base_url(self) -> str:
-        """URL for Anthropic's clients."""
-        return self.session.anthropic_base_url
-
-    @property
-    def api_key(self) -> str:
-        """The session's key."""
-        return self.session.api_key
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message. Raises `PolicyFailed` when the context is full, `EnvironmentFailed` otherwise."""
@@ -157,7 +143,9 @@ class RemoteWorker:
                 if isinstance(job, DrawJob):
                     return JobTask(job.lease, await self._served.drawn(job.split, job.index))
                 if isinstance(job, RolloutJob):
-                    return JobOutcome(job.lease, await self._served.rollout(job.task, HttpModel(job.session, http)))
+                    at = job.session
+                    model = HttpModel(at.base_url, at.anthropic_base_url, at.api_key, http)
+                    return JobOutcome(job.lease, await self._served.rollout(job.task, model))
                 return JobScores(job.lease, await self._served.score(job.task, job.answers))
         except PolicyFailed as failure:
             return JobFailed(job.lease, str(failure)[:4096], by_policy=True)

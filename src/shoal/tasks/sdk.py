@@ -67,7 +67,7 @@ class Question:
     info: Json = None
     receipt: Receipt | None = None
     split_by: str = ""
-    """The text that decides the split; the question's text when empty."""
+    """The text that decides the split; the question's text, as it is asked, when empty."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,11 @@ class Definition(Environment):
         """A copy whose author, a `msgspec.Struct` or dataclass, has these fields. Raises `TaskError`."""
         if not params:
             return self
+        kind = type(self.author)
+        if unknown := params.keys() - inspect.signature(kind).parameters.keys():
+            raise TaskError(f"tasks.{self.name}.params: the task has no field {', '.join(sorted(unknown))}")
         try:
-            return dataclasses.replace(self, author=msgspec.convert(params, type(self.author)))
+            return dataclasses.replace(self, author=msgspec.convert(params, kind))
         except (msgspec.ValidationError, TypeError) as error:
             raise TaskError(f"tasks.{self.name}.params: {error}") from None
 
@@ -135,6 +138,7 @@ class Definition(Environment):
             for attempt in itertools.count():
                 given = self.author.draw(random.Random(seed_for("task", self.name, *run, split, index, attempt)))
                 question = given if isinstance(given, Question) else Question(str(given))
+                question = dataclasses.replace(question, text=rewritten(question.text, self.rewrite))
                 yield question.split_by or question.text, question
 
         return self._task(first_of(split, self.eval_share, drawn(), self.name), split, index)
@@ -174,11 +178,10 @@ class Definition(Environment):
         if question.scorer is not None:
             spec = checker.spec_of(question.scorer, f"{self.name}: scorer")
             info["scorer"] = checker.to_json(spec)
-        text = rewritten(question.text, self.rewrite)
         return Task(
             f"{self.name}/{split}/{index}",
             self.name,
-            prompt(question.system or self.system_prompt, text),
+            prompt(question.system or self.system_prompt, question.text),
             question.answer,
             json.dumps(info),
             question.receipt,
