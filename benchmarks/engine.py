@@ -285,9 +285,9 @@ def _pushed(engine: StepEngine, version: int, path: Path) -> dict[str, float]:
     plain_s = [_seconds(engine.step) for _ in range(STALL_STEPS)]  # each draws a token of every answer
     drawn = engine.tokens_drawn
     engine.update(engine.slots.staged(version, path, None))
-    loaded_s = engine.counts().load_s
+    loaded_s = engine.load_s
     gap_s = _seconds(engine.step)
-    stall_s = engine.counts().load_s - loaded_s
+    stall_s = engine.load_s - loaded_s
     assert engine.version == version, "not loaded"
     assert engine.tokens_drawn == drawn + STALL_ROWS, "more than one gap"
     engine.abort(requests)

@@ -28,14 +28,15 @@ rollout.orchestrator:Orchestrator._start_one
       model.chat_template:ChatRenderer.prompt_ids
       rollout.single_turn:SingleTurn.completions
         engine.pool:EnginePool.generate
-          engine.http_client:HttpEngine.generate
-            engine.routes:EngineServer._generate @ /inference/v1/generate
-              engine.routes:_request
-              engine.routes:EngineServer._answered
-                engine.step_engine:StepEngine.submit
-                  engine.request:Request.begin
-                  engine.scheduler:Scheduler.add
-              engine.request:response
+          engine.pool:_generation
+            engine.http_client:HttpEngine.generate
+              engine.routes:EngineServer._generate @ /inference/v1/generate
+                engine.routes:_request
+                engine.routes:EngineServer._answered
+                  engine.step_engine:StepEngine.submit
+                    engine.step_engine:StepEngine._drafts
+                    engine.scheduler:Scheduler.add
+                engine.routes:response
       model.chat_template:ChatRenderer.message
       reward.service:RewardService.score
         reward.service:RewardService.score_by
@@ -187,7 +188,7 @@ FLOWS = {
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
 }
-MOST_FILES = 31
+MOST_FILES = 30
 """Files that a reader opens on the way of one token. May only shrink; the aim is 25."""
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from shoal.engine import canary
-from shoal.engine.external_server import (
+from shoal.engine.external_server import ForeignEngine
+from shoal.engine.pool import EnginePool
+from shoal.engine.server_adapter import (
     Abilities,
-    ForeignEngine,
     SampledCompletion,
     ServerCounters,
+    Span,
     StopMode,
+    counted,
     finish_reason,
 )
-from shoal.engine.pool import EnginePool
-from shoal.engine.prometheus import counted
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.types import Completion, FinishReason, Sampling
 from until import until
@@ -65,7 +66,7 @@ class Scripted:
             reason = FinishReason.ABORT
         else:
             tokens += [(self.version_, self.logprob)] * (sampling.max_tokens - 1)
-        spans = tuple((str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
+        spans = tuple(Span(str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
         return [SampledCompletion((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * n
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -61,7 +61,7 @@ def stepped(engine: StepEngine) -> list[Request]:
     """The requests that a step ended; checks that an engine is idle just when a step does nothing."""
 
     def done() -> tuple[object, ...]:
-        return engine.tokens_drawn, engine.tokens_prefilled, engine.version, engine.counts().running
+        return engine.tokens_drawn, engine.tokens_prefilled, engine.version, engine.running
 
     idle, before = engine.idle, done()
     ended = engine.step()

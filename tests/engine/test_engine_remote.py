@@ -68,6 +68,18 @@ def test_a_request_whose_client_was_closed_meanwhile_finds_no_engine() -> None:
         asyncio.run(ask())
 
 
+def test_a_closed_client_opens_no_connection_again() -> None:
+    async def ask() -> None:
+        async with stubbed(Stub(otherwise=(200, b"{}"))) as url:
+            client = Client(url)
+            await client.status("GET", "/info")
+            await client.aclose()
+            await client.status("GET", "/info")
+
+    with pytest.raises(EngineUnavailable, match="the client was closed"):
+        asyncio.run(ask())
+
+
 def test_what_the_engine_refuses_is_refused() -> None:
     async def ask() -> None:
         for status in (400, 413):

@@ -11,8 +11,9 @@ from engine_server import changed_weights, serving
 from foreign_engine import asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from sglang_contract import contract
 from shoal.engine import canary
-from shoal.engine.external_server import ForeignEngine, StopMode
+from shoal.engine.external_server import ForeignEngine
 from shoal.engine.pool import EnginePool
+from shoal.engine.server_adapter import StopMode
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.types import FinishReason, Sampling
 from shoal.weights.store import WeightStore

@@ -18,8 +18,9 @@ from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logp
 from shoal import wire
 from shoal.engine import canary
 from shoal.engine.detect_server import connect
-from shoal.engine.external_server import Abilities, ForeignEngine, StopMode
+from shoal.engine.external_server import ForeignEngine
 from shoal.engine.pool import EnginePool
+from shoal.engine.server_adapter import Abilities, StopMode
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.experience.audit import audit

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.external_server import ForeignEngine, ServerAdapter
+from shoal.engine.external_server import ForeignEngine
 from shoal.engine.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.engine.replica import PoolEngine
+from shoal.engine.server_adapter import Models, ServerAdapter
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable
@@ -17,14 +18,7 @@ from shoal.net.client import UNREADABLE, Client, words
 from shoal.types import Sampling
 
 PROBE_TIMEOUT_S = 30.0
-
-
-class _Model(msgspec.Struct):
-    owned_by: str = ""
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
+ADAPTERS: dict[str, type[VLLM] | type[SGLang]] = {"vllm": VLLM, "sglang": SGLang}
 
 
 async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
@@ -39,23 +33,15 @@ async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampli
         status, data = await client.status("GET", "/info")
         if status == 401:
             raise ConfigError(f"engine.urls: {url} wants its token; set {TOKEN_VARIABLE}")
-        if _is_ours(status, data):
-            return HttpEngine(url, token=token)
+        if status == 200:
+            with contextlib.suppress(*UNREADABLE):
+                msgspec.json.decode(data, type=EngineInfo)
+                return HttpEngine(url, token=token)
         status, data = await client.status("GET", "/v1/models")
     finally:
         await client.aclose()
     adapter = _adapter(url, token, status, data)
     return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)
-
-
-def _is_ours(status: int, data: bytes) -> bool:
-    if status != 200:
-        return False
-    try:
-        msgspec.json.decode(data, type=EngineInfo)
-    except UNREADABLE:
-        return False
-    return True
 
 
 def _adapter(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
@@ -64,11 +50,8 @@ def _adapter(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
     owner = ""
     if status == 200:
         with contextlib.suppress(*UNREADABLE, IndexError):
-            owner = msgspec.json.decode(data, type=_Models).data[0].owned_by
-    if owner == "vllm":
-        return VLLM(url, token)
-    if owner == "sglang":
-        return SGLang(url, token)
-    raise ConfigError(
-        f"engine.urls: expected a Shoal engine, vLLM or SGLang at {url}, got a server that is none of them"
-    )
+            owner = msgspec.json.decode(data, type=Models).data[0].owned_by
+    if owner not in ADAPTERS:
+        expected = "a Shoal engine, vLLM or SGLang"
+        raise ConfigError(f"engine.urls: expected {expected} at {url}, got a server that is none of them")
+    return ADAPTERS[owner](url, token)

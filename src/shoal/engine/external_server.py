@@ -16,13 +16,11 @@ that fails the canary answers no request until it passes.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 from uuid import uuid4
 
 from shoal.engine import canary
+from shoal.engine.server_adapter import SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -33,104 +31,6 @@ CERTAIN_NATS = 0.05
 """Nats below 0: a logprob nearer to 0 has probability 1 and does not reveal the sampling parameters."""
 SAME_NATS = 1e-3
 PROBES = ((1, 2, 3), (3, 1), (2,))
-
-
-class StopMode(StrEnum):
-    """Ways to stop a server for new weights."""
-
-    KEEP_AND_RECOMPUTE = "keep and recompute"
-    KEEP = "keep"
-    DRAIN = "drain"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """Abilities that a server reports."""
-
-    server: str
-    """Name and version of the server, for people."""
-    max_model_len: int
-    reports_version: bool
-    """Whether the server reports which weights it serves."""
-    keeps_requests: bool
-    """Whether the server can pause without ending its requests."""
-    priorities: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SampledCompletion:
-    """One completion as a server reports it."""
-
-    token_ids: tuple[int, ...]  # [L]
-    logprobs: tuple[float, ...]  # [L] nats
-    finish_reason: FinishReason
-    spans: tuple[tuple[str, int, int], ...] | None
-    """Label of the Version that sampled tokens start : end; None when the server does not report it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCounters:
-    """Counters of a server since it started; `running` and `waiting` are current numbers."""
-
-    running: int
-    waiting: int
-    tokens_drawn: int
-    tokens_prefilled: int
-
-
-class ServerAdapter(Protocol):
-    """Client of one kind of server. Methods raise `RequestRefused` or `EngineUnavailable`."""
-
-    async def abilities(self) -> Abilities:
-        """Detects the server's abilities. Raises `ConfigError` when it lacks one that Shoal needs."""
-        ...
-
-    async def sample(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[SampledCompletion]:
-        """Samples `n` completions; requests with different `salt` share no KV."""
-        ...
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1."""
-        ...
-
-    async def stop(self, how: StopMode) -> None:
-        """Stops the server; returns once it computes nothing."""
-        ...
-
-    async def load(self, directory: Path, version: int, how: StopMode) -> None:
-        """Loads the safetensors in a directory into the stopped server, as `version`."""
-        ...
-
-    async def version(self) -> int | None:
-        """Version that a run gave the weights; None when no run has since the server started."""
-        ...
-
-    async def label(self, version: int) -> None:
-        """Labels the current weights as `version`."""
-        ...
-
-    async def resume(self) -> None:
-        """Ends a stop."""
-        ...
-
-    async def abort(self) -> None:
-        """Ends all requests and returns their sampled tokens."""
-        ...
-
-    async def alive(self) -> None:
-        """Returns when the server answers."""
-        ...
-
-    async def counters(self) -> ServerCounters | None:
-        """Counters of the server; None when it has no metrics."""
-        ...
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        ...
 
 
 class ForeignEngine:
@@ -251,7 +151,7 @@ class ForeignEngine:
                 raise EngineUnavailable("an answer overtook new weights; nobody can say which ones drew it")
             versions = [version] * len(sampled.token_ids)
         else:
-            versions = [_number(label) for label, start, end in sampled.spans for _ in range(start, end)]
+            versions = [_number(span.version) for span in sampled.spans for _ in range(span.start, span.end)]
         logprobs = tuple(min(logprob, 0.0) for logprob in sampled.logprobs)  # rounding may give 1e-8
         try:
             return Completion(sampled.token_ids, logprobs, tuple(versions), sampled.finish_reason)
@@ -379,17 +279,7 @@ def _directory(path: Path) -> Path:
     return path.absolute().parent if path.suffix == ".safetensors" else path.absolute()
 
 
-def finish_reason(name: str) -> FinishReason:
-    """Finish reason for a server's word. Raises `EngineUnavailable` when the word is unknown."""
-    try:
-        return FinishReason(name)
-    except ValueError:
-        raise EngineUnavailable(
-            f"the server ended an answer with {name!r}; expected one of {', '.join(FinishReason)}"
-        ) from None
-
-
 def _number(label: str) -> int:
-    if not label.isdecimal():
+    if (version := numbered(label)) is None:
         raise EngineUnavailable(f"the server calls its weights {label!r}; somebody else gives it weights as well")
-    return int(label)
+    return version

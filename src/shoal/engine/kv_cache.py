@@ -70,8 +70,16 @@ class Pool:
         self.slots.append(sequence)
         return len(self.slots) - 1
 
-    def release(self, slot: int) -> None:
-        """Makes a slot a hole."""
+    @torch.inference_mode()
+    def clear(self, slot: int, length: int) -> None:
+        """Zeroes the KV of the first `length` tokens in a slot."""
+        for stored in self._layers.values():
+            for x in stored:
+                x[slot, :, :length].zero_()
+
+    def release(self, slot: int, length: int) -> None:
+        """Makes a slot, in which at most `length` tokens were written, a hole."""
+        self.clear(slot, length)
         self.slots[slot] = None
         self._free.append(slot)
         while self.slots and self.slots[-1] is None:
@@ -141,7 +149,7 @@ class Pool:
         slot = self._free.pop()
         self.copy([last], self, [slot], sequence.kv_len)
         self.slots[slot] = sequence
-        self.release(last)
+        self.release(last, sequence.total)
         return sequence, slot
 
     def _empty_like(self, x_TKD: Tensor) -> Tensor:
@@ -151,6 +159,8 @@ class Pool:
 
 class KVCache:
     """KV of all sequences, each in a slot of one pool.
+
+    Invariant: storage without KV is zero. Attention multiplies hidden values by 0, and 0 times infinity is no number.
 
     Invariant: the pools store at most `budget_tokens` tokens, plus one layer while they are laid out again. Requires
     that the smallest slots that fit all placed sequences hold at most `budget_tokens` tokens.
@@ -266,14 +276,19 @@ class KVCache:
             self._places[id(sequence)] = target, target.take(sequence)
         target_slots = [self._places[id(sequence)][1] for sequence in movers]
         source.copy(slots, target, target_slots, max(sequence.kv_len for sequence in movers))
-        for slot in slots:
-            source.release(slot)
+        for sequence, slot in zip(movers, slots, strict=True):
+            source.release(slot, min(sequence.total, source.capacity))
 
     def release(self, sequence: SequenceState) -> None:
         """Frees a sequence's slot, if it has one."""
         place = self._places.pop(id(sequence), None)
         if place is not None:
-            place[0].release(place[1])
+            place[0].release(place[1], sequence.total)
+
+    def clear(self, sequence: SequenceState) -> None:
+        """Zeroes the KV of a sequence that computes it again, if it has a slot."""
+        if (place := self._places.get(id(sequence))) is not None:
+            place[0].clear(place[1], sequence.total)
 
     def copy_prefixes(self, copies: Iterable[tuple[SequenceState, SequenceState, int]]) -> None:
         """Copies the KV of the first `length` tokens, for each (source, target, length).

@@ -1,4 +1,4 @@
-"""Limits of the local engine, its modes at pauses and updates, and its counters."""
+"""Limits of the local engine, and its modes at pauses and updates."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,22 +53,3 @@ class EngineLimits:
     def storage_tokens(self) -> int:
         """Tokens for which slots may be allocated at most."""
         return self.kv_tokens or 2 * self.room_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounters:
-    """Counters of an engine since it started; version, running and waiting are current values."""
-
-    version: int
-    tokens_drawn: int
-    tokens_prefilled: int
-    interruptions: int
-    preemptions: int
-    stale_sequences: int
-    stale_tokens: int
-    prefix_tokens_reused: int
-    prefix_cache_bytes: int
-    busy_s: float
-    load_s: float
-    running: int
-    waiting: int

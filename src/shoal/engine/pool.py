@@ -14,22 +14,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.engine import continuation
 from shoal.engine.pool_routing import (
     ReplicaHandle,
     ReplicaState,
-    SessionVersions,
     chosen,
     oldest_served,
     session_key,
     summed,
     waves,
 )
-from shoal.engine.replica import PoolEngine, Replica, Target, load_target
+from shoal.engine.replica import PoolEngine, PoolRequest, Replica, Target, load_target
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -67,7 +65,7 @@ class EnginePool:
         self._replicas: dict[str, Replica] = {}
         self._target = Target(0, initial) if initial else None
         self._recovered = recovered
-        self._sessions = SessionVersions()
+        self._newest: dict[bytes, int] = {}  # Version of the newest token of each session that not all may continue
         self._loading = asyncio.Lock()  # held to change which weights the replicas that take requests serve
         self._changed = asyncio.Event()
         self._suspected = asyncio.Event()  # a request failed: the replicas are checked at once
@@ -134,27 +132,24 @@ class EnginePool:
         No token of a session is sampled under an older Version than its calls that ended before this call began.
         """
         key = session_key(session, prompt_ids)
-        at_least = self._sessions.newest(key)
-        request = _Request(key, tuple(prompt_ids), sampling, priority, at_least)
-        begun = await self._ask_any(
-            key, n, at_least, lambda engine: engine.generate(prompt_ids, sampling, n=n, priority=priority)
+        request = PoolRequest(key, prompt_ids, sampling, priority, self._newest.get(key, 0))
+        whole = await self._all_whole(
+            request, await self._ask_any(key, n, request.at_least, _generation(request, sampling, n))
         )
-        whole = await self._all_whole(request, begun)
         if session:
             newest = max((completion.versions[-1] for completion in whole if completion.versions), default=0)
-            self._sessions.record(key, newest, self._oldest_served)
+            if newest > self._oldest_served:
+                self._newest[key] = max(newest, self._newest.get(key, 0))
         return whole
 
-    async def _all_whole(self, request: "_Request", begun: list[Completion]) -> list[Completion]:
+    async def _all_whole(self, request: PoolRequest, begun: list[Completion]) -> list[Completion]:
         """Continues each completion to its end."""
         if all(completion.finish_reason is not FinishReason.ABORT for completion in begun):
             return begun
-        async with asyncio.TaskGroup() as tasks:
-            continued = [tasks.create_task(self._whole(request, index, sampled)) for index, sampled in enumerate(begun)]
+        rest = (self._whole(request, index, sampled) for index, sampled in enumerate(begun))
         whole = []
-        for task in continued:
-            ended = task.result()
-            if isinstance(ended, EngineError):
+        for ended in await asyncio.gather(*rest, return_exceptions=True):  # all have ended before one error is raised
+            if isinstance(ended, BaseException):
                 raise ended
             whole.append(ended)
         return whole
@@ -184,10 +179,11 @@ class EnginePool:
             for replica in self._replicas.values():
                 if replica.state is ReplicaState.UPDATING:
                     self._lose(replica, str(refusals[0]))
-            self._sessions.forget(self._oldest_served)
-        await self._until(
-            lambda: any(m.state is ReplicaState.READY and m.version >= version for m in self._replicas.values())
-        )
+            oldest = self._oldest_served
+            self._newest = {key: newest for key, newest in self._newest.items() if newest > oldest}
+        deadline_s = time.monotonic() + self._patience_s
+        while not any(m.state is ReplicaState.READY and m.version >= version for m in self._replicas.values()):
+            await self._wait(deadline_s)
 
     async def info(self) -> EngineInfo:
         """Sums over all replicas that answer, and the oldest version."""
@@ -206,34 +202,33 @@ class EnginePool:
     async def _info(self, replica: Replica) -> EngineInfo | None:
         served = replica.version  # before the question: an update may end while it is under way
         try:
-            async with asyncio.timeout(self._check_timeout_s):
-                info = await replica.engine.info()
-        except (EngineError, TimeoutError) as error:
-            self._lose(replica, str(error) or f"no answer in {self._check_timeout_s:g} s")
+            info = await self._within(replica.engine.info())
+        except EngineError as error:
+            self._lose(replica, str(error))
             return None
         if info.version < served:
             self._lose(replica, f"{replica.name} lost version {served}: it started anew, or got other weights")
             return None
         return info
 
-    async def _whole(self, request: "_Request", index: int, sampled: Completion) -> Completion | EngineError:
+    async def _whole(self, request: PoolRequest, index: int, sampled: Completion) -> Completion:
         """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
         while sampled.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
-            left = continuation.rest(request.prompt_ids, request.sampling, sampled, index)
-            if left is None:
-                return continuation.full(sampled)
-            prompt_ids, sampling = left
+            rest = request.rest(sampled, index)
+            if rest is None:
+                return replace(sampled, finish_reason=FinishReason.LENGTH)
             at_least = sampled.versions[-1] if sampled.versions else request.at_least
-            ask = _generation(prompt_ids, sampling, request.priority)
-            try:
-                (more,) = await self._ask_any(request.key, 1, at_least, ask)
-            except EngineError as error:
-                return error
+            (more,) = await self._ask_any(request.key, 1, at_least, _generation(request, rest, 1, sampled.token_ids))
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
-            sampled = continuation.joined(sampled, more)
+            sampled = Completion(
+                sampled.token_ids + more.token_ids,
+                sampled.logprobs + more.logprobs,
+                sampled.versions + more.versions,
+                more.finish_reason,
+            )
         return sampled
 
     async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
@@ -248,7 +243,7 @@ class EnginePool:
             name = chosen(key, self.handles, count=count, at_least=at_least, avoid=failed)
             if name is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
-                await self._pause(deadline_s, _backoff_s(rounds))
+                await asyncio.sleep(min(self._left_s(deadline_s), _backoff_s(rounds)))
                 rounds += 1
             elif name is None:
                 await self._wait(deadline_s)
@@ -282,15 +277,12 @@ class EnginePool:
         if replica.updating or replica.state is ReplicaState.UPDATING:
             return
         try:
-            async with asyncio.timeout(self._check_timeout_s):
-                await replica.engine.alive()
-        except (EngineError, TimeoutError) as error:
-            self._lose(replica, str(error) or f"no answer in {self._check_timeout_s:g} s")
-        else:
-            if replica.state is ReplicaState.AWAY and not replica.updating:
-                await self._bring_back(replica)
-
-    async def _bring_back(self, replica: Replica) -> None:
+            await self._within(replica.engine.alive())
+        except EngineError as error:
+            self._lose(replica, str(error))
+            return
+        if replica.state is not ReplicaState.AWAY or replica.updating:
+            return
         try:
             replica.version = await self._bring_up(replica.engine)
         except EngineError as error:
@@ -298,6 +290,14 @@ class EnginePool:
         else:
             replica.state = ReplicaState.READY
             self._notify()
+
+    async def _within(self, answer: Awaitable[T]) -> T:
+        """Answer that must come within the time for a check. Raises `EngineUnavailable` otherwise."""
+        try:
+            async with asyncio.timeout(self._check_timeout_s):
+                return await answer
+        except TimeoutError:
+            raise EngineUnavailable(f"no answer in {self._check_timeout_s:g} s") from None
 
     async def _bring_up(self, engine: PoolEngine) -> int:
         """Loads the newest weights into an engine that takes no requests; returns its version.
@@ -324,11 +324,7 @@ class EnginePool:
 
         Raises `EngineUnavailable` for weights of another run.
         """
-        try:
-            async with asyncio.timeout(self._check_timeout_s):
-                version = (await engine.info()).version
-        except TimeoutError:
-            raise EngineUnavailable(f"no answer in {self._check_timeout_s:g} s") from None
+        version = (await self._within(engine.info())).version
         newest = max(self._target.version, self._recovered) if self._target else version
         if version > newest:
             raise EngineUnavailable(
@@ -379,36 +375,22 @@ class EnginePool:
 
     async def _wait(self, deadline_s: float) -> None:
         """Waits for a change. Raises `EngineUnavailable` when none comes before the deadline."""
+        await self._change(min(self._left_s(deadline_s), LONGEST_BACKOFF_S))
+
+    def _left_s(self, deadline_s: float) -> float:
+        """Seconds before the deadline. Raises `EngineUnavailable` when there are none."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
-        await self._change(min(left_s, LONGEST_BACKOFF_S))
-
-    async def _pause(self, deadline_s: float, seconds: float) -> None:
-        if time.monotonic() > deadline_s:
-            raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
-        await asyncio.sleep(seconds)
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + self._patience_s
-        while not true():
-            await self._wait(deadline_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    key: bytes
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    priority: int
-    at_least: int
-    """Version of the newest token of its session."""
+        return left_s
 
 
 def _generation(
-    prompt_ids: Sequence[int], sampling: Sampling, priority: int
+    request: PoolRequest, sampling: Sampling, n: int, sampled_ids: tuple[int, ...] = ()
 ) -> Callable[[PoolEngine], Awaitable[list[Completion]]]:
-    return lambda engine: engine.generate(prompt_ids, sampling, priority=priority)
+    """Call of one engine, which continues the tokens sampled so far."""
+    context = [*request.prompt_ids, *sampled_ids]
+    return lambda engine: engine.generate(context, sampling, n=n, priority=request.priority)
 
 
 def _backoff_s(rounds: int) -> float:

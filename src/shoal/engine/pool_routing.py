@@ -47,26 +47,6 @@ def session_key(session: str, token_ids: Collection[int]) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-class SessionVersions:
-    """Newest Version that sampled a token of each session, kept while some replica serves an older one."""
-
-    def __init__(self) -> None:
-        self._newest: dict[bytes, int] = {}
-
-    def newest(self, key: bytes) -> int:
-        """Oldest Version that may continue the session."""
-        return self._newest.get(key, 0)
-
-    def record(self, key: bytes, version: int, oldest: int) -> None:
-        """Records the Version of a session's newest token; `oldest` is the oldest Version that a replica serves."""
-        if version > oldest:
-            self._newest[key] = max(version, self.newest(key))
-
-    def forget(self, oldest: int) -> None:
-        """Forgets the sessions that every replica may continue."""
-        self._newest = {key: version for key, version in self._newest.items() if version > oldest}
-
-
 def oldest_served(handles: Sequence[ReplicaHandle], newest: int) -> int:
     """Oldest Version that may sample a token from now on: a replica that is away loads `newest` first."""
     served = (

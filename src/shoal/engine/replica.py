@@ -1,14 +1,15 @@
-"""Replica: an engine of the pool, its required methods, its known state, and its weight updates."""
+"""Replica: an engine of the pool, its required methods, its known state, its weight updates, and requests to it."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.engine.pool_routing import ReplicaHandle, ReplicaState
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
+from shoal.types import Completion, Sampling, seed_for
 
 UPDATE_TIMEOUT_S = 900.0
 
@@ -18,15 +19,12 @@ class PoolEngine(Engine, Protocol):
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
-        ...
 
     async def abort(self, request_ids: Sequence[str] = ()) -> None:
         """Ends all requests and returns their sampled tokens."""
-        ...
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -68,3 +66,26 @@ async def load_target(engine: PoolEngine, target: Target) -> int:
     except TimeoutError:
         raise EngineUnavailable(f"version {target.version} was not loaded in {UPDATE_TIMEOUT_S:g} s") from None
     return target.version
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """Request that continues where an engine aborted it."""
+
+    key: bytes
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    priority: int
+    at_least: int
+    """Version of the newest token of its session."""
+
+    def rest(self, sampled: Completion, index: int) -> Sampling | None:
+        """Sampling that continues completion `index`; None when it has all its tokens.
+
+        A seed is replaced by one derived from the tokens sampled so far: the old seed would repeat its random numbers.
+        """
+        count, seed = len(sampled.token_ids), self.sampling.seed
+        if count >= self.sampling.max_tokens:
+            return None
+        seed = None if seed is None else seed_for("rest", seed, index, count)
+        return replace(self.sampling, max_tokens=self.sampling.max_tokens - count, seed=seed)

@@ -1,14 +1,14 @@
-"""A request, the completions being drawn for it, and the body that answers it."""
+"""A request, and the completions being sampled for it."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from shoal.engine import protocol
-from shoal.engine.sampling import Uniforms
 from shoal.engine.scheduler import SequenceState
 from shoal.types import Completion, FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from shoal.engine.sampling import Uniforms
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class Draft(SequenceState):
     """Index of the completion in its request."""
     max_sampled: int = 1
     stop_ids: frozenset[int] = frozenset()
-    uniforms: Uniforms | None = None
+    uniforms: "Uniforms | None" = None
     """Random numbers that decide the tokens; None uses the engine's own stream."""
     targets: Sequence[int] = ()
     """Tokens to score, which follow positions 0, 1, ...."""
@@ -97,41 +97,6 @@ class Request:
     drafts: list[Draft] = field(default_factory=list)
 
     @property
-    def scores_only(self) -> bool:
-        """Whether the request only scores."""
-        return bool(self.score_ids)
-
-    @property
-    def targets(self) -> Sequence[int]:
-        """Tokens to score, which follow the prompt's first, second, ... position."""
-        return self.score_ids[1:]
-
-    def begin(self, request_id: int, max_model_len: int) -> list[Draft]:
-        """Creates the drafts of the request, each with the room left beside the prompt."""
-        sampling, targets = self.sampling, self.targets
-        most = 0 if self.scores_only else min(sampling.max_tokens, max_model_len - len(self.prompt_ids))
-        prompt_key = array("q", self.prompt_ids).tobytes()  # bytes, because their hash is computed once
-        stop_ids = frozenset(sampling.stop_token_ids)
-        self.drafts += [
-            Draft(
-                request_id=request_id,
-                prompt_len=len(self.prompt_ids),
-                priority=self.priority,
-                prompt_key=prompt_key,
-                whole=index == 0 and bool(targets),
-                targets=targets if index == 0 else (),
-                prompt_ids=self.prompt_ids,
-                sampling=sampling,
-                index=index,
-                max_sampled=most,
-                stop_ids=stop_ids,
-                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
-            )
-            for index in range(self.n)
-        ]
-        return self.drafts
-
-    @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(draft.finish_reason is not None for draft in self.drafts)
@@ -141,46 +106,3 @@ def scoring(token_ids: Sequence[int]) -> Request:
     """Request for the logprobs of tokens 1..L-1 of at least two tokens."""
     assert len(token_ids) > 1
     return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids)
-
-
-def version_spans(draft: Draft) -> list[protocol.VersionSpan]:
-    """Spans of sampled tokens by sampling Version and by Version of their KV."""
-    spans = []
-    first = 0
-    for version, last in draft.spans:
-        inner = {since for since, _ in draft.kv_versions if first < since < last}
-        borders = [first, *sorted(inner), last] if first < last else []
-        spans += [protocol.VersionSpan(version, *span, draft.kv_version(span[0])) for span in pairwise(borders)]
-        first = last
-    return spans
-
-
-def choice(draft: Draft, *, flat: bool) -> protocol.GeneratedChoice:
-    """Response choice of a finished completion."""
-    assert draft.finish_reason is not None
-    return protocol.GeneratedChoice(
-        index=draft.index,
-        token_ids=draft.sampled,
-        finish_reason=draft.finish_reason,
-        weight_versions=version_spans(draft),
-        logprobs=None if flat else _logprobs(draft),
-        token_logprobs=draft.logprobs if flat else None,
-        token_log_kept=draft.log_kept if draft.truncates else None,
-    )
-
-
-def _logprobs(draft: Draft) -> protocol.Logprobs:
-    rows = zip(draft.sampled, draft.logprobs, strict=True)
-    return protocol.Logprobs([protocol.TokenLogprob(f"token_id:{token}", token, logp) for token, logp in rows])
-
-
-def response(body: protocol.GenerateRequest, request: Request) -> protocol.GenerateResponse:
-    """Answer to a finished generate request; its usage counts the prompt once."""
-    flat = body.logprobs_format == "flat"
-    prompt, sampled = len(request.prompt_ids), sum(len(draft.sampled) for draft in request.drafts)
-    return protocol.GenerateResponse(
-        request_id=body.request_id,
-        choices=[choice(draft, flat=flat) for draft in request.drafts],
-        usage=protocol.Usage(prompt, sampled, prompt + sampled),
-        prompt_token_ids=None if flat else body.token_ids,
-    )

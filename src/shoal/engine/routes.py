@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
@@ -25,12 +25,11 @@ from starlette.routing import Route
 
 from shoal.engine import protocol
 from shoal.engine.options import PauseMode
-from shoal.engine.prometheus import exposition
-from shoal.engine.request import Request, response, scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.request import Draft, Request, scoring
+from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, ShoalError
-from shoal.net.server import HANDLERS, body, decoded, guarded, json, refusal
+from shoal.net.server import HANDLERS, body, decoded, exposition, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
 T = TypeVar("T")
@@ -282,10 +281,12 @@ class EngineServer:
         return json({"status": "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:
-        text = exposition(
-            await self._call(self._engine.counts), refused=self._refused, failed_updates=self._failed_updates
-        )
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        def values(names: Sequence[str]) -> dict[str, float]:
+            return {name: getattr(self._engine, name) for name in names}
+
+        counters, gauges = await self._call(lambda: (values(COUNTERS), values(GAUGES)))
+        own = {"refused": self._refused, "failed_updates": self._failed_updates}
+        return exposition("shoal_engine", counters | own, gauges)
 
     async def _info(self, _: HttpRequest) -> Response:
         return json(await self._call(self._engine.info))
@@ -338,3 +339,44 @@ def _request(body: protocol.GenerateRequest) -> Request:
         priority=body.priority,
         name=body.request_id,
     )
+
+
+def response(body: protocol.GenerateRequest, request: Request) -> protocol.GenerateResponse:
+    """Answer to a finished generate request; its usage counts the prompt once."""
+    flat = body.logprobs_format == "flat"
+    prompt, sampled = len(request.prompt_ids), sum(len(draft.sampled) for draft in request.drafts)
+    return protocol.GenerateResponse(
+        request_id=body.request_id,
+        choices=[choice(draft, flat=flat) for draft in request.drafts],
+        usage=protocol.Usage(prompt, sampled, prompt + sampled),
+        prompt_token_ids=None if flat else body.token_ids,
+    )
+
+
+def choice(draft: Draft, *, flat: bool) -> protocol.GeneratedChoice:
+    """Response choice of a finished completion."""
+    assert draft.finish_reason is not None
+    rows = zip(draft.sampled, draft.logprobs, strict=True)
+    return protocol.GeneratedChoice(
+        index=draft.index,
+        token_ids=draft.sampled,
+        finish_reason=draft.finish_reason,
+        weight_versions=_version_spans(draft),
+        logprobs=None
+        if flat
+        else protocol.Logprobs([protocol.TokenLogprob(f"token_id:{token}", token, logp) for token, logp in rows]),
+        token_logprobs=draft.logprobs if flat else None,
+        token_log_kept=draft.log_kept if draft.truncates else None,
+    )
+
+
+def _version_spans(draft: Draft) -> list[protocol.VersionSpan]:
+    """Spans of sampled tokens by sampling Version and by Version of their KV."""
+    spans: list[protocol.VersionSpan] = []
+    first = 0
+    for version, last in draft.spans:
+        inner = {since for since, _ in draft.kv_versions if first < since < last}
+        borders = [first, *sorted(inner), last] if first < last else []
+        spans += [protocol.VersionSpan(version, *span, draft.kv_version(span[0])) for span in pairwise(borders)]
+        first = last
+    return spans

@@ -11,10 +11,17 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.engine.external_server import Abilities, SampledCompletion, ServerCounters, StopMode, finish_reason
-from shoal.engine.prometheus import counted
+from shoal.engine.server_adapter import (
+    Abilities,
+    HttpAdapter,
+    SampledCompletion,
+    Span,
+    StopMode,
+    finish_reason,
+    numbered,
+)
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.net.client import Client, words
+from shoal.net.client import words
 from shoal.types import Sampling
 
 T = TypeVar("T")
@@ -37,17 +44,11 @@ class _Finish(msgspec.Struct):
     type: str
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -67,26 +68,18 @@ class _Done(msgspec.Struct):
     message: str = ""
 
 
-class _Model(msgspec.Struct):
-    max_model_len: int
+class SGLang(HttpAdapter):
+    """Implements `server_adapter.ServerAdapter` for SGLang."""
 
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class SGLang:
-    """Implements `external_server.ServerAdapter` for SGLang."""
-
-    def __init__(self, url: str, token: str = "") -> None:
-        self._client = Client(url, token=token)
+    name = "SGLang"
+    metrics = METRICS
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
         version = (await self._either(("/server_info", "/get_server_info"), _ServerInfo)).version
         if not await self._client.has_route("/update_weights_from_disk"):
             raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")
-        longest = (await self._client.ask("GET", "/v1/models", _Models)).data[0].max_model_len
+        longest = await self.longest()
         return Abilities(f"SGLang {version}", longest, True, await self._keeps_requests())
 
     async def _either(self, paths: tuple[str, str], kind: type[T]) -> T:
@@ -149,9 +142,9 @@ class SGLang:
             raise RequestRefused(f"SGLang did not take version {version}: {done.message}")
 
     async def version(self) -> int | None:
-        """Label of the weights, if it is a number; a restarted server reports `default`."""
+        """Version that labels the weights."""
         label = (await self._either(("/model_info", "/get_model_info"), _ModelInfo)).weight_version
-        return int(label) if label.isdecimal() else None
+        return numbered(label)
 
     async def label(self, version: int) -> None:
         """Labels the weights. SGLang's default would abort every request."""
@@ -167,21 +160,6 @@ class SGLang:
         status, data = await self._client.status("POST", "/abort_request", {"rid": "", "abort_all": True})
         if status != 200:
             raise EngineUnavailable(f"/abort_request: HTTP {status}: {words(data)}")
-
-    async def alive(self) -> None:
-        """Returns when `/health` answers 200."""
-        status, _ = await self._client.status("GET", "/health")
-        if status != 200:
-            raise EngineUnavailable(f"SGLang at {self._client.url} says HTTP {status} of its health")
-
-    async def counters(self) -> ServerCounters | None:
-        """Counters from Prometheus metrics, which SGLang has with --enable-metrics."""
-        status, data = await self._client.status("GET", "/metrics")
-        return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await self._client.aclose()
 
 
 def _params(sampling: Sampling, n: int) -> dict[str, object]:
@@ -200,10 +178,9 @@ def _params(sampling: Sampling, n: int) -> dict[str, object]:
 
 def _completion(meta: _Meta) -> SampledCompletion:
     """Completion of an answer; tokens and logprobs come from one list, so their lengths agree."""
-    spans = meta.weight_versions
     return SampledCompletion(
         tuple(token for _, token, _ in meta.output_token_logprobs),
         tuple(logprob for logprob, _, _ in meta.output_token_logprobs),
         finish_reason(meta.finish_reason.type),
-        None if spans is None else tuple((span.version, span.start, span.end) for span in spans),
+        meta.weight_versions,
     )

@@ -9,7 +9,8 @@ computed its logits.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
 
@@ -20,16 +21,29 @@ from transformers import PreTrainedModel
 
 from shoal.engine.forward import StepBatch, forward_of
 from shoal.engine.kv_cache import KVCache, StoredKV
-from shoal.engine.options import EngineCounters, EngineLimits, OnUpdate, PauseMode
+from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
 from shoal.engine.request import Draft, Request
-from shoal.engine.sampling import sample
+from shoal.engine.sampling import Uniforms, sample
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import FinishReason
 
+COUNTERS = (
+    "tokens_drawn",
+    "tokens_prefilled",
+    "interruptions",
+    "preemptions",
+    "stale_sequences",
+    "stale_tokens",
+    "prefix_tokens_reused",
+    "busy_s",
+    "load_s",
+)
+"""Attributes of the engine that count since its start."""
+GAUGES = ("version", "prefix_cache_bytes", "running", "waiting")
 SHORTEST_PREFIX = 16  # fewer tokens are computed faster than they are found
 
 
@@ -58,7 +72,14 @@ class StepEngine:
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
         self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
-        self._scheduler = _scheduler(limits, self._cache, self._reusable)
+        self._scheduler = Scheduler[Draft](
+            max_running=limits.max_running,
+            kv_budget_tokens=limits.kv_tokens or limits.room_tokens,
+            chunk_tokens=limits.chunk_tokens,
+            max_model_len=limits.max_model_len,
+            capacity=self._cache.capacity,
+            reuse=self._reusable,
+        )
         self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
         self._found: dict[Draft, tuple[int, StoredKV]] = {}  # prefixes that the plan in the making reuses
         self._requests: dict[int, Request] = {}
@@ -71,7 +92,7 @@ class StepEngine:
         self._batch: StepBatch | None = None
         self._token_B: Tensor | None = None
         self._generator = np.random.Generator(np.random.Philox(key=seed))
-        self._busy_s = self._load_s = 0.0
+        self.busy_s = self.load_s = 0.0
         self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
 
     def refusal(self, request: Request) -> RequestRefused | None:
@@ -98,10 +119,34 @@ class StepEngine:
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
-        drafts = request.begin(request_id, self.limits.max_model_len)
+        request.drafts += self._drafts(request, request_id)
         self._requests[request_id] = request  # after all checks that raise: a request without drafts would never end
-        for draft in drafts:
+        for draft in request.drafts:
             self._scheduler.add(draft)
+
+    def _drafts(self, request: Request, request_id: int) -> list[Draft]:
+        """Drafts of a request, each with the room left beside the prompt."""
+        sampling, prompt_len = request.sampling, len(request.prompt_ids)
+        room = 0 if request.score_ids else min(sampling.max_tokens, self.limits.max_model_len - prompt_len)
+        prompt_key = array("q", request.prompt_ids).tobytes()  # bytes, because their hash is computed once
+        stop_ids = frozenset(sampling.stop_token_ids)
+        return [
+            Draft(
+                request_id=request_id,
+                prompt_len=prompt_len,
+                priority=request.priority,
+                prompt_key=prompt_key,
+                whole=index == 0 and bool(request.score_ids),
+                targets=request.score_ids[1:] if index == 0 else (),
+                prompt_ids=request.prompt_ids,
+                sampling=sampling,
+                index=index,
+                max_sampled=room,
+                stop_ids=stop_ids,
+                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
+            )
+            for index in range(request.n)
+        ]
 
     def abort(self, requests: Sequence[Request] | None = None) -> int:
         """Ends requests (all when None) with their sampled tokens; returns how many were unfinished."""
@@ -179,18 +224,18 @@ class StepEngine:
         began_s = time.perf_counter()
         if self._update is not None:
             self._load_or_drain()
-            self._load_s += time.perf_counter() - began_s
+            self.load_s += time.perf_counter() - began_s
         if self._pause is not PauseMode.KEEP and self._requests:
             self._compute()
-        self._busy_s += time.perf_counter() - began_s
+        self.busy_s += time.perf_counter() - began_s
         finished, self._finished = self._finished, []
         return finished
 
     def info(self) -> EngineInfo:
         """State of the engine; `busy_share` covers the time since the last call."""
         now_s = time.perf_counter()
-        share = (self._busy_s - self._busy_before_s) / max(now_s - self._asked_s, 1e-9)
-        self._busy_before_s, self._asked_s = self._busy_s, now_s
+        share = (self.busy_s - self._busy_before_s) / max(now_s - self._asked_s, 1e-9)
+        self._busy_before_s, self._asked_s = self.busy_s, now_s
         return EngineInfo(
             version=self.version,
             checksum=self.checksum,
@@ -199,27 +244,24 @@ class StepEngine:
             tokens_drawn=self.tokens_drawn,
             tokens_prefilled=self.tokens_prefilled,
             interruptions=self.interruptions,
-            running=len(self._scheduler.running),
-            waiting=self._scheduler.waiting,
+            running=self.running,
+            waiting=self.waiting,
         )
 
-    def counts(self) -> EngineCounters:
-        """Counters for `/metrics`."""
-        return EngineCounters(
-            version=self.version,
-            tokens_drawn=self.tokens_drawn,
-            tokens_prefilled=self.tokens_prefilled,
-            interruptions=self.interruptions,
-            preemptions=self.preemptions,
-            stale_sequences=self.stale_sequences,
-            stale_tokens=self.stale_tokens,
-            prefix_tokens_reused=self.prefix_tokens_reused,
-            prefix_cache_bytes=self._prefixes.size_bytes,
-            busy_s=self._busy_s,
-            load_s=self._load_s,
-            running=len(self._scheduler.running),
-            waiting=self._scheduler.waiting,
-        )
+    @property
+    def running(self) -> int:
+        """Sequences that run."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences queued."""
+        return self._scheduler.waiting
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes of KV kept of ended sequences."""
+        return self._prefixes.size_bytes
 
     @torch.inference_mode()
     def _compute(self) -> None:
@@ -347,20 +389,11 @@ class StepEngine:
             self._scheduler.mark_stale()
             self.stale_sequences += sum(draft.stale for draft in running)
         else:
+            for draft in running:
+                self._cache.clear(draft)
             self._scheduler.forget()
         self.version, self.checksum = self._update.version, self._update.checksum
         self._update = None
         for future in self._update_waiters:
             future.set_result(self.version)
         self._update_waiters.clear()
-
-
-def _scheduler(limits: EngineLimits, cache: KVCache, reuse: Callable[[Draft], int]) -> Scheduler[Draft]:
-    return Scheduler(
-        max_running=limits.max_running,
-        kv_budget_tokens=limits.kv_tokens or limits.room_tokens,
-        chunk_tokens=limits.chunk_tokens,
-        max_model_len=limits.max_model_len,
-        capacity=cache.capacity,
-        reuse=reuse,
-    )

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.external_server import Abilities, SampledCompletion, ServerCounters, StopMode, finish_reason
-from shoal.engine.prometheus import counted
+from shoal.engine.server_adapter import (
+    Abilities,
+    HttpAdapter,
+    SampledCompletion,
+    Span,
+    StopMode,
+    finish_reason,
+    numbered,
+)
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.net.client import Client, words
+from shoal.net.client import words
 from shoal.types import Sampling
 
 GENERATE = "/inference/v1/generate"
@@ -44,18 +51,12 @@ class _Logprobs(msgspec.Struct):
     content: list[_TokenLogprob]
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct):
     index: int
     token_ids: list[int]
     finish_reason: str
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _PromptLogprob(msgspec.Struct):
@@ -75,20 +76,12 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class _Model(msgspec.Struct):
-    max_model_len: int
+class VLLM(HttpAdapter):
+    """Implements `server_adapter.ServerAdapter` for vLLM."""
 
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class VLLM:
-    """Implements `external_server.ServerAdapter` for vLLM."""
-
-    def __init__(self, url: str, token: str = "") -> None:
-        self._client = Client(url, token=token)
-        self._longest = 0
+    name = "vLLM"
+    metrics = METRICS
+    _longest = 0
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
@@ -100,7 +93,7 @@ class VLLM:
             raise ConfigError(
                 f"engine.urls: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
             )
-        self._longest = (await self._client.ask("GET", "/v1/models", _Models)).data[0].max_model_len
+        self._longest = await self.longest()
         keeps = await self._keeps_requests()
         return Abilities(f"vLLM {version}", self._longest, keeps, keeps, await self._priorities())
 
@@ -152,9 +145,9 @@ class VLLM:
         await self.label(version)
 
     async def version(self) -> int | None:
-        """Label of the weights, if it is a number; a restarted server reports `default`."""
+        """Version that labels the weights."""
         label = (await self._client.ask("GET", "/weight_info", _WeightInfo)).weight_version
-        return int(label) if label.isdecimal() else None
+        return numbered(label)
 
     async def label(self, version: int) -> None:
         """Labels the weights, where the server has the route."""
@@ -168,21 +161,6 @@ class VLLM:
     async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
         await self._client.post("/abort_requests", {})
-
-    async def alive(self) -> None:
-        """Returns when `/health` answers 200; 503 is a server whose engine has died."""
-        status, _ = await self._client.status("GET", "/health")
-        if status != 200:
-            raise EngineUnavailable(f"vLLM at {self._client.url} says HTTP {status} of its health")
-
-    async def counters(self) -> ServerCounters | None:
-        """Counters from Prometheus metrics."""
-        status, data = await self._client.status("GET", "/metrics")
-        return ServerCounters(**counted(data.decode(errors="replace"), METRICS)) if status == 200 else None
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await self._client.aclose()
 
 
 def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int) -> dict[str, object]:
@@ -206,10 +184,6 @@ def _completion(choice: _Choice) -> SampledCompletion:
     logprobs = tuple(entry.logprob for entry in entries)
     if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
         raise EngineUnavailable(f"vLLM gave {len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
-    spans = choice.weight_versions
     return SampledCompletion(
-        tuple(choice.token_ids),
-        logprobs,
-        finish_reason(choice.finish_reason),
-        None if spans is None else tuple((span.version, span.start, span.end) for span in spans),
+        tuple(choice.token_ids), logprobs, finish_reason(choice.finish_reason), choice.weight_versions
     )

@@ -119,12 +119,15 @@ class Client:
         self._timeout_s = timeout_s
         self._retry = retry
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def status(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Sends a request and returns status and body, whatever they are.
 
         Raises `EngineUnavailable` without an answer.
         """
+        if self._closed:
+            raise EngineUnavailable(f"{self.url} is no longer asked: the client was closed")
         if self._session is None:  # it belongs to the running loop, so it cannot be made earlier
             self._session = session()
         data = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
@@ -161,10 +164,10 @@ class Client:
         return status != 404
 
     async def aclose(self) -> None:
-        """Closes all connections; requests under way fail."""
+        """Closes all connections; requests under way and later ones fail."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
-            self._session = None
 
 
 def decoded(data: bytes, kind: type[T], url: str) -> T:
