@@ -108,7 +108,7 @@ class Span(msgspec.Struct):
     end: int
 
 
-class Model(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     """Model in a server's list."""
 
     owned_by: str = ""
@@ -118,7 +118,7 @@ class Model(msgspec.Struct):
 class Models(msgspec.Struct):
     """Answer of `GET /v1/models`."""
 
-    data: list[Model]
+    data: list[ListedModel]
 
 
 class HttpAdapter:
