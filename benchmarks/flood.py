@@ -18,12 +18,11 @@ import nats
 import zstandard
 
 from shoal import wire
-from shoal.interfaces import Claim
 from shoal.net.process import die_with_parent
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Signer, signed
 from shoal.swarm.identity import Identity
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 SYBILS = 1000
 PER_FLOODER = 1000

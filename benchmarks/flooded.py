@@ -34,7 +34,6 @@ from shoal import wire
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.experience.audit import audit
-from shoal.interfaces import Claim
 from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER, generate
@@ -43,6 +42,7 @@ from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.nats import NatsExchange
+from shoal.swarm.offer import Claim
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import STATUS_FILE
 from shoal.swarm.server import NatsServer, ServerOptions

@@ -19,16 +19,15 @@ from string import ascii_letters
 from benchmarks.work import coin
 from shoal.clock import run_virtual
 from shoal.config import SwarmConfig, TaskConfig
-from shoal.interfaces import Claim, NotOurs
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import INTAKE_PER_S, Intake
-from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
 
@@ -132,7 +131,7 @@ class _Coins:
     async def claim(self, task: Task) -> Claim:
         return Claim(task.service, task.messages[-1].content, task.answer)
 
-    async def task(self, claim: Claim) -> Task | NotOurs:
+    async def task(self, claim: Claim) -> Task | Reason:
         return Task(claim.question, claim.service, (Message(Role.USER, claim.question),), claim.truth)
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:

@@ -7,19 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from shoal.types import (
-    Completion,
-    Group,
-    Message,
-    Outcome,
-    Receipt,
-    Reward,
-    Rollout,
-    Sampling,
-    Split,
-    Task,
-    Turn,
-)
+from shoal.types import Completion, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,50 +197,6 @@ class Renderer(Protocol):
 
     def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
         """The tokens of a text with its thought, but for the stop token; None when they would not read back."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What one node tells others of a task: the question as it is before any node's own prompt, and the truth."""
-
-    service: str
-    question: str
-    truth: str | None
-    receipt: Receipt | None = None
-    libraries: str = ""
-    """That the question was drawn with, beside reasoning-gym: what else may change it."""
-
-
-class NotOurs(StrEnum):
-    """The reason why a peer's claim is no task of this node."""
-
-    UNKNOWN_TASK = "unknown task"
-    """This node has no such dataset, or not with these settings, or another release of it."""
-    HELD_OUT = "held out"
-    """The question is one that this node evaluates with."""
-    NOT_DRAWN = "receipt gives no question"
-    TIMED_OUT = "not drawn in time"
-    """The process that draws took too long or died, for the claim's sake or for this machine's."""
-    OUT_OF_BOUNDS = "outside this node's bounds"
-    """The dataset or the size is outside the bounds that this node draws for others."""
-    OTHER_LIBRARIES = "drawn otherwise by other libraries"
-    """The receipt gives another question or truth here, where Python or a library is another one: no proof of a lie."""
-    WRONG_QUESTION = "wrong question"
-    """The receipt gives another question, with the same libraries: the claim is a lie."""
-    WRONG_TRUTH = "wrong truth"
-    """The question is right and the truth is not: the claim is a lie."""
-
-
-class Recogniser(Protocol):
-    """Says which of this node's own tasks a peer means. Whatever the peer claims, nothing of it is believed."""
-
-    async def claim(self, task: Task) -> Claim:
-        """What to tell others of a task of this node. Raises `TaskError` for one that cannot be told."""
-        ...
-
-    async def task(self, claim: Claim) -> Task | NotOurs:
-        """The training task of this node that asks the same, with this node's own prompt, truth and scorer."""
         ...
 
 

@@ -16,13 +16,12 @@ import pytest
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
-from shoal.interfaces import Claim
 from shoal.run.training import run_training
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
 from until import until

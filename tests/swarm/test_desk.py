@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from shoal.config import TaskConfig
 from shoal.errors import ExchangeUnavailable
-from shoal.interfaces import Claim
 from shoal.net.listening import listening_socket
 from shoal.net.server import uvicorn_config
 from shoal.swarm import offer as offers
@@ -36,7 +35,7 @@ from shoal.swarm.human.questions import (
 )
 from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.identity import Identity
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task

@@ -14,13 +14,12 @@ import pytest
 
 from browser import Page, browser_path, chromium
 from shoal.experience.log import FILE
-from shoal.interfaces import Claim
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
 from until import until

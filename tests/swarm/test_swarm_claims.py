@@ -11,7 +11,6 @@ import pytest
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
 from shoal.errors import TaskError
-from shoal.interfaces import Claim, NotOurs
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
 from shoal.swarm import offer as offers
@@ -20,7 +19,7 @@ from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
 from shoal.types import Receipt, Split, Task
@@ -53,7 +52,7 @@ def anything(library: Library) -> Iterator[OwnTasks]:
     own.close()
 
 
-def decided(own: OwnTasks, claim: Claim) -> Task | NotOurs:
+def decided(own: OwnTasks, claim: Claim) -> Task | Reason:
     return asyncio.run(own.task(claim))
 
 
@@ -72,7 +71,7 @@ def test_a_node_draws_the_datasets_that_it_says(
     found = decided(own, claims[0])
     own.close()
     if not taken:
-        assert found is NotOurs.UNKNOWN_TASK
+        assert found is Reason.UNKNOWN_TASK
         return
     assert isinstance(found, Task)
     assert found.answer == claims[0].truth
@@ -89,7 +88,7 @@ def test_a_dataset_that_does_not_exist_is_a_sentence(library: Library) -> None:
 def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:
     with Library([SUMS.model_copy(update={"params": {"max_terms": 2}})], 0) as mine:
         strict, open_ = OwnTasks(mine.services), OwnTasks(mine.services, SwarmConfig(datasets=["chain_sum"]))
-        assert decided(strict, claims[0]) is NotOurs.UNKNOWN_TASK
+        assert decided(strict, claims[0]) is Reason.UNKNOWN_TASK
         assert isinstance(decided(open_, claims[0]), Task)
         strict.close()
         open_.close()
@@ -112,11 +111,11 @@ def test_settings_of_peers_bring_no_words_no_files_and_no_sizes(
         with_settings(claims[0], min_terms=300, max_terms=300),
         with_settings(claims[0], max_terms=[1] * 2000),
     ):
-        assert decided(anything, claim) is NotOurs.OUT_OF_BOUNDS, claim.receipt
+        assert decided(anything, claim) is Reason.OUT_OF_BOUNDS, claim.receipt
     for claim in (with_settings(claims[0], "no_such_dataset"), with_settings(claims[0], no_such_setting=1)):
-        assert decided(anything, claim) is NotOurs.NOT_DRAWN
+        assert decided(anything, claim) is Reason.NOT_DRAWN
     nested = replace(claims[0], receipt=replace(claims[0].receipt or Receipt("", "", "", 0, 0), config="[" * 4000))
-    assert decided(anything, nested) is NotOurs.NOT_DRAWN
+    assert decided(anything, nested) is Reason.NOT_DRAWN
     assert not touched.exists()
     assert isinstance(decided(anything, claims[0]), Task)
 
@@ -124,7 +123,7 @@ def test_settings_of_peers_bring_no_words_no_files_and_no_sizes(
 def test_a_question_that_takes_too_much_time_or_memory_is_none(library: Library, claims: list[Claim]) -> None:
     own = OwnTasks(library.services, SwarmConfig(datasets="any", draw_s=2.0))
     huge = with_settings(claims[0], "rotate_matrix", min_n=30_000, max_n=30_000)
-    assert decided(own, huge) in (NotOurs.TIMED_OUT, NotOurs.NOT_DRAWN, NotOurs.OUT_OF_BOUNDS)
+    assert decided(own, huge) in (Reason.TIMED_OUT, Reason.NOT_DRAWN, Reason.OUT_OF_BOUNDS)
     assert isinstance(decided(own, claims[0]), Task)
     own.close()
 
@@ -132,12 +131,12 @@ def test_a_question_that_takes_too_much_time_or_memory_is_none(library: Library,
 def test_a_receipt_that_comes_out_otherwise_is_a_lie_only_where_the_libraries_are_the_same(
     anything: OwnTasks, claims: list[Claim]
 ) -> None:
-    assert decided(anything, replace(claims[0], truth="7000")) is NotOurs.WRONG_TRUTH
-    assert decided(anything, replace(claims[0], question="1 + 1 =")) is NotOurs.WRONG_QUESTION
+    assert decided(anything, replace(claims[0], truth="7000")) is Reason.WRONG_TRUTH
+    assert decided(anything, replace(claims[0], question="1 + 1 =")) is Reason.WRONG_QUESTION
     other = replace(claims[0], libraries="python 2.7, numpy 1.0")
     assert isinstance(decided(anything, other), Task)
     for claim in (replace(other, truth="7000"), replace(other, question="1 + 1 =")):
-        assert decided(anything, claim) is NotOurs.OTHER_LIBRARIES
+        assert decided(anything, claim) is Reason.OTHER_LIBRARIES
 
 
 async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:

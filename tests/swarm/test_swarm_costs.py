@@ -10,7 +10,6 @@ import pytest
 from test_swarm_envelope import nested
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
-from shoal.interfaces import Claim
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
 from shoal.swarm import offer as offers
@@ -20,7 +19,7 @@ from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import BANNED_FILE, STATUS_FILE
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library

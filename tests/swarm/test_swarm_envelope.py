@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from shoal import wire
 from shoal.errors import ConfigError, WireError
-from shoal.interfaces import Claim
 from shoal.swarm import envelope as env
 from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of, signed
 from shoal.swarm.identity import Identity, peer_id_of
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, offer_of
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, offer_of
 from shoal.types import (
     Completion,
     FinishReason,

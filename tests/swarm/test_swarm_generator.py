@@ -17,7 +17,6 @@ import pytest
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
-from shoal.interfaces import Recogniser
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
 from shoal.run.join_swarm import answerer_of
@@ -31,7 +30,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import ban_in
-from shoal.swarm.trust import IngressFilter, VerifiedMessage
+from shoal.swarm.trust import IngressFilter, Recogniser, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import External, Group, Split, Task

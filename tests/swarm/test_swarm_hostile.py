@@ -13,7 +13,6 @@ from pathlib import Path
 from test_swarm_envelope import bomb, nested, unsigned
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
-from shoal.interfaces import Claim
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.scorer import WorkerScorer
 from shoal.swarm import offer as offers
@@ -22,7 +21,7 @@ from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node, NodeDeps
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Intake
 from shoal.swarm.server import NatsServer, ServerOptions

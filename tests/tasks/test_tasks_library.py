@@ -11,8 +11,8 @@ import pytest
 
 from shoal.config import SwarmConfig, TaskConfig
 from shoal.errors import TaskError
-from shoal.interfaces import NotOurs
 from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Json, Split, Task
@@ -133,7 +133,7 @@ def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_aut
         assert isinstance(await own.task(claim), Task)
         (drawing,) = children() - before
         os.kill(drawing, signal.SIGSTOP)
-        assert await own.task(claim) is NotOurs.TIMED_OUT
+        assert await own.task(claim) is Reason.TIMED_OUT
         assert isinstance(await own.task(claim), Task)
         own.close()
 

@@ -1,4 +1,4 @@
-"""A node matches a peer's claim with one of its own tasks; implements `interfaces.Recogniser`.
+"""A node matches a peer's claim with one of its own tasks; implements `trust.Recogniser`.
 
 The receipt of a procedural task is drawn again in a killable process with bounded memory and no files to write.
 Question and truth come from that draw. A claim that differs is a signed lie, unless other libraries drew it.
@@ -17,7 +17,9 @@ from dataclasses import replace
 from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
-from shoal.interfaces import Claim, Environment, NotOurs
+from shoal.interfaces import Environment
+from shoal.swarm.offer import Claim
+from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
@@ -65,20 +67,20 @@ class OwnTasks:
         question, _, _ = await asyncio.to_thread(self._drawer.redraw, spec, task.receipt)
         return Claim(task.service, question, task.answer, task.receipt, libraries())
 
-    async def task(self, claim: Claim) -> Task | NotOurs:
+    async def task(self, claim: Claim) -> Task | Reason:
         """Finds the training task with the claim's question; prompt, truth and scorer are this node's own."""
         found = await self._found(claim)
-        return found if isinstance(found, NotOurs) or is_confined(task_spec(found)) else NotOurs.UNKNOWN_TASK
+        return found if isinstance(found, Reason) or is_confined(task_spec(found)) else Reason.UNKNOWN_TASK
 
-    async def _found(self, claim: Claim) -> Task | NotOurs:
+    async def _found(self, claim: Claim) -> Task | Reason:
         if claim.receipt is None:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
             if task is None or task.answer != claim.truth:  # two files may differ without anybody lying
-                return NotOurs.UNKNOWN_TASK
-            return NotOurs.HELD_OUT if split is Split.EVAL else task
+                return Reason.UNKNOWN_TASK
+            return Reason.HELD_OUT if split is Split.EVAL else task
         spec = self._spec(claim.receipt)
         if spec is None or self._drawer is None or claim.receipt.index:
-            return NotOurs.UNKNOWN_TASK
+            return Reason.UNKNOWN_TASK
         return await asyncio.to_thread(self._redrawn, self._drawer, spec, claim)
 
     def _spec(self, receipt: Receipt) -> Spec | None:
@@ -93,24 +95,24 @@ class OwnTasks:
         own = next(iter(self._specs.values()), None)  # the system prompt is that of the node's first task
         return Spec(receipt.dataset, receipt.config, own.system_prompt if own else "")
 
-    def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | NotOurs:
+    def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | Reason:
         assert claim.receipt is not None
         most = None if spec in self._specs.values() else self._bounds.draw_characters
         try:
             question, task, split = drawer.redraw(spec, claim.receipt, most)
         except TaskError as error:
-            return _UNDRAWN.get(type(error), NotOurs.NOT_DRAWN)
+            return _UNDRAWN.get(type(error), Reason.NOT_DRAWN)
         if (question, task.answer) == (claim.question, claim.truth):
-            return NotOurs.HELD_OUT if split is Split.EVAL else task
+            return Reason.HELD_OUT if split is Split.EVAL else task
         if claim.libraries != libraries():
-            return NotOurs.OTHER_LIBRARIES
-        return NotOurs.WRONG_TRUTH if question == claim.question else NotOurs.WRONG_QUESTION
+            return Reason.OTHER_LIBRARIES
+        return Reason.WRONG_TRUTH if question == claim.question else Reason.WRONG_QUESTION
 
 
 _UNDRAWN = {
-    NoReply: NotOurs.TIMED_OUT,
-    OtherRelease: NotOurs.UNKNOWN_TASK,
-    OutOfBounds: NotOurs.OUT_OF_BOUNDS,
+    NoReply: Reason.TIMED_OUT,
+    OtherRelease: Reason.UNKNOWN_TASK,
+    OutOfBounds: Reason.OUT_OF_BOUNDS,
 }
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import EngineError, RequestRefused, ShoalError, TaskError, WireError
-from shoal.interfaces import Environment, Exchange, Recogniser
+from shoal.interfaces import Environment, Exchange
 from shoal.swarm.answerers import Answerer
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import MAX_ROLLOUTS, Offer, model_name
 from shoal.swarm.peer import RETRY_S, Peer
+from shoal.swarm.trust import Recogniser
 from shoal.types import Split, seed_for
 
 MOST_FAILURES = 5

@@ -28,7 +28,7 @@ from statistics import fmean
 
 from shoal.config import SwarmConfig
 from shoal.errors import TaskError, WireError
-from shoal.interfaces import Exchange, Logprobs, NotOurs, Recogniser, Renderer, Scorer
+from shoal.interfaces import Exchange, Logprobs, Renderer, Scorer
 from shoal.swarm import offer as offers
 from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import ReadyOffer, encode_offer, rollouts_of
@@ -39,7 +39,7 @@ from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, Want, offer_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Intake, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
-from shoal.swarm.trust import LIES, Reason, VerifiedMessage
+from shoal.swarm.trust import LIES, Reason, Recogniser, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
@@ -289,8 +289,8 @@ class Node(Peer):
         if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
         task = await self._deps.recogniser.task(content.claim)
-        if isinstance(task, NotOurs):
-            return Reason(task.value)
+        if isinstance(task, Reason):
+            return task
         deps = self._deps
         if len(content.rollouts) > deps.most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, deps.most_answers)))

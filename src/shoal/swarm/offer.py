@@ -12,10 +12,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from shoal import wire
-from shoal.interfaces import Claim
 from shoal.model.answer import written
 from shoal.swarm.envelope import MAX_PAYLOAD_BYTES
-from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
+from shoal.types import FinishReason, Group, Receipt, Role, Rollout, RolloutStatus
 
 MAX_ROLLOUTS = 64
 MAX_WANTED = 64
@@ -34,6 +33,18 @@ class GeneratorKind(StrEnum):
     RULE = "rule"
     """Generator that is a program."""
     PERSON = "person"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A task as one node describes it to others: the question before any node's own prompt, and the truth."""
+
+    service: str
+    question: str
+    truth: str | None
+    receipt: Receipt | None = None
+    libraries: str = ""
+    """Releases besides reasoning-gym's that may have changed the question."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from shoal.errors import WireError
-from shoal.interfaces import NotOurs
 from shoal.swarm import offer
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.offer import Offer, Want
+from shoal.swarm.offer import Claim, Offer, Want
+from shoal.types import Task
 
 PRIOR = 1.0
 """Evidence in both counts of a newcomer's Beta reputation."""
@@ -57,14 +58,21 @@ class Reason(StrEnum):
     FLOODING = "over the rate"
     BAD_BODY = "bad body"
     """Body signed by its author that cannot be decompressed or decoded."""
-    UNKNOWN_TASK = NotOurs.UNKNOWN_TASK.value
-    HELD_OUT = NotOurs.HELD_OUT.value
-    NOT_DRAWN = NotOurs.NOT_DRAWN.value
-    TIMED_OUT = NotOurs.TIMED_OUT.value
-    OUT_OF_BOUNDS = NotOurs.OUT_OF_BOUNDS.value
-    OTHER_LIBRARIES = NotOurs.OTHER_LIBRARIES.value
-    WRONG_QUESTION = NotOurs.WRONG_QUESTION.value
-    WRONG_TRUTH = NotOurs.WRONG_TRUTH.value
+    UNKNOWN_TASK = "unknown task"
+    """This node has no such dataset, or not with these settings, or another release of it."""
+    HELD_OUT = "held out"
+    """The question is one that this node evaluates with."""
+    NOT_DRAWN = "receipt gives no question"
+    TIMED_OUT = "not drawn in time"
+    """The process that draws took too long or died, for the claim's sake or for this machine's."""
+    OUT_OF_BOUNDS = "outside this node's bounds"
+    """The dataset or the size is outside the bounds that this node draws for others."""
+    OTHER_LIBRARIES = "drawn otherwise by other libraries"
+    """The receipt gives another question or truth here, where Python or a library is another one: no proof of a lie."""
+    WRONG_QUESTION = "wrong question"
+    """The receipt gives another question, with the same libraries: the claim is a lie."""
+    WRONG_TRUTH = "wrong truth"
+    """The question is right and the truth is not: the claim is a lie."""
     UNREADABLE = "not readable with this tokenizer"
     TOO_LONG = "too long for the context"
     UNSCORED = "not scored"
@@ -74,6 +82,18 @@ class Reason(StrEnum):
     UNINFORMATIVE = "nothing to learn"
     STALE = "not fresh any more"
     CROWDED = "no room"
+
+
+class Recogniser(Protocol):
+    """Matcher of peers' claims with this node's own tasks. Nothing that a peer claims is believed."""
+
+    async def claim(self, task: Task) -> Claim:
+        """Builds the claim of an own task. Raises `TaskError` for a task that cannot be shared."""
+        ...
+
+    async def task(self, claim: Claim) -> Task | Reason:
+        """Finds the own training task that asks the same, with this node's own prompt, truth and scorer."""
+        ...
 
 
 LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})

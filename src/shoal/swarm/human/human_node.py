@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import WireError
-from shoal.interfaces import Exchange, Recogniser, Scorer
+from shoal.interfaces import Exchange, Scorer
 from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, Other, QuestionPace, QuestionState
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Peer, PeerCounts
-from shoal.swarm.trust import Reason, VerifiedMessage
+from shoal.swarm.trust import Recogniser, VerifiedMessage
 from shoal.types import RewardStatus, Task
 
 MOST_OFFERED = 64
@@ -129,7 +129,7 @@ class HumanNode(Peer):
                 if not self._unscored.full():
                     self._unscored.put_nowait((question, content))
                 return question
-            self.ingress.refuse(message.peer_id, Reason(task.value))
+            self.ingress.refuse(message.peer_id, task)
         return await self._question(await asyncio.to_thread(self._deps.draw, self._rng.getrandbits(32)))
 
     async def _question(self, task: Task) -> OpenQuestion:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal.interfaces import Claim
+from shoal.swarm.offer import Claim
 from shoal.types import Reward, RewardStatus, Task
 
 MOST_OPEN = 64
