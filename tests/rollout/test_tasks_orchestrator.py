@@ -15,8 +15,8 @@ from buffer_values import group as made_group
 from shoal.clock import run_virtual
 from shoal.experience import Buffer, RunMeta
 from shoal.experience.balance import PATIENCE_S
-from shoal.rollout.mixture_weights import Change
-from shoal.rollout.orchestrator import CANCELLED, Adjustment, Orchestrator
+from shoal.rollout.mixture_weights import Adjuster
+from shoal.rollout.orchestrator import CANCELLED, Orchestrator
 from shoal.types import Task
 
 GROUP_SIZE = 2
@@ -75,7 +75,7 @@ class Run:
     ids: list[str]
     started: int
     accounted: int
-    changes: list[Change]
+    changes: list[dict[str, object]]
     shares: dict[str, float]
     per_step: list[Counter[str]]
     ends_s: list[float]
@@ -101,10 +101,10 @@ def simulate(
 
     async def main() -> Run:
         buffer = Buffer.in_memory(RunMeta(max_staleness, late, per_step, 1), max_running=max_running)
-        changes: list[Change] = []
-        adjustment = Adjustment(bounds, changes.append) if bounds or tokens else None
+        changes: list[dict[str, object]] = []
         shares = {shop.name: weight for shop, weight in zip(shops, weights, strict=True)}
-        orchestrator = Orchestrator(shops, shares, buffer, adjustment=adjustment)
+        adjuster = Adjuster(shares, bounds) if bounds or tokens else None
+        orchestrator = Orchestrator(shops, shares, buffer, adjuster=adjuster, on_event=noted("ratio", changes))
         trained: list[Counter[str]] = []
         ends_s: list[float] = []
         ids: list[str] = []
@@ -132,6 +132,11 @@ def simulate(
         return Run(total, ids, started, accounted, changes, orchestrator.shares, trained, ends_s, failed)
 
     return run_virtual(main())
+
+
+def noted(wanted: str, into: list[dict[str, object]]):
+    """Notes the details of one kind of event."""
+    return lambda name, **details: into.append(details) if name == wanted else None
 
 
 async def absences(orchestrator: Orchestrator, shop: Workshop) -> None:
@@ -228,14 +233,14 @@ def test_a_mastered_and_a_hopeless_task_shrink_to_the_floor_and_the_learnable_on
     assert late["learnable"] > 0.8 * late.total()
     assert 0 < late["mastered"] < 0.1 * late.total()
     assert run.changes
-    assert all(change.reason for change in run.changes)
+    assert all(change["reason"] for change in run.changes)
 
 
 def test_a_task_that_cannot_deliver_its_share_at_full_concurrency_is_asked_for_less() -> None:
     shops = [Workshop("quick", 1.0), Workshop("crawling", 20.0, max_running=2)]
     run = simulate(shops, (1, 1), steps=200, bounds=(0.05, 4.0))
     assert run.shares["crawling"] < 0.3
-    assert any("waited for it" in change.reason for change in run.changes)
+    assert any("waited for it" in change["reason"] for change in run.changes)
 
 
 def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> None:
@@ -243,7 +248,7 @@ def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> Non
     run = simulate(shops, (1, 1), steps=200, tokens=True)
     late = sum(run.per_step[60:], Counter())
     assert abs(late["brief"] / late["wordy"] - 4) < 0.6
-    assert "tokens per group" in run.changes[0].reason
+    assert "tokens per group" in run.changes[0]["reason"]
 
 
 class Cancelling(Workshop):
@@ -266,12 +271,12 @@ def test_a_group_whose_scoring_is_cancelled_fails_and_gives_its_place_back(max_s
 
 
 def test_each_reason_of_a_failed_rollout_is_told_once() -> None:
-    told: list[str] = []
+    told: list[dict[str, object]] = []
 
     async def main() -> None:
         buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
         shop = Workshop("flaky", 1.0, failing=0.3, buffer=buffer)
-        orchestrator = Orchestrator([shop], {"flaky": 1.0}, buffer, on_failure=told.append)
+        orchestrator = Orchestrator([shop], {"flaky": 1.0}, buffer, on_event=noted("rollout_failed", told))
         running = asyncio.create_task(orchestrator.run())
         for step in range(20):
             groups = await buffer.take(6, step)
@@ -280,17 +285,17 @@ def test_each_reason_of_a_failed_rollout_is_told_once() -> None:
         running.cancel()
 
     run_virtual(main())
-    assert told == ["no answer"]
+    assert told == [{"reason": "no answer"}]
 
 
 def test_a_run_of_which_no_group_can_be_used_ends_with_the_reason() -> None:
-    told: list[str] = []
+    told: list[dict[str, object]] = []
 
     async def main() -> None:
         buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
         shop = Workshop("broken", 1.0, failing=1.0, buffer=buffer)
         async with asyncio.timeout(3600):
-            await Orchestrator([shop], {"broken": 1.0}, buffer, told=told.append).run()
+            await Orchestrator([shop], {"broken": 1.0}, buffer, on_event=noted("groups_unusable", told)).run()
 
     with pytest.raises(ExceptionGroup) as raised:
         run_virtual(main())

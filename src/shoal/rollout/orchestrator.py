@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shoal.errors import TaskError
 from shoal.experience import Buffer
 from shoal.interfaces import Environment
-from shoal.rollout.mixture_weights import Adjuster, Bounds, Change
+from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.ratios import Quotas
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
@@ -109,15 +109,6 @@ class Source:
             self.on_presence(self.name, before)
 
 
-@dataclass(frozen=True, slots=True)
-class Adjustment:
-    """Settings of ratios that follow the groups' lessons: bounds, and who receives changes."""
-
-    bounds: Bounds | None
-    """None keeps shares of the drawn tokens instead of shares of groups."""
-    on_change: Callable[[Change], None]
-
-
 class Orchestrator:
     """Runs groups until it is cancelled. Every admitted group is added exactly once, unless cancelled before."""
 
@@ -127,26 +118,23 @@ class Orchestrator:
         weights: Mapping[str, float],
         buffer: Buffer,
         *,
-        adjustment: Adjustment | None = None,
+        adjuster: Adjuster | None = None,
         post: Callable[[Group], Group] = lambda group: group,
-        told: Callable[[str], None] = lambda reason: None,
-        on_failure: Callable[[str], None] = lambda reason: None,
+        on_event: Callable[..., None] = lambda name, **details: None,
     ) -> None:
         """`weights` are the sources', relative; `post` is what becomes of a group before it is added.
 
-        `told` hears why many in a row could not be used, `on_failure` each reason of a failed rollout when it comes
-        first. Each source goes on drawing where the buffer's counts say it stopped: no index is drawn twice.
+        `on_event` gets the name and details of each changed weight, of each reason of a failed rollout when it comes
+        first, and of many groups in a row that could not be used. Each source goes on drawing where the buffer's counts
+        say it stopped: no index is drawn twice.
         """
         self._sources = {source.name: source for source in sources}
         self._buffer = buffer
         self._post = post
-        self._told = told
-        self._on_failure = on_failure
+        self._on_event = on_event
         self._seen: set[str] = set()
         self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
-        weights = {name: weights[name] for name in self._sources}
-        self._adjustment = adjustment
-        self._adjuster = Adjuster(weights, adjustment.bounds) if adjustment else None
+        self._adjuster = adjuster
         consumed = {name: buffer.counts_of(name).consumed for name in self._sources}
         window = buffer.budget - sum(consumed.values())
         self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
@@ -259,14 +247,14 @@ class Orchestrator:
         for reason in dict.fromkeys(reasons):
             if reason not in self._seen and len(self._seen) < MOST_TOLD:
                 self._seen.add(reason)
-                self._on_failure(reason)
+                self._on_event("rollout_failed", reason=reason)
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
         """Ends a run of unusable groups: it trains nothing, however long it goes on."""
         self._unusable.update(reason for reason, _ in Counter(reasons).most_common(1))
         often = next((reason for reason, _ in self._unusable.most_common(1)), "")
         if self._unusable.total() == TOLD_AFTER:
-            self._told(often)
+            self._on_event("groups_unusable", reason=often)
         if self._unusable.total() >= GIVEN_UP_AFTER:
             raise TaskError(
                 f"expected groups of which most rollouts finish, got {GIVEN_UP_AFTER} in a row that cannot be used; "
@@ -275,7 +263,7 @@ class Orchestrator:
 
     def _look(self) -> None:
         """Notes the services that hold up the others, and moves the weights when enough groups finished."""
-        if self._adjuster is None or self._adjustment is None:
+        if self._adjuster is None:
             return
         for name, taken in self._taken.items():
             below = taken < self._quotas.quota(name)
@@ -286,7 +274,8 @@ class Orchestrator:
         growth = {name: quotas[name] - self._quotas_before[name] for name in self._sources}
         self._quotas_before = quotas
         for change in self._adjuster.adjust(growth):
-            self._adjustment.on_change(change)
+            details = {"before": change.before, "after": change.after, "reason": change.reason}
+            self._on_event("ratio", task=change.name, **details)
         self._quotas.weigh(self._adjuster.weights)
         self._buffer.balance(self._quotas.due)
 

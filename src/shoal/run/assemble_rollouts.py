@@ -14,8 +14,8 @@ from shoal.reward.binary_scorer import BinaryScorer
 from shoal.reward.service import RewardService
 from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
-from shoal.rollout.mixture_weights import BOUNDS, Change
-from shoal.rollout.orchestrator import Adjustment, Health, Orchestrator, Source, attend
+from shoal.rollout.mixture_weights import BOUNDS, Adjuster
+from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
 from shoal.run.plan import Prepared
@@ -86,14 +86,12 @@ def orchestrator(
 ) -> Orchestrator:
     """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop."""
 
-    def report(change: Change) -> None:
-        trackers.log_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
-
     def presence(name: str, present: bool) -> None:
         (made.come if present else made.leave)(name)
         trackers.log_event("service", task=name, state="there" if present else "away")
 
     weights = {task.name: task.weight for task in config.tasks}
+    weights = {name: weights.get(name, 1.0) for name in environments_of(prepared)}
     bounds = BOUNDS if config.rollout.ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
     size, served = config.rollout.group_size, getattr(prepared.service, "task_server", None)
@@ -109,12 +107,11 @@ def orchestrator(
     ]
     made = Orchestrator(
         drawn,
-        {one.name: weights.get(one.name, 1.0) for one in drawn},
+        weights,
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
-        adjustment=None if config.rollout.ratios == "fixed" else Adjustment(bounds, report),
-        told=lambda reason: trackers.log_event("groups_unusable", reason=reason),
-        on_failure=lambda reason: trackers.log_event("rollout_failed", reason=reason),
+        adjuster=None if config.rollout.ratios == "fixed" else Adjuster(weights, bounds),
+        on_event=trackers.log_event,
     )
     if served is not None:
         attend(served, [one for one in drawn if one.health is not None], made.wake)
