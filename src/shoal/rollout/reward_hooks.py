@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 
 from shoal.errors import ConfigError
 from shoal.plugins import described, own_code
-from shoal.types import Group, Reward, RewardStatus, Role, Rollout, RolloutStatus
+from shoal.types import Group, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
 DUPLICATE = "post-processing: another rollout of the group says the same"
@@ -62,15 +62,15 @@ def processed(group: Group, hooks: Sequence[Hook]) -> Group:
 
 def shorter_is_better(group: Group, per_token: float) -> Group:
     """Subtracts `per_token` from the reward for each token that a rollout sampled."""
-    return replace(
-        group,
-        rollouts=tuple(
-            _worth(rollout, rollout.reward.value - per_token * rollout.drawn_tokens)
-            if rollout.reward.status is RewardStatus.SCORED and rollout.status is not RolloutStatus.FAILED
-            else rollout
-            for rollout in group.rollouts
-        ),
-    )
+
+    def shortened(rollout: Rollout) -> Rollout:
+        reward = rollout.reward
+        if reward.status is not RewardStatus.SCORED or rollout.status is RolloutStatus.FAILED:
+            return rollout
+        value, parts = reward.value - per_token * rollout.drawn_tokens, (*reward.parts, (BEFORE, reward.value))
+        return replace(rollout, reward=replace(reward, value=value, parts=parts))
+
+    return replace(group, rollouts=tuple(map(shortened, group.rollouts)))
 
 
 def without_duplicates(group: Group) -> Group:
@@ -85,19 +85,9 @@ def without_duplicates(group: Group) -> Group:
     return replace(group, rollouts=tuple(kept))
 
 
-def _worth(rollout: Rollout, value: float) -> Rollout:
-    reward = rollout.reward
-    return replace(
-        rollout, reward=Reward(value, reward.status, (*reward.parts, (BEFORE, reward.value)), reward.evidence)
-    )
-
-
 def _failed(rollout: Rollout, reason: str) -> Rollout:
-    return (
-        rollout
-        if rollout.status is RolloutStatus.FAILED
-        else replace(rollout, status=RolloutStatus.FAILED, reason=reason)
-    )
+    already = rollout.status is RolloutStatus.FAILED
+    return rollout if already else replace(rollout, status=RolloutStatus.FAILED, reason=reason)
 
 
 def _number(name: str, word: str, parameter: str) -> float:

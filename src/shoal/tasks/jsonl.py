@@ -5,7 +5,7 @@ are (`dataset_formats`).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,40 +46,30 @@ class JsonlService(Environment):
         return self._epochs.draw(split, index)
 
 
-def _rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and object of each row."""
-    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
+    """Number (from 1) and object of each row of a Parquet file, or of each line that is not blank."""
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
 
-
-def _parquet_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        rows: list[dict[str, Json]] = parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise TaskError(f"{path}: expected a Parquet file: {error}") from None
-    return list(enumerate(rows, 1))
-
-
-def _jsonl_rows(path: Path) -> list[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and object of each line that is not blank."""
+        try:
+            yield from enumerate(parquet.read_table(path).to_pylist(), 1)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise TaskError(f"{path}: expected a Parquet file: {error}") from None
+        return
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: expected a JSONL file in UTF-8: {error}") from None
-    rows: list[tuple[int, dict[str, Json]]] = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise TaskError(f"{path}:{number}: expected a JSON object: {error}") from None
-        if not isinstance(row, dict):
-            raise TaskError(f"{path}:{number}: expected a JSON object, got {_shown(row)}")
-        rows.append((number, row))
-    return rows
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise TaskError(f"{path}:{number}: expected a JSON object: {error}") from None
+            if not isinstance(row, dict):
+                raise TaskError(f"{path}:{number}: expected a JSON object, got {_shown(row)}")
+            yield number, row
 
 
 def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> Task:
