@@ -24,10 +24,9 @@ from benchmarks.hostile.judged import JUDGED
 from benchmarks.hostile.judged import TESTS as TESTED
 from shoal import checker
 from shoal.config import RewardConfig
-from shoal.reward.code_runner import CodeRunner
+from shoal.reward.code_runner import CodeScorer
 from shoal.reward.mathematics import mathematics
 from shoal.reward.scorer import WorkerScorer
-from shoal.reward.service import CodeScorer
 from shoal.sandbox.program import Backend, Program
 from shoal.sandbox.runner import run, strongest
 from shoal.types import Reward, RewardStatus, Task
@@ -97,15 +96,14 @@ def _escaped(backend: Backend, cases: Sequence[Case]) -> list[str]:
 
 async def _unit_tests_per_s(groups: int) -> float:
     """Scores programs that differ by a comment, so that none is scored from memory."""
-    runner = CodeRunner(1)
-    scorer = CodeScorer(runner)
+    scorer = CodeScorer(1)
     task = Task("bench", "bench", (), None, json.dumps({"tests": TESTS}))
     numbers = iter(range(1 << 30))
 
     def programs() -> list[str]:
         return [f"def add(a, b):\n    return a + b  # {next(numbers)}\n" for _ in range(GROUP)]
 
-    async with contextlib.aclosing(runner):
+    async with contextlib.aclosing(scorer):
         rate = await _rate(lambda: scorer.score_by(checker.Code(), task, programs()), groups)
     return rate * len(TESTS)
 

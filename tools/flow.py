@@ -49,8 +49,8 @@ rollout.orchestrator:Orchestrator._start_one
                       reward.worker:prepared
                         reward.worker:judge_of
                           reward.worker:_judging
-                            reward.checkers:number
-                      reward.worker:verdict_of
+                            reward.worker:number
+                      reward.worker:reward_of
     experience.buffer:Buffer.add
       experience.log:insert_group
 engine.routes:EngineThread._run

@@ -15,13 +15,12 @@ from benchmarks.hostile.corpus import Case, Verdict
 from benchmarks.hostile.judged import HONEST as HONEST_WITH_TESTS
 from benchmarks.hostile.judged import JUDGED, TESTS
 from shoal.checker import Code
-from shoal.reward.code_runner import CodeRunner
-from shoal.reward.service import CodeScorer
+from shoal.reward.code_runner import CodeScorer
 from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
 from shoal.types import RewardStatus, Task
 
-AT_ONCE = 2
-HONEST_EVERY = 3
+AT_ONCE = 4
+HONEST_EVERY = 6
 """Wrong programs between two right programs."""
 SECRET = "the secret of the run"
 EXPECTED = b"42\n"
@@ -144,9 +143,9 @@ async def unjust(kind: str, backend: Backend | None = None) -> list[str]:
     for place in reversed(range(0, len(cases) + 1, HONEST_EVERY)):
         cases.insert(place, (f"a right program at {place}", HONEST_WITH_TESTS[kind], 1.0))
     task = Task("hostile", "hostile", (), None, json.dumps({"tests": TESTS[kind]}))
-    async with contextlib.aclosing(CodeRunner(AT_ONCE, backend)) as boxes:
-        spec = Code(timeout_s=0.5, memory_mb=128)
-        rewards = await CodeScorer(boxes).score_by(spec, task, [source for _, source, _ in cases])
+    async with contextlib.aclosing(CodeScorer(AT_ONCE, backend)) as scorer:
+        spec = Code(timeout_s=0.25, memory_mb=128)
+        rewards = await scorer.score_by(spec, task, [source for _, source, _ in cases])
     return [
         f"{name}: {reward}"
         for (name, _, value), reward in zip(cases, rewards, strict=True)

@@ -6,8 +6,8 @@ parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is 
 
 import json
 import re
-from functools import lru_cache
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -149,11 +149,7 @@ Spec: TypeAlias = (
     | Function
     | Weighted
 )
-SPECS: tuple[type[_Checker], ...] = (
-    *(Exact, Contains, Number, Math, Regex, JsonSchema, Format, Length, Language, ReasoningGym),
-    *(Code, LLMJudge, Function, Weighted),
-)
-NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in SPECS)
+NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in get_args(Spec))
 TRUTH_NEEDED = (Exact, Contains, Number, Math)
 
 
@@ -201,16 +197,11 @@ def spec_of(value: Json, where: str) -> Spec:
 
 def task_spec(task: Task) -> Spec:
     """The checker of a task: `info.scorer`, else its dataset's own. Raises `TaskError`."""
-    return _task_spec(task.info, task.receipt is not None)
-
-
-@lru_cache(maxsize=1024)
-def _task_spec(info: str, has_receipt: bool) -> Spec:
     try:
-        value = json.loads(info).get("scorer")
+        value = json.loads(task.info).get("scorer")
     except (ValueError, AttributeError, RecursionError):
-        raise TaskError(f"info: expected a JSON object, got {info[:60]!r}") from None
-    return ReasoningGym() if value is None and has_receipt else spec_of(value, "info.scorer")
+        raise TaskError(f"info: expected a JSON object, got {task.info[:60]!r}") from None
+    return ReasoningGym() if value is None and task.receipt is not None else spec_of(value, "info.scorer")
 
 
 def unit_tests(value: Json, where: str) -> list[UnitTest]:
@@ -224,33 +215,32 @@ def unit_tests(value: Json, where: str) -> list[UnitTest]:
     return tests
 
 
-def is_confined(spec: Spec) -> bool:
-    """True if strangers' words may reach this checker: it is no function of the user's, and no model that costs.
+def leaves(spec: Spec) -> Iterator[Spec]:
+    """The checkers that judge by themselves: the parts of a weighted sum, or the one checker.
 
-    >>> is_confined(Code()), is_confined(Weighted((Part(Function("os:system")),)))
-    (True, False)
+    >>> [leaf.__struct_config__.tag for leaf in leaves(Weighted((Part(Code()), Part(Format()))))]
+    ['code', 'format']
     """
     if isinstance(spec, Weighted):
-        return all(is_confined(part.scorer) for part in spec.parts)
-    return not isinstance(spec, Function | LLMJudge)
+        for part in spec.parts:
+            yield from leaves(part.scorer)
+    else:
+        yield spec
+
+
+def is_confined(spec: Spec) -> bool:
+    """True if strangers' words may reach this checker: it is no function of the user's, and no model that costs."""
+    return not any(isinstance(leaf, Function | LLMJudge) for leaf in leaves(spec))
 
 
 def needs_truth(spec: Spec) -> bool:
-    """True if a task must have an answer for this checker.
-
-    >>> needs_truth(Number()), needs_truth(Weighted((Part(Format()), Part(Code()))))
-    (True, False)
-    """
-    if isinstance(spec, Weighted):
-        return any(needs_truth(part.scorer) for part in spec.parts)
-    return isinstance(spec, TRUTH_NEEDED) or (isinstance(spec, Regex) and not spec.pattern)
+    """True if a task must have an answer for this checker."""
+    return any(not leaf.pattern if isinstance(leaf, Regex) else isinstance(leaf, TRUTH_NEEDED) for leaf in leaves(spec))
 
 
 def needs_tests(spec: Spec) -> bool:
     """True if a task must have unit tests for this checker."""
-    if isinstance(spec, Weighted):
-        return any(needs_tests(part.scorer) for part in spec.parts)
-    return isinstance(spec, Code)
+    return any(isinstance(leaf, Code) for leaf in leaves(spec))
 
 
 def to_json(spec: Spec) -> Json:

@@ -87,9 +87,9 @@ def drawn() -> Iterator[Task]:
 def scored() -> Iterator[Callable[[Task, list[str]], list[Reward]]]:
     with asyncio.Runner() as runner:
         service = RewardService(RewardConfig(timeout_s=20))
-        runner.run(service.start())
+        runner.run(service.__aenter__())
         yield lambda task, texts: runner.run(service.score(task, texts))
-        runner.run(service.aclose())
+        runner.run(service.__aexit__())
 
 
 def said(template: str, drawn_text: str) -> str:

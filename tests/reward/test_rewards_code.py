@@ -1,8 +1,9 @@
-"""Programs scored by unit tests: honest ones pass, and none passes by cheating, on every rung of this machine."""
+"""Programs scored by unit tests; those that cheat are in `tests/sandbox/test_sandbox_hostile.py`."""
 
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import TypeVar
 
 import pytest
@@ -10,8 +11,7 @@ import pytest
 from shoal.checker import Code
 from shoal.reward import code
 from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
-from shoal.reward.code_runner import CodeRunner
-from shoal.reward.service import CodeScorer
+from shoal.reward.code_runner import CodeScorer
 from shoal.sandbox.program import Backend, Ended, Finished
 from shoal.sandbox.runner import why_not
 from shoal.types import Json, Reward, RewardStatus, Task
@@ -34,57 +34,6 @@ def test_b():
 KINDS = {"call": CALLS, "code": ASSERTIONS, "pytest": FILE}
 LINES: list[Json] = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5\n", "stdout": "9"}]
 READS = "a, b = map(int, input().split())\nprint(a + b)"
-CHEATS = {
-    "wrong": "def add(a, b): return a - b",
-    "no program": "I would add the two numbers.",
-    "hangs": "def add(a, b):\n    while True: pass",
-    "exits": "import os\ndef add(a, b): os._exit(0)",
-    "exits at once": "import sys\nsys.exit(0)",
-    "equals everything": """
-class Yes:
-    def __eq__(self, other): return True
-    def __gt__(self, other): return True
-    def __bool__(self): return True
-def add(a, b): return Yes()
-""",
-    "a float that equals everything": """
-class Yes(float):
-    def __eq__(self, other): return True
-def add(a, b): return Yes(9)
-""",
-    "kills what runs it": """
-import os
-def add(a, b):
-    os.kill(os.getppid(), 9)
-    return a + b
-""",
-    "writes what a verdict looks like": """
-import os
-for n in range(3, 40):
-    try: os.write(n, b'{"v": true}\\n{"name": "test_a", "why": ""}\\n{"name": "test_b", "why": ""}\\n{"end": true}\\n')
-    except OSError: pass
-os._exit(0)
-""",
-    "looks through its callers": """
-import sys
-def add(a, b):
-    frame = sys._getframe()
-    while frame:
-        for value in frame.f_locals.values():
-            if isinstance(value, dict) and "returns" in value: return value["returns"]
-        frame = frame.f_back
-""",
-    "reads the tests": """
-import os
-def add(a, b):
-    return a + b if any("test" in name for name in os.listdir(".")) else None
-""",
-    "breaks assert": """
-import builtins
-builtins.AssertionError = ValueError
-def add(a, b): return None
-""",
-}
 
 
 def scored(
@@ -101,11 +50,8 @@ def scored(
 
 def with_scorer(work: Callable[[CodeScorer], Coroutine[None, None, T]], backend: Backend | None = None) -> T:
     async def main() -> T:
-        runner = CodeRunner(1, backend)
-        try:
-            return await work(CodeScorer(runner))
-        finally:
-            await runner.aclose()
+        async with aclosing(CodeScorer(1, backend)) as scorer:
+            return await work(scorer)
 
     return asyncio.run(main())
 
@@ -122,14 +68,6 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     if why_not(chosen):
         pytest.skip(f"{chosen.value}: {why_not(chosen)}")
     return chosen
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_program_passes_by_cheating_and_honest_ones_beside_it_pass(kind: str, backend: Backend) -> None:
-    answers = [program for cheat in CHEATS.values() for program in (cheat, ADD)]
-    rewards = scored(KINDS[kind], answers, Code(timeout_s=1.0), backend)
-    assert dict(zip(CHEATS, values(rewards)[::2], strict=True)) == dict.fromkeys(CHEATS, 0.0)
-    assert values(rewards)[1::2] == [1.0] * len(CHEATS)
 
 
 def test_what_a_program_prints_is_compared_line_by_line(backend: Backend) -> None:
@@ -313,19 +251,17 @@ def add(a, b):
     assert values(rewards) == [1.0] * 4, rewards
 
 
-def test_two_that_hang_do_not_change_the_verdict_of_thirty_honest_ones() -> None:
+def test_two_that_hang_do_not_change_the_verdict_of_a_dozen_honest_ones() -> None:
     hangs = "def add(a, b):\n    while True: pass\n"
-    honest = [f"{ADD}# {number}" for number in range(30)]
+    honest = [f"{ADD}# {number}" for number in range(12)]
 
     async def work(scorer: CodeScorer) -> list[Reward]:
         task = Task("t", "t", (), None, json.dumps({"tests": CALLS}))
-        groups = [[hangs, *honest[:15]], [hangs, *honest[15:]]]
-        both = await asyncio.gather(*(scorer.score_by(Code(timeout_s=1.0), task, group) for group in groups))
+        groups = [[hangs, *honest[:6]], [hangs, *honest[6:]]]
+        both = await asyncio.gather(*(scorer.score_by(Code(timeout_s=0.5), task, group) for group in groups))
         return [reward for rewards in both for reward in rewards]
 
-    found = values(with_scorer(work))
-    assert found.count(1.0) == 30
-    assert (found[0], found[16]) == (0.0, 0.0)
+    assert values(with_scorer(work)) == [0.0, *[1.0] * 6] * 2
 
 
 def test_a_template_takes_the_answer_in() -> None:
@@ -379,7 +315,7 @@ def test_a_value_equals_what_the_test_expects(value: object, expected: object, i
 def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_else(line: bytes) -> None:
     tests = code.tests_in('{"tests": [{"call": "f", "returns": {"a": 1}}, {"call": "f", "returns": 0.5}]}')
     run = Finished(Ended.EXITED, 0, None, (line + b"\n") * 2, b"", 0.1, 0.1, Backend.NAMESPACES)
-    found = verdicts(Job("call", "", (b"",), 1.0, 1, tests=2), tests, Runs((run,)), 1e-9)
+    found = verdicts(Job("call", tuple(tests), (b"",), 1.0, 1, count=2), Runs((run,)), 1e-9)
     assert len(found) == 2
     assert reward(found, partial=True).value == 0.0
 

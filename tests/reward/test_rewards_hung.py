@@ -1,10 +1,11 @@
 """Answers that hang, and answers that are code, harm no other answer."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from shoal.checker import task_spec
 from shoal.config import RewardConfig, TaskConfig
 from shoal.procedural import names
 from shoal.reward.scorer import WorkerScorer
@@ -22,6 +23,11 @@ def drawn() -> Iterator[Callable[[str], Task]]:
         yield lambda name: ReasoningGymService(TaskConfig(name=name), 0, drawer).draw(Split.TRAIN, 0)
 
 
+async def score(scorer: WorkerScorer, task: Task, answers: Sequence[str]) -> list[Reward]:
+    """Rewards by the task's own checker."""
+    return await scorer.score_by(task_spec(task), task, answers)
+
+
 def values(rewards: list[Reward]) -> list[float | str]:
     """Values of scored answers, the status of others."""
     return [reward.value if reward.status is RewardStatus.SCORED else reward.status.value for reward in rewards]
@@ -34,16 +40,16 @@ def test_two_hung_answers_on_two_workers_change_none_of_a_hundred_verdicts(
 
     async def work(scorer: WorkerScorer) -> None:
         async def hundred() -> list[float | str]:
-            groups = [scorer.score(NUMBER, ["42", "41"]) for _ in range(50)]
+            groups = [score(scorer, NUMBER, ["42", "41"]) for _ in range(50)]
             return [value for rewards in await asyncio.gather(*groups) for value in values(rewards)]
 
         assert await hundred() == [1.0, 0.0] * 50
-        hung = [asyncio.create_task(scorer.score(coin, [HANG])) for _ in range(2)]
+        hung = [asyncio.create_task(score(scorer, coin, [HANG])) for _ in range(2)]
         await asyncio.sleep(0.2)  # both workers are busy now, and every honest answer is behind a hung one
         assert await hundred() == [1.0, 0.0] * 50
         assert [values(await one) for one in hung] == [[0.0]] * 2
         assert await hundred() == [1.0, 0.0] * 50
-        assert scorer.stats.restarts == 0  # stopped, not killed
+        assert scorer.values["scorer_restarts"] == 0  # stopped, not killed
 
     async def main() -> None:
         async with WorkerScorer(RewardConfig(workers=2, timeout_s=2)) as scorer:
@@ -63,8 +69,8 @@ def test_no_dataset_runs_an_answer_that_would_end_the_worker(
 
     async def main() -> None:
         async with WorkerScorer(RewardConfig(timeout_s=20)) as scorer:
-            rewards = {task.service: await scorer.score(task, ENDING) for task in tasks}
+            rewards = {task.service: await score(scorer, task, ENDING) for task in tasks}
             assert {name for name, given in rewards.items() if any(isinstance(v, str) for v in values(given))} == set()
-            assert scorer.stats.restarts == 0
+            assert scorer.values["scorer_restarts"] == 0
 
     asyncio.run(main())

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.reward.bound import OutOfTime, within
 from shoal.reward.mathematics import final_answer, mathematics, rational
+from shoal.reward.worker import OutOfTime, within
 
 SLACK_S = 1.0
 """Processor time within which a signal is heeded."""
@@ -93,7 +93,7 @@ def test_a_judgement_that_catches_everything_is_stopped_too() -> None:
 
 
 DEAF = """
-from shoal.reward.bound import within
+from shoal.reward.worker import within
 within(0.2, lambda answer: (float(sum(range(10**12))), ""), "")
 """
 

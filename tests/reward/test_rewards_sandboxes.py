@@ -7,7 +7,7 @@ import resource
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 import pytest
@@ -16,9 +16,9 @@ from shoal.checker import Code
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
 from shoal.reward.code import Job, Runs
-from shoal.reward.code_runner import CodeRunner
+from shoal.reward.code_runner import CodeScorer
 from shoal.reward.scorer import WorkerScorer
-from shoal.reward.service import CodeScorer, RewardService
+from shoal.reward.service import RewardService
 from shoal.types import Json, Reward, RewardStatus, Task
 
 T = TypeVar("T")
@@ -31,13 +31,10 @@ def task(tests: list[Json]) -> Task:
     return Task("t", "t", (), None, json.dumps({"scorer": {"name": "code", "timeout_s": 0.3}, "tests": tests}))
 
 
-def with_runner(most: int, work: Callable[[CodeRunner], Coroutine[None, None, T]]) -> T:
+def with_scorer(most: int, work: Callable[[CodeScorer], Coroutine[None, None, T]]) -> T:
     async def main() -> T:
-        runner = CodeRunner(most)
-        try:
-            return await work(runner)
-        finally:
-            await runner.aclose()
+        async with aclosing(CodeScorer(most)) as scorer:
+            return await work(scorer)
 
     return asyncio.run(main())
 
@@ -59,15 +56,14 @@ def no_descriptor_left() -> Iterator[None]:
 def test_a_sandbox_that_cannot_be_started_is_a_failure_and_no_score(kind: str) -> None:
     tests: list[Json] = CALLS if kind == "call" else [{"code": "assert add(1, 2) == 3"}]
 
-    async def work(runner: CodeRunner) -> list[Reward]:
-        scorer = CodeScorer(runner)
+    async def work(scorer: CodeScorer) -> list[Reward]:
         (before,) = await scorer.score_by(Code(), task(tests), [ADD])
         with no_descriptor_left():
             failed = await scorer.score_by(Code(), task(tests), [ADD, ADD])
         (after,) = await scorer.score_by(Code(), task(tests), [ADD])
         return [before, *failed, after]
 
-    rewards = with_runner(2, work)
+    rewards = with_scorer(2, work)
     assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0]
     assert [reward.status for reward in rewards[1:3]] == [RewardStatus.FAILED] * 2
     assert "Too many open files" in rewards[1].evidence
@@ -75,18 +71,17 @@ def test_a_sandbox_that_cannot_be_started_is_a_failure_and_no_score(kind: str) -
 
 def test_closing_fails_what_still_runs_and_cancels_nobody() -> None:
     async def main() -> list[Reward]:
-        runner = CodeRunner(1)
-        scoring = asyncio.create_task(CodeScorer(runner).score_by(Code(), task(CALLS), [HOLDS, ADD]))
+        scorer = CodeScorer(1)
+        scoring = asyncio.create_task(scorer.score_by(Code(), task(CALLS), [HOLDS, ADD]))
         await asyncio.sleep(0)  # it asks for its sandboxes
-        await runner.aclose()
+        await scorer.aclose()
         return await scoring
 
     assert [reward.status for reward in asyncio.run(main())] == [RewardStatus.FAILED] * 2
 
 
 def test_a_program_that_holds_its_sandbox_keeps_no_other_one_waiting() -> None:
-    async def work(runner: CodeRunner) -> bool:
-        scorer = CodeScorer(runner)
+    async def work(scorer: CodeScorer) -> bool:
         holding = asyncio.create_task(scorer.score_by(Code(timeout_s=10.0), task(CALLS), [HOLDS]))
         rewards = await scorer.score_by(Code(timeout_s=10.0), task(CALLS), [f"{ADD}  # {n}" for n in range(8)])
         assert [reward.value for reward in rewards] == [1.0] * 8
@@ -94,24 +89,24 @@ def test_a_program_that_holds_its_sandbox_keeps_no_other_one_waiting() -> None:
         await asyncio.wait([holding])
         return holding.cancelled()
 
-    assert with_runner(2, work)
+    assert with_scorer(2, work)
 
 
 def test_programs_that_come_together_run_beside_each_other_and_not_in_asyncio_s_own_threads() -> None:
     source = "import time\nbegan = time.monotonic()\ntime.sleep(2)\nprint(began, time.monotonic())"
 
-    async def work(runner: CodeRunner) -> list[Runs | Exception]:
+    async def work(scorer: CodeScorer) -> list[Runs | Exception]:
         busy, done = ThreadPoolExecutor(1), threading.Event()
         asyncio.get_running_loop().set_default_executor(busy)
         waiting = asyncio.get_running_loop().run_in_executor(None, done.wait)
         try:
-            return [*await runner.run([Job("stdin", source, (b"",), 10.0, 1 << 28)] * 3)]
+            return [*await scorer.run([(Job("stdin", (), (b"",), 10.0, 1 << 28), source)] * 3)]
         finally:
             done.set()
             await waiting
 
     times = []
-    for runs in with_runner(3, work):
+    for runs in with_scorer(3, work):
         assert isinstance(runs, Runs)
         times.append(tuple(map(float, runs.program[0].stdout.split())))
     assert max(began for began, _ in times) < min(ended for _, ended in times)
@@ -135,6 +130,6 @@ def test_a_worker_that_cannot_be_started_for_want_of_descriptors_ends_with_a_sen
     async def main() -> None:
         scorer = WorkerScorer(RewardConfig(workers=1), boxed=False)
         with no_descriptor_left(), pytest.raises(ChildDied, match="could not be started"):
-            await scorer.start()
+            await scorer.__aenter__()
 
     asyncio.run(main())

@@ -122,8 +122,8 @@ def test_a_worker_is_replaced_after_so_many_answers() -> None:
             pids = set()
             for _ in range(3):
                 pids |= set(scorer.pids)
-                assert values(await scorer.score(task("exact", "x"), ["x", "y"])) == [1.0, 0.0]
-            assert scorer.stats.restarts == 1
+                assert values(await scorer.score_by(Exact(), task("exact", "x"), ["x", "y"])) == [1.0, 0.0]
+            assert scorer.values["scorer_restarts"] == 1
             assert len(pids) == 1
 
     asyncio.run(main())

@@ -21,13 +21,12 @@ from shoal import checker
 from shoal.checker import spec_of
 from shoal.model.answer import boxed, final_line, harmony
 from shoal.model.tool_calls import CallFormat, split_calls
-from shoal.reward.bound import OutOfTime, within
 from shoal.reward.code import code_of
 from shoal.reward.llm_judge import Unanswered, score_in
 from shoal.reward.mathematics import final_answer, mathematics, rational, shown
 from shoal.reward.reasoning import is_expression
 from shoal.reward.service import judged_part
-from shoal.reward.worker import judge_of
+from shoal.reward.worker import OutOfTime, judge_of, within
 from shoal.types import Json
 
 SIZES = (30, 90, 4_000)

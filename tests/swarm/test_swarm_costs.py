@@ -11,7 +11,7 @@ from test_swarm_envelope import nested
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
-from shoal.reward.scorer import WorkerScorer
+from shoal.reward.service import RewardService
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.contents import Contents
@@ -83,7 +83,7 @@ def beside(
     async def main() -> None:
         own, hub = OwnTasks(library.services), MemorySwarm()
         tasks = [library.services[0].draw(Split.TRAIN, i) for i in range(12)]
-        async with WorkerScorer(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
+        async with RewardService(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
             means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
             node = Node(means, SwarmConfig(external_groups=4), Identity.fresh(), folder)
             running = asyncio.ensure_future(node.run())

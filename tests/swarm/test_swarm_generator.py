@@ -18,7 +18,7 @@ import pytest
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
-from shoal.reward.scorer import WorkerScorer
+from shoal.reward.service import RewardService
 from shoal.run.join_swarm import answerer_of
 from shoal.swarm import offer as offers
 from shoal.swarm.answerers import Answerer, ChatModel, ModelAt, RuleSolver
@@ -87,7 +87,7 @@ async def taken_from(
         swarm="reef",
         pace=GeneratorPace(4, 0.01, 6),
     )
-    async with WorkerScorer(RewardConfig()) as scorer:
+    async with RewardService(RewardConfig()) as scorer:
         means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         node = Node(means, settings, Identity.fresh(), folder / "node")
         running = asyncio.ensure_future(node.run())
@@ -137,7 +137,7 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
         pace=GeneratorPace(4, 0.01, 3),
     ).run()
     identity, settings = Identity.fresh(), SwarmConfig(external_groups=2)
-    async with WorkerScorer(RewardConfig()) as scorer:
+    async with RewardService(RewardConfig()) as scorer:
         means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         for _ in range(2):
             means = replace(means, exchange=hub.join())

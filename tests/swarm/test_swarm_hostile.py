@@ -14,7 +14,7 @@ from test_swarm_envelope import bomb, nested, unsigned
 
 from shoal.config import RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
-from shoal.reward.scorer import WorkerScorer
+from shoal.reward.service import RewardService
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
@@ -140,7 +140,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
     touched = tmp_path / "executed"
     evil = f"__import__('pathlib').Path({str(touched)!r}).touch()"
 
-    async def main(library: Library, scorer: WorkerScorer) -> None:
+    async def main(library: Library, scorer: RewardService) -> None:
         own = OwnTasks(library.services)
         tasks: list[Task] = [service.draw(Split.TRAIN, i) for service in library.services for i in range(12)]
         claims = [await own.claim(task) for task in tasks]
@@ -193,7 +193,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
     with Library(TASKS, 0) as library:
 
         async def run() -> None:
-            async with WorkerScorer(RewardConfig()) as scorer:
+            async with RewardService(RewardConfig()) as scorer:
                 await main(library, scorer)
 
         asyncio.run(run())

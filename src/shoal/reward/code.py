@@ -10,14 +10,14 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 
 import msgspec
 
 from shoal import checker
 from shoal.checker import UnitTest
 from shoal.errors import TaskError
-from shoal.reward.questions import file_names, snippet, test_count
+from shoal.reward.questions import file_names, snippet
 from shoal.sandbox.program import Ended, Finished
 from shoal.types import Reward, RewardStatus
 
@@ -34,18 +34,19 @@ _LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, and its inputs in one sandbox."""
+    """Tests of one kind, with what a sandbox needs to run them on a program."""
 
     kind: str
     """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has the tests.
     """
-    program: str
+    tests: tuple[UnitTest, ...]
     given: tuple[bytes, ...]
     """Inputs of a script; for the other kinds one packed request."""
     cpu_s: float
     """Seconds of processor time of one test."""
     memory_bytes: int
-    tests: int = 1
+    count: int = 1
+    """Number of tests; of a pytest file as many as its text defines."""
     needs_pytest: bool = False
     limit: int = OUTPUT_BYTES
     """Bytes of output, of a script for one input."""
@@ -53,7 +54,7 @@ class Job:
     @property
     def total_s(self) -> float:
         """Seconds of processor time of all tests together."""
-        return self.cpu_s * self.tests + (PYTEST_START_S if self.needs_pytest else 0.0)
+        return self.cpu_s * self.count + (PYTEST_START_S if self.needs_pytest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,6 @@ class CaseVerdict:
     is_repeatable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """The jobs that one program's tests need. `jobs[i]` decides `tests[i]`."""
-
-    jobs: tuple[Job, ...]
-    tests: tuple[tuple[UnitTest, ...], ...]
-
-
 def code_of(answer: str) -> str:
     """The program of an answer: its last fenced block, else the whole answer.
 
@@ -124,79 +117,55 @@ def code_of(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-@lru_cache(maxsize=512)
-def tests_in(info: str) -> tuple[UnitTest, ...]:
+def tests_in(info: str) -> list[UnitTest]:
     """The unit tests of a task. Raises `TaskError`."""
-    return tuple(checker.unit_tests(json.loads(info).get("tests", []), "info.tests"))
+    return checker.unit_tests(json.loads(info).get("tests", []), "info.tests")
 
 
-def examination(spec: checker.Code, tests: Sequence[UnitTest], answer: str) -> Examination:
-    """The jobs that decide whether the answer's program passes the tests. Raises `TaskError`."""
-    program = spec.template.replace("{answer}", code_of(answer))
-    kinds: dict[str, list[UnitTest]] = {}
-    for test in tests:
-        kinds.setdefault(_kind(test), []).append(test)
-    jobs: list[Job] = []
-    decided: list[tuple[UnitTest, ...]] = []
-    for kind, group in kinds.items():
-        for own in [[test] for test in group] if kind == "pytest" else [group]:
-            jobs.append(_job(spec, kind, program, own))
-            decided.append(tuple(own))
-    return Examination(tuple(jobs), tuple(decided))
-
-
-def _kind(test: UnitTest) -> str:
-    return (
-        "stdin"
-        if test.stdout is not None
-        else next(k for k in ("call", "code", "pytest") if getattr(test, k) is not None)
-    )
-
-
-def _job(spec: checker.Code, kind: str, program: str, tests: Sequence[UnitTest]) -> Job:
-    memory_bytes = spec.memory_mb << 20
-    if kind == "stdin":
-        limit = OUTPUT_BYTES + 2 * max(len(test.stdout or "") for test in tests)
-        inputs = tuple((test.stdin or "").encode() for test in tests)
-        return Job("stdin", program, inputs, spec.timeout_s, memory_bytes, len(tests), limit=limit)
+def jobs_of(spec: checker.Code, tests: Sequence[UnitTest]) -> list[Job]:
+    """The jobs that decide whether a program passes the tests. Raises `TaskError` for tests that cannot be judged."""
+    printed = tuple(test for test in tests if test.stdout is not None)
+    called = tuple(test for test in tests if test.call is not None)
+    stated = tuple(test for test in tests if test.code is not None)
     limits = (spec.timeout_s, wall_s(spec.timeout_s), 0)
-    if kind == "call":
-        requests = [(test.call, test.args, test.kwargs) for test in tests]
-        expected = sum(len(msgspec.json.encode(test.returns)) for test in tests)
-        given = b"".join(marshal.dumps(one) for one in (limits, *requests))  # type: ignore[arg-type]  # of JSON
-        limit = OUTPUT_BYTES + 4 * expected
-        return Job("call", program, (given,), spec.timeout_s, memory_bytes, len(tests), limit=limit)
-    if kind == "code":
-        snippets = [snippet(test.code or "") for test in tests]
-        given = marshal.dumps({"limits": limits, "snippets": snippets})
-        return Job("judge", program, (given,), spec.timeout_s, memory_bytes, len(tests))
-    text = tests[0].pytest or ""
-    given = marshal.dumps({"limits": limits, "file": text, "names": file_names(text)})
-    return Job("judge", program, (given,), spec.timeout_s, memory_bytes, test_count(text), needs_pytest=True)
+    job = partial(Job, cpu_s=spec.timeout_s, memory_bytes=spec.memory_mb << 20)
+    jobs: list[Job] = []
+    if printed:
+        inputs = tuple((test.stdin or "").encode() for test in printed)
+        limit = OUTPUT_BYTES + 2 * max(len(test.stdout or "") for test in printed)
+        jobs.append(job("stdin", printed, inputs, count=len(printed), limit=limit))
+    if called:
+        calls = b"".join(marshal.dumps((test.call, test.args, test.kwargs)) for test in called)
+        limit = OUTPUT_BYTES + 4 * sum(len(msgspec.json.encode(test.returns)) for test in called)
+        jobs.append(job("call", called, (marshal.dumps(limits) + calls,), count=len(called), limit=limit))
+    if stated:
+        given = marshal.dumps({"limits": limits, "snippets": [snippet(test.code or "") for test in stated]})
+        jobs.append(job("judge", stated, (given,), count=len(stated)))
+    for test in tests:
+        if test.pytest is not None:
+            names, count = file_names(test.pytest)
+            given = marshal.dumps({"limits": limits, "file": test.pytest, "names": names})
+            jobs.append(job("judge", (test,), (given,), count=count, needs_pytest=True))
+    return jobs
 
 
-def verdicts(job: Job, tests: Sequence[UnitTest], runs: Runs, tolerance: float) -> list[CaseVerdict]:
+def verdicts(job: Job, runs: Runs, tolerance: float) -> list[CaseVerdict]:
     """One verdict for each test that the job decides; for a pytest file, one for each test that pytest ran.
 
     Raises `TaskError` when the tests cannot be judged.
     """
-    match job.kind:
-        case "stdin":
-            printed = _scripts(job, runs)
-            ended = [
-                _compared(test, one) if isinstance(one, str) else one for test, one in zip(tests, printed, strict=False)
-            ]
-            left = (
-                CaseVerdict("not run: an earlier test failed")
-                if ended and ended[-1].why
-                else _missing(runs.program[-1])
-            )
-            return ended + [left] * (len(tests) - len(ended))
-        case "call":
-            (run,) = runs.program
-            said = [_returned(test, line, tolerance) for test, line in zip(tests, _lines(run), strict=False)]
-            return said + [_missing(run)] * (len(tests) - len(said))
-    return _verdicts_of_judge(job, runs)
+    if job.kind == "judge":
+        return _verdicts_of_judge(job, runs)
+    if job.kind == "stdin":
+        printed = zip(job.tests, _scripts(job, runs), strict=False)
+        found = [_compared(test, one) if isinstance(one, str) else one for test, one in printed]
+    else:
+        lines = zip(job.tests, _lines(runs.program[0]), strict=False)
+        found = [_returned(test, line, tolerance) for test, line in lines]
+    left = _missing(runs.program[-1])
+    if job.kind == "stdin" and found and found[-1].why:
+        left = CaseVerdict("not run: an earlier test failed")
+    return found + [left] * (job.count - len(found))
 
 
 def _verdicts_of_judge(job: Job, runs: Runs) -> list[CaseVerdict]:
@@ -210,7 +179,7 @@ def _verdicts_of_judge(job: Job, runs: Runs) -> list[CaseVerdict]:
     if "end" not in last:
         if runs.judge.ended in (Ended.EXITED, Ended.SIGNALLED) and not is_late(runs.judge):
             raise TaskError(f"the tests' process ended by itself: {why_not(runs.judge) or 'without a word'}")
-        return [*found, *[_missing(runs.judge)] * max(job.tests - len(found), 1)]
+        return [*found, *[_missing(runs.judge)] * max(job.count - len(found), 1)]
     late = next(filter(is_late, runs.program), None)
     if late is None or is_repeatable(late):
         return found

@@ -66,51 +66,33 @@ def score_in(reply: str, nonce: str, best: int) -> int:
 
 
 class JudgeScorer:
-    """Asks the judges that checkers name."""
+    """Asks the judges that checkers name, a bounded number at once."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
         self._turn = asyncio.Semaphore(AT_ONCE)
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order: the score as a share of the highest possible."""
         assert isinstance(spec, checker.LLMJudge)
-        return list(await asyncio.gather(*(self._judge(spec, task, answer) for answer in answers)))
+        async with aiohttp.ClientSession() as http:
+            return await asyncio.gather(*(self._judge(http, spec, task, answer) for answer in answers))
 
-    async def _judge(self, spec: checker.LLMJudge, task: Task, answer: str) -> Reward:
+    async def _judge(self, http: aiohttp.ClientSession, spec: checker.LLMJudge, task: Task, answer: str) -> Reward:
         nonce = secrets.token_hex(8)
-        try:
-            async with self._turn:
-                reply = await self._reply(spec, question(spec, task, answer, nonce))
-            score = score_in(reply, nonce, spec.best)
-        except TimeoutError:
-            return Reward(0.0, RewardStatus.TIMED_OUT, evidence=f"the judge took longer than {spec.timeout_s:g} s")
-        except Unanswered as error:
-            return Reward(0.0, RewardStatus.FAILED, evidence=f"judge: {error}")
-        return Reward(score / spec.best, parts=(("judge_score", float(score)),), evidence=reply[-500:])
-
-    async def _reply(self, spec: checker.LLMJudge, text: str) -> str:
-        """The judge's reply. Raises `Unanswered`, or `TimeoutError`."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
-        key = os.environ.get(spec.key_env, "") if spec.key_env else ""
+        text = question(spec, task, answer, nonce)
         request = {
             "model": spec.model,
             "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
             "temperature": 0,
             "max_tokens": spec.max_tokens,
         }
+        key = os.environ.get(spec.key_env, "") if spec.key_env else ""
         try:
-            async with asyncio.timeout(spec.timeout_s):
-                choice = await completion(self._session, spec.url, request, key=key, tries=TRIES)
-        except EngineError as error:
-            raise Unanswered(str(error)) from None
-        if not choice.message.content:
-            raise Unanswered("expected a chat completion with a text, got none")
-        return choice.message.content
+            async with self._turn, asyncio.timeout(spec.timeout_s):
+                reply = (await completion(http, spec.url, request, key=key, tries=TRIES)).message.content or ""
+            score = score_in(reply, nonce, spec.best)
+        except TimeoutError:
+            return Reward(0.0, RewardStatus.TIMED_OUT, evidence=f"the judge took longer than {spec.timeout_s:g} s")
+        except (Unanswered, EngineError) as error:
+            return Reward(0.0, RewardStatus.FAILED, evidence=f"judge: {error}")
+        return Reward(score / spec.best, parts=(("judge_score", float(score)),), evidence=reply[-500:])

@@ -10,13 +10,19 @@ import re
 from fractions import Fraction
 
 from shoal.model.answer import boxed, stated
-from shoal.reward.checkers import last_number
 
 MOST_CHARACTERS = 10_000
 """Characters of a final answer."""
 
 MOST_RATIONAL = 200
 """Characters of a rational number."""
+
+MOST_DIGITS = 4300
+"""Number of digits that Python reads as one integer."""
+
+_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+"
+_HUGE = re.compile(r"[eE][-+]?[0-9]{4}")
+_LAST_NUMBER = re.compile(rf"(?:(?<![0-9.)])[-+])?(?:{_UNSIGNED})(?:/[0-9]+)?")
 
 _DELIMITERS = re.compile(r"\\[()\[\]]|\$\$?(?!\d)|\\(?:left|right|[!,;:> ]|displaystyle|limits)(?![A-Za-z])")
 _DELIMITERS_LEFT = re.compile(r"\\(?:left|right|[!,;:> ])(?![A-Za-z])|\$")
@@ -101,6 +107,25 @@ def rational(text: str) -> Fraction | None:
     except ZeroDivisionError:
         return None
     return -value if sign == "-" else value
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text: an integer, a decimal, a fraction, or a number with an exponent.
+
+    Returns None without a number, and for a number of more than 4300 digits or with an exponent of more than three
+    digits.
+
+    >>> last_number("from 3 to -4.5e1.")
+    Fraction(-45, 1)
+    """
+    found = _LAST_NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    if not found or len(found[-1]) > MOST_DIGITS or _HUGE.search(found[-1]):
+        return None
+    numerator, _, denominator = found[-1].replace(",", "").partition("/")
+    try:
+        return Fraction(numerator) / Fraction(denominator or "1")
+    except (ZeroDivisionError, ValueError):  # ValueError: more digits than Python reads
+        return None
 
 
 def _readings(text: str, value: Fraction) -> list[Fraction]:

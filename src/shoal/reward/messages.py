@@ -1,41 +1,21 @@
-"""Messages of a scorer and its workers: a `Batch`, then a `WorkerReady` and an `AnswerVerdict` per answer, in order."""
+"""Messages of a scorer and its workers: a `Batch`, then the fault of its task, or "" and a `Reward` per answer."""
 
 import msgspec
 
 from shoal.checker import Spec
-from shoal.types import Receipt
-
-MEMORY_BYTES = 2 << 30
-"""Bytes of a worker's address space."""
-OPEN_FILES = 64
+from shoal.types import EXHAUSTED, Reward, Task
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Answers to one task, with all that scores them."""
+    """Answers to one task, and the checker that scores them."""
 
     spec: Spec
-    receipt: Receipt | None
-    truth: str | None
-    info: str
+    task: Task
     answers: list[str]
-    cpu_s: float
+    cpu_s: float = 0.0
     """Seconds of processor time of one answer."""
 
 
-class WorkerReady(msgspec.Struct, frozen=True):
-    """The task is prepared and the clock of the first answer runs; else `error` says why no answer can be scored.
-
-    A worker also sends it once after its start, without a request.
-    """
-
-    error: str = ""
-
-
-class AnswerVerdict(msgspec.Struct, frozen=True):
-    """The verdict on one answer; `error` is set when the scorer itself is at fault."""
-
-    value: float
-    evidence: str = ""
-    error: str = ""
-    exhausted: bool = False
-    """True if the answer used up its processor time."""
+def exhausted(cpu_s: float) -> Reward:
+    """Reward of an answer on which its checker used up its processor time."""
+    return Reward(0.0, parts=((EXHAUSTED, 1.0),), evidence=f"more than {cpu_s:g} s of processor time")

@@ -8,7 +8,6 @@ import ast
 import builtins
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
 
 from shoal.errors import TaskError
 
@@ -17,7 +16,6 @@ _BUILTIN = frozenset(dir(builtins))
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@lru_cache(maxsize=512)
 def snippet(text: str) -> tuple[str, tuple[str, ...]]:
     """Statements with the standard library's imports that they lack, and the names that they take from the program.
 
@@ -37,30 +35,27 @@ def snippet(text: str) -> tuple[str, tuple[str, ...]]:
     return "".join(f"import {name}\n" for name in modules) + text, _functions(names)
 
 
-@lru_cache(maxsize=512)
-def file_names(text: str) -> tuple[str, ...]:
-    """Names that a test file takes from the program. Raises `TaskError` when the file cannot be judged.
+def file_names(text: str) -> tuple[tuple[str, ...], int]:
+    """Names that a test file takes from the program, and its number of tests, at least one.
+
+    Raises `TaskError` when the file cannot be judged.
 
     >>> file_names("from solution import *\\nfrom pytest import approx\\ndef test_a(): assert half(3) == approx(1.5)")
-    ('half',)
+    (('half',), 1)
     """
     tree = _parsed(text, "pytest")
     imported = tuple(_imported(tree))
     if not imported:
         raise TaskError("pytest: expected a file that imports from solution")
     _functions(imported)
-    for where, test in _tests(tree):
+    tests = list(_tests(tree))
+    for where, test in tests:
         own_loop = any(isinstance(base, ast.Name | ast.Attribute) and "Async" in ast.unparse(base) for base in where)
         if (isinstance(test, ast.AsyncFunctionDef) and not own_loop) or _is_generator(test):
             raise TaskError(f"pytest: {test.name} is a coroutine or a generator, which pytest does not run by itself")
     named = (name for name in imported if name not in ("", "*"))
-    return tuple(dict.fromkeys((*named, *(_functions(_free(tree)) if "*" in imported else ()))))
-
-
-@lru_cache(maxsize=512)
-def test_count(text: str) -> int:
-    """The number of tests in a file's text, at least one."""
-    return max(sum(1 for _ in _tests(_parsed(text, "pytest"))), 1)
+    names = dict.fromkeys((*named, *(_functions(_free(tree)) if "*" in imported else ())))
+    return tuple(names), max(len(tests), 1)
 
 
 def _parsed(text: str, kind: str) -> ast.Module:

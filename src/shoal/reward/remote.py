@@ -1,18 +1,18 @@
-"""A client of `shoal rewards serve`: scores on other machines."""
+"""`shoal rewards serve` as its clients see it: the JSON messages, and a scorer that asks other machines."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 
 from shoal.checker import Spec
-from shoal.errors import EngineUnavailable
-from shoal.net.client import ONCE, authorization, exchange, session, words
-from shoal.reward.http import ScoreReply, ScoreRequest
-from shoal.types import Reward, RewardStatus, Task
+from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.net.client import ONCE, Client
+from shoal.types import Receipt, Reward, RewardStatus, Task
 
+MOST_BODY_BYTES = 64 << 20
+MOST_ANSWERS = 4096
 RETRIES = 4
 RETRY_DELAY_S = 0.25
 TIMEOUT_S = 600.0
@@ -21,9 +21,25 @@ REST_S = 5.0
 """Seconds for which a server that did not answer is asked last."""
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /score: answers to one task, and the checker that scores them."""
+
+    scorer: Spec
+    answers: list[str]
+    truth: str | None = None
+    info: str = "{}"
+    receipt: Receipt | None = None
+
+
+class ScoreReply(msgspec.Struct, frozen=True):
+    """One reward per answer, in order."""
+
+    rewards: list[Reward]
+
+
 @dataclass(slots=True)
 class _Server:
-    url: str
+    client: Client
     running: int = 0
     rests_until_s: float = 0.0
 
@@ -32,59 +48,37 @@ class RemoteScorer:
     """Asks the server with the least load, and another server when that one cannot score now."""
 
     def __init__(self, urls: Sequence[str], token: str = "") -> None:
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
-        self._headers = authorization(token)
-        self._session: aiohttp.ClientSession | None = None
+        # another server is asked instead of the same one again
+        self._servers = [_Server(Client(url, token=token, timeout_s=TIMEOUT_S, retry=ONCE)) for url in urls]
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for server in self._servers:
+            await server.client.aclose()
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. The rewards fail when no server answers after all retries."""
-        body = msgspec.json.encode(ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt))
+        request = ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt)
         why = ""
         for attempt in range(RETRIES + 1):
-            server = self._least_loaded()
+            server = min(self._servers, key=lambda one: (self._rests(one), one.running, one.rests_until_s))
+            server.running += 1
             try:
-                status, reply = await self._post(server, body)
-                if status == 200:
-                    return _rewards(reply, len(answers))
+                rewards = (await server.client.ask("POST", "/score", ScoreReply, request)).rewards
+                if len(rewards) == len(answers):
+                    return rewards
+                why = f"{server.client.url}: expected {len(answers)} rewards, got {len(rewards)}"
+            except RequestRefused as error:
+                why = f"{server.client.url}{error}"
+                break
             except EngineUnavailable as error:
-                why = str(error)
-            except (msgspec.MsgspecError, ValueError) as error:
-                why = f"{server.url}: {type(error).__name__}: {error}"
-            else:
-                why = f"{server.url}: HTTP {status}: {words(reply)}"
-                if status < 500 and status != 429:
-                    break
+                why = f"{server.client.url}: {error}"
+            finally:
+                server.running -= 1
             server.rests_until_s = asyncio.get_running_loop().time() + REST_S
-            if all(self._rests(one) for one in self._servers) and attempt < RETRIES:
+            if all(map(self._rests, self._servers)) and attempt < RETRIES:
                 await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
         return [Reward(0.0, RewardStatus.FAILED, evidence=why)] * len(answers)
 
     def _rests(self, server: _Server) -> bool:
         return server.rests_until_s > asyncio.get_running_loop().time()
-
-    def _least_loaded(self) -> _Server:
-        return min(self._servers, key=lambda server: (self._rests(server), server.running, server.rests_until_s))
-
-    async def _post(self, server: _Server, body: bytes) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = session()
-        server.running += 1
-        try:
-            url = f"{server.url}/score"  # another server is asked instead of the same one again
-            return await exchange(self._session, "POST", url, body, self._headers, timeout_s=TIMEOUT_S, retry=ONCE)
-        finally:
-            server.running -= 1
-
-
-def _rewards(reply: bytes, n: int) -> list[Reward]:
-    """The rewards of a reply. Raises `ValueError` and msgspec's errors for a body that is no reply to `n` answers."""
-    rewards = [one.reward for one in msgspec.json.decode(reply, type=ScoreReply).rewards]
-    if len(rewards) != n:
-        raise ValueError(f"expected {n} rewards, got {len(rewards)}")
-    return rewards

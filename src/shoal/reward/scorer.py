@@ -10,21 +10,21 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from shoal import wire
-from shoal.checker import Spec, task_spec
+from shoal.checker import Spec
 from shoal.config import RewardConfig
-from shoal.errors import ChildDied, SandboxUnavailable, TaskError
+from shoal.errors import ChildDied, SandboxUnavailable
 from shoal.net.process import Child
-from shoal.reward.messages import AnswerVerdict, Batch, WorkerReady
+from shoal.reward.messages import Batch, exhausted
 from shoal.sandbox.command import WORK_FOLDER, installed_packages, module_command, own_package
 from shoal.sandbox.program import Backend, Program
 from shoal.sandbox.runner import strongest
-from shoal.types import EXHAUSTED, Reward, RewardStatus, Task
+from shoal.types import Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
 START_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ RETRIES = 1
 """Number of further workers that get an answer whose worker died."""
 START_RETRIES = 3
 START_DELAY_S = 0.25
-"""Seconds before the first of several starts; each next wait is twice as long."""
+"""Seconds before the second of several starts; each next wait is twice as long."""
 RECYCLE_AFTER = 20_000
 """Number of answers that a worker scores before it is replaced."""
 WINDOW = 4096
@@ -50,20 +50,6 @@ class _Exhausted(ChildDied):
     """The kernel ended the worker, because one answer used up its processor time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScorerStats:
-    """Counts since the start; times are percentiles over the latest groups (queue) and answers (run)."""
-
-    scored: int
-    timed_out: int
-    failed: int
-    restarts: int
-    queue_p50_s: float
-    queue_p99_s: float
-    run_p50_s: float
-    run_p99_s: float
-
-
 @dataclass(slots=True)
 class _Slot:
     """The place of one worker; empty after a kill until a worker is needed."""
@@ -72,6 +58,13 @@ class _Slot:
     started: int = 0
     scored: int = 0
     """Number of answers that its worker has scored."""
+
+    async def discard(self) -> None:
+        """Kills the worker and waits until it is gone."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.kill()
+            await worker.end()
 
 
 @dataclass(slots=True)
@@ -90,14 +83,10 @@ class _Work:
         """Indices of the answers without a reward, in order."""
         return [index for index in range(len(self.answers)) if index not in self.rewards]
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, status: RewardStatus = RewardStatus.FAILED) -> None:
         """Gives up the answer being scored, or all answers when their task could not be prepared."""
         for index in self.pending[:1] if self.prepared else self.pending:
-            self.rewards[index] = Reward(0.0, RewardStatus.FAILED, evidence=reason)
-
-    def exhaust(self, cpu_s: float) -> None:
-        """Gives the answer being scored its 0."""
-        self.rewards[self.pending[0]] = exhausted(cpu_s)
+            self.rewards[index] = Reward(0.0, status, evidence=reason)
 
     def died(self, reason: str) -> None:
         """Counts a worker's death against the answer being scored, and gives the answer up after too many."""
@@ -108,7 +97,7 @@ class _Work:
 
 
 class WorkerScorer:
-    """A `Scorer` on `config.workers` processes. Use as an async context manager.
+    """Scores on `config.workers` processes. Use as an async context manager.
 
     Invariant: a slot is in `_idle` exactly when no group uses it, and its worker, if any, then has nothing to do.
     """
@@ -129,43 +118,31 @@ class WorkerScorer:
         self._timeout_s = config.timeout_s
         self._log = log
         self._boxed = boxed
-        self._rung: Backend | None = None
+        self._backend: Backend | None = None
         self._slots = [_Slot() for _ in range(config.workers)]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
-        self._ended: list[_Worker] = []
-        self._counts = dict.fromkeys(RewardStatus, 0)
         self._queue_s: deque[float] = deque(maxlen=WINDOW)
         self._run_s: deque[float] = deque(maxlen=WINDOW)
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
         if self._boxed:
             with contextlib.suppress(SandboxUnavailable):
-                self._rung = await asyncio.to_thread(strongest)
+                self._backend = await asyncio.to_thread(strongest)
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
                     group.create_task(self._worker(slot))
         except* ChildDied as errors:
-            await self.aclose()
+            await self.__aexit__()
             raise errors.exceptions[0] from None
         for slot in self._slots:
             self._idle.put_nowait(slot)
-
-    async def aclose(self) -> None:
-        """Ends the workers, also in the middle of an answer."""
-        for slot in self._slots:
-            self._discard(slot)
-        await self._reap()
-
-    async def __aenter__(self) -> "WorkerScorer":
-        await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    async def __aexit__(self, *_: object) -> None:
+        """Ends the workers, also in the middle of an answer."""
+        await asyncio.gather(*(slot.discard() for slot in self._slots))
 
     @property
     def pids(self) -> list[int]:
@@ -173,26 +150,14 @@ class WorkerScorer:
         return [slot.worker.pid for slot in self._slots if slot.worker]
 
     @property
-    def stats(self) -> ScorerStats:
-        """Statistics for metrics."""
-        return ScorerStats(
-            self._counts[RewardStatus.SCORED],
-            self._counts[RewardStatus.TIMED_OUT],
-            self._counts[RewardStatus.FAILED],
-            sum(max(slot.started - 1, 0) for slot in self._slots),
-            percentile(self._queue_s, 0.5),
-            percentile(self._queue_s, 0.99),
-            percentile(self._run_s, 0.5),
-            percentile(self._run_s, 0.99),
-        )
-
-    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order, by the task's own checker."""
-        try:
-            return await self.score_by(task_spec(task), task, answers)
-        except TaskError as error:
-            self._counts[RewardStatus.FAILED] += len(answers)
-            return [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
+    def values(self) -> Mapping[str, float]:
+        """Metrics: replaced workers, and percentiles in seconds over the latest groups (queue) and answers (run)."""
+        times = {
+            f"scorer_{name}_p{share}_s": percentile(latest, share / 100)
+            for name, latest in (("queue", self._queue_s), ("run", self._run_s))
+            for share in (50, 99)
+        }
+        return {"scorer_restarts": sum(max(slot.started - 1, 0) for slot in self._slots), **times}
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. The deadline of an answer starts when its worker turns to it.
@@ -207,13 +172,12 @@ class WorkerScorer:
         try:
             while work.pending:
                 await self._progress(slot, work)
-            self._recycle(slot, len(answers))
+            slot.scored += len(answers)
+            if slot.scored >= self._recycle_after:  # its libraries keep something of each answer
+                await slot.discard()
         finally:
             self._idle.put_nowait(slot)
-        rewards = [work.rewards[index] for index in range(len(answers))]
-        for reward in rewards:
-            self._counts[reward.status] += 1
-        return rewards
+        return [work.rewards[index] for index in range(len(answers))]
 
     async def _progress(self, slot: _Slot, work: _Work) -> None:
         """Scores with one worker until all answers are done or the worker is lost."""
@@ -221,104 +185,67 @@ class WorkerScorer:
         work.prepared = False
         try:
             await self._exchange(worker, work)
+            return
         except TimeoutError:
-            self._discard(slot)
             if work.prepared:
-                evidence = f"no verdict within {WALL_PER_CPU * self._timeout_s:g} s"
-                work.rewards[work.pending[0]] = Reward(0.0, RewardStatus.TIMED_OUT, evidence=evidence)
+                work.fail(f"no verdict within {WALL_PER_CPU * self._timeout_s:g} s", RewardStatus.TIMED_OUT)
             else:
                 work.fail(f"the task was not prepared within {PREPARE_TIMEOUT_S:g} s")
         except _Exhausted:
-            self._discard(slot)
-            work.exhaust(self._timeout_s)
+            work.rewards[work.pending[0]] = exhausted(self._timeout_s)
         except ChildDied as error:
-            self._discard(slot)
             work.died(str(error))
         except BaseException:  # cancelled between question and answer: the worker's next words are nobody's
-            self._discard(slot)
+            await slot.discard()
             raise
+        await slot.discard()
 
     async def _exchange(self, worker: "_Worker", work: _Work) -> None:
         """Exchanges one batch. Raises `TimeoutError` or `ChildDied`; the rewards that came before stand."""
-        pending, task = work.pending, work.task
+        pending = work.pending
         answers = [work.answers[index] for index in pending]
-        batch = Batch(work.spec, task.receipt, task.answer, task.info, answers, self._timeout_s)
-        worker.send(wire.encode(batch))
-        ready = wire.decode(await worker.receive(PREPARE_TIMEOUT_S), WorkerReady)
-        if ready.error:
-            work.fail(ready.error)
+        worker.send(wire.encode(Batch(work.spec, work.task, answers, self._timeout_s)))
+        if fault := wire.decode(await worker.receive(PREPARE_TIMEOUT_S), str):
+            work.fail(fault)
             return
         work.prepared = True
         now = asyncio.get_running_loop().time
         for index in pending:
             began = now()
-            verdict = wire.decode(await worker.receive(WALL_PER_CPU * self._timeout_s), AnswerVerdict)
+            work.rewards[index] = wire.decode(await worker.receive(WALL_PER_CPU * self._timeout_s), Reward)
             self._run_s.append(now() - began)
-            if verdict.exhausted:
-                work.exhaust(self._timeout_s)
-                continue
-            status = RewardStatus.FAILED if verdict.error else RewardStatus.SCORED
-            work.rewards[index] = Reward(verdict.value, status, evidence=verdict.error or verdict.evidence)
 
     async def _worker(self, slot: _Slot) -> "_Worker":
-        """The slot's worker, started if there is none."""
-        await self._reap()
-        for attempt in range(START_RETRIES + 1):
-            if slot.worker is not None:
-                break
-            worker = await self._start_worker()
-            try:
-                await worker.receive(START_TIMEOUT_S)
-                slot.worker = worker
-            except BaseException as error:
-                worker.kill()
-                self._ended.append(worker)
-                if isinstance(error, TimeoutError):
-                    raise ChildDied(f"a reward worker was not ready after {START_TIMEOUT_S:g} s") from None
-                if not isinstance(error, ChildDied) or not worker.was_killed or attempt == START_RETRIES:
-                    raise
-                continue
-            slot.started += 1
-            slot.scored = 0
-        assert slot.worker is not None
-        return slot.worker
+        """The slot's worker, started if there is none.
 
-    async def _start_worker(self) -> "_Worker":
-        """Starts a worker's process.
-
-        A machine out of processes or descriptors gets a bounded number of further attempts.
+        A worker that is killed while it starts, or that a machine out of processes or descriptors refuses, gets a
+        bounded number of further starts.
         """
+        if slot.worker is not None:
+            return slot.worker
         for attempt in range(START_RETRIES + 1):
-            worker = _Worker(self._log, self._rung)
+            if attempt:
+                await asyncio.sleep(START_DELAY_S * 2 ** (attempt - 1))
+            worker = _Worker(self._log, self._backend)
             try:
                 await worker.__aenter__()
-                break
             except OSError as error:
-                if attempt == START_RETRIES:
-                    raise ChildDied(f"a reward worker could not be started: {error}") from None
-                await asyncio.sleep(START_DELAY_S * 2**attempt)
-        return worker
-
-    def _recycle(self, slot: _Slot, answers: int) -> None:
-        """Ends a worker that has scored many answers, because its libraries keep something of each."""
-        slot.scored += answers
-        if slot.scored >= self._recycle_after:
-            self._discard(slot)
-
-    def _discard(self, slot: _Slot) -> None:
-        """Kills the slot's worker."""
-        if slot.worker is not None:
-            slot.worker.kill()
-            self._ended.append(slot.worker)
-            slot.worker = None
-
-    async def _reap(self) -> None:
-        """Waits until the killed workers are gone."""
-        while self._ended:
-            worker = self._ended[-1]
-            await worker.end()
-            if worker in self._ended:  # another caller may have waited for the same
-                self._ended.remove(worker)
+                why = ChildDied(f"a reward worker could not be started: {error}")
+                continue
+            try:
+                await worker.receive(START_TIMEOUT_S)
+            except BaseException as error:
+                worker.kill()
+                await worker.end()
+                if isinstance(error, TimeoutError):
+                    raise ChildDied(f"a reward worker was not ready after {START_TIMEOUT_S:g} s") from None
+                if not isinstance(error, ChildDied) or not worker.was_killed:
+                    raise
+                why = error
+            else:
+                slot.worker, slot.started, slot.scored = worker, slot.started + 1, 0
+                return worker
+        raise why
 
 
 class _Worker(Child):
@@ -329,33 +256,28 @@ class _Worker(Child):
         env = {name: os.environ[name] for name in caches if name in os.environ}
         env |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         super().__init__("reward worker", WORKER, [], log, env)
-        self._rung = backend
+        self._backend = backend
 
     def command(self, fd: int) -> list[str]:
         """The worker's command, within namespaces where the machine has them; elsewhere the worker confines itself."""
-        if self._rung not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
+        if self._backend not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
             return super().command(fd)
         module = Program(
             argv=("python", "-s", "-S", "-B", "-P", "-m", WORKER, "--boxed", "--fd", str(fd)),
             packages=(*installed_packages(), own_package().parent),
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "MPLCONFIGDIR": WORK_FOLDER},
         )
-        return module_command(self._rung, module)
+        return module_command(self._backend, module)
 
     @property
     def was_killed(self) -> bool:
-        """The error of a worker's end, which tells the kernel's bound on processor time from all other ends."""
+        """True if SIGKILL ended the worker."""
         return self._process.returncode in KILLED
 
     async def _death(self) -> ChildDied:
-        """The reward of an answer on which its checker used up its processor time."""
+        """The error of a worker's end, which tells the kernel's bound on processor time from all other ends."""
         death = await super()._death()
         return _Exhausted(str(death)) if self._process.returncode in KILLED_BY_BOUND else death
-
-
-def exhausted(cpu_s: float) -> Reward:
-    """The value that `share` of all values are at or below; 0 without values."""
-    return Reward(0.0, parts=((EXHAUSTED, 1.0),), evidence=f"more than {cpu_s:g} s of processor time")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

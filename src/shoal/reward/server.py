@@ -8,9 +8,6 @@ A client's checker decides what runs here, so the server takes only checkers of 
 user's functions and judges stay with the client.
 """
 
-import contextlib
-from collections.abc import AsyncIterator
-
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -21,8 +18,8 @@ from shoal import checker
 from shoal.checker import Spec
 from shoal.errors import ShoalError, TaskError
 from shoal.net.server import HANDLERS, Refused, body, decoded, guarded, json, refusal
-from shoal.reward import code
-from shoal.reward.http import MOST_ANSWERS, MOST_BODY_BYTES, ScoreRequest, reply_of
+from shoal.reward.code import tests_in
+from shoal.reward.remote import MOST_ANSWERS, MOST_BODY_BYTES, ScoreReply, ScoreRequest
 from shoal.reward.service import RewardService
 from shoal.sandbox.runner import probe
 from shoal.types import Task
@@ -37,7 +34,7 @@ MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 
 
 class RewardServer:
-    """The server's ASGI `app`, which ends the service; the service must have been started."""
+    """The server's ASGI `app` over a started service."""
 
     def __init__(
         self,
@@ -65,25 +62,12 @@ class RewardServer:
                 Route("/metrics", self._metrics),
             ],
             middleware=[Middleware(guarded, token=token, free=("/health", "/metrics"))],
-            lifespan=self._lifespan,
             exception_handlers={**HANDLERS, ShoalError: self._refused},
         )
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        yield
-        await self._service.aclose()
 
     async def _score(self, http: Request) -> Response:
         if self._waiting >= self._most_waiting:
             raise Refused(503, f"{self._waiting} requests wait already")
-        self._waiting += 1
-        try:
-            return await self._scored(http)
-        finally:
-            self._waiting -= 1
-
-    async def _scored(self, http: Request) -> Response:
         held = 0
 
         def hold(count: int) -> None:
@@ -93,9 +77,11 @@ class RewardServer:
             if self.held_bytes > self._most_held_bytes:
                 raise Refused(503, f"{self.held_bytes} bytes of requests are held already")
 
+        self._waiting += 1
         try:
             return await self._reply(await body(http, MOST_BODY_BYTES, on_bytes=hold))
         finally:
+            self._waiting -= 1
             self.held_bytes -= held
 
     async def _reply(self, data: bytes) -> Response:
@@ -115,7 +101,7 @@ class RewardServer:
         rewards = await self._service.score_by(spec, task, request.answers)
         self._counts["requests"] += 1
         self._counts["answers"] += len(rewards)
-        return json(reply_of(rewards))
+        return json(ScoreReply(rewards))
 
     async def _health(self, _: Request) -> Response:
         works = [backend.value for backend, why in probe().items() if not why]
@@ -140,17 +126,16 @@ def asks_too_much(spec: Spec, info: str, answers: int) -> str:
     >>> asks_too_much(checker.Code(), info, 8), asks_too_much(checker.Code(timeout_s=3600), info, 8)
     ('', 'scorer.timeout_s: expected at most 60 seconds for a test, got 3600')
     """
-    if isinstance(spec, checker.Weighted):
-        return next(filter(None, (asks_too_much(part.scorer, info, answers) for part in spec.parts)), "")
-    if not isinstance(spec, checker.Code):
-        return ""
-    if spec.timeout_s > MOST_TEST_S:
-        return f"scorer.timeout_s: expected at most {MOST_TEST_S:g} seconds for a test, got {spec.timeout_s:g}"
-    if spec.memory_mb > MOST_MEMORY_MB:
-        return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {spec.memory_mb}"
-    tests = len(code.tests_in(info))
-    if tests > MOST_TESTS:
-        return f"info.tests: expected at most {MOST_TESTS}, got {tests}"
-    if (run_s := tests * answers * spec.timeout_s) > MOST_RUN_S:
-        return f"expected at most {MOST_RUN_S:g} s for all tests of all answers together, got {run_s:g}"
+    for code in checker.leaves(spec):
+        if not isinstance(code, checker.Code):
+            continue
+        if code.timeout_s > MOST_TEST_S:
+            return f"scorer.timeout_s: expected at most {MOST_TEST_S:g} seconds for a test, got {code.timeout_s:g}"
+        if code.memory_mb > MOST_MEMORY_MB:
+            return f"scorer.memory_mb: expected at most {MOST_MEMORY_MB}, got {code.memory_mb}"
+        tests = len(tests_in(info))
+        if tests > MOST_TESTS:
+            return f"info.tests: expected at most {MOST_TESTS}, got {tests}"
+        if (run_s := tests * answers * code.timeout_s) > MOST_RUN_S:
+            return f"expected at most {MOST_RUN_S:g} s for all tests of all answers together, got {run_s:g}"
     return ""

@@ -12,19 +12,19 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 from shoal import checker
 from shoal.checker import Spec, task_spec
 from shoal.config import RewardConfig
-from shoal.errors import SandboxUnavailable, TaskError
+from shoal.errors import TaskError
+from shoal.interfaces import Scorer
 from shoal.model.answer import THINK, boxed, parted, tagged
-from shoal.reward import code
 from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
-from shoal.reward.code_runner import CodeRunner
+from shoal.reward.code_runner import CodeScorer, failed
 from shoal.reward.llm_judge import JudgeScorer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.scorer import WINDOW, WorkerScorer, percentile
@@ -48,94 +48,48 @@ class SpecScorer(Protocol):
         ...
 
 
-class CodeScorer:
-    """Runs unit tests in sandboxes."""
-
-    def __init__(self, code_runner: CodeRunner) -> None:
-        self._runner = code_runner
-
-    async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order. A program that hangs, crashes or breaks a limit has failed its tests."""
-        assert isinstance(spec, checker.Code)
-        try:
-            tests = code.tests_in(task.info)
-            examinations = [code.examination(spec, tests, answer) for answer in answers]
-        except TaskError as error:
-            return [_failed(error)] * len(answers)
-        runs = iter(await self._runner.run([job for one in examinations for job in one.jobs]))
-        return [self._reward(spec, one, [next(runs) for _ in one.jobs]) for one in examinations]
-
-    def _reward(
-        self, spec: checker.Code, examination: code.Examination, runs: Sequence[code.Runs | SandboxUnavailable]
-    ) -> Reward:
-        """The reward of one program; a failure if a sandbox failed or the tests cannot be judged."""
-        verdicts: list[code.CaseVerdict] = []
-        for job, decided, outcome in zip(examination.jobs, examination.tests, runs, strict=True):
-            if isinstance(outcome, SandboxUnavailable):
-                return _failed(outcome)
-            try:
-                verdicts += code.verdicts(job, decided, outcome, spec.tolerance)
-            except TaskError as error:
-                return _failed(error)
-        return code.reward(verdicts, partial=spec.partial)
-
-
 class RewardService:
     """A `Scorer` for every checker. Use as an async context manager.
 
     Equal answers of a group, and answers seen before, are scored once.
     """
 
-    def __init__(
-        self, config: RewardConfig, log: Path = Path(os.devnull), *, code_runner: CodeRunner | None = None
-    ) -> None:
+    def __init__(self, config: RewardConfig, log: Path = Path(os.devnull)) -> None:
         """`log` takes all that worker processes write before they are ready."""
         self.cache = RewardCache()
-        self.code_runner = code_runner or CodeRunner(config.workers)
-        self._workers = None if config.urls else WorkerScorer(config, log)
-        self._remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if config.urls else None
-        self._judge = JudgeScorer()
+        self._workers = WorkerScorer(config, log)
+        self._code = CodeScorer(config.workers)
         self._functions = FunctionScorer(log)
-        self._code = CodeScorer(self.code_runner)
+        self._judge = JudgeScorer()
+        self._remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if config.urls else None
+        self._ending = contextlib.AsyncExitStack()
         self._counts = dict.fromkeys(RewardStatus, 0)
         self._total_s: deque[float] = deque(maxlen=WINDOW)
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Starts the worker processes. Raises `ChildDied`."""
-        if self._workers is not None:
-            await self._workers.start()
-
-    async def aclose(self) -> None:
-        """Ends all that the service started."""
-        async with contextlib.AsyncExitStack() as stack:
-            for part in (self._workers, self._remote, self._judge, self._functions, self.code_runner):
-                if part is not None:
-                    stack.push_async_callback(part.aclose)
-
-    async def __aenter__(self) -> "RewardService":
-        await self.start()
+        if self._remote is None:
+            await self._ending.enter_async_context(self._workers)
+        for part in (self._remote, self._functions, self._code):
+            if part is not None:
+                self._ending.push_async_callback(part.aclose)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    async def __aexit__(self, *_: object) -> None:
+        """Ends all that the service started."""
+        await self._ending.aclose()
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
         try:
-            spec = task_spec(task)
+            return await self.score_by(task_spec(task), task, answers)
         except TaskError as error:
-            return self._count([_failed(error)] * len(answers))
-        return await self.score_by(spec, task, answers)
+            return self._count([failed(error)] * len(answers))
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order, by the given checker in place of the task's."""
         began_s = asyncio.get_running_loop().time()
-        try:
-            rewards = await self._score_parts(spec, task, answers)
-        except TaskError as error:
-            rewards = [_failed(error)] * len(answers)
+        rewards = await self._score_parts(spec, task, answers)
         self._total_s.append(asyncio.get_running_loop().time() - began_s)
         return self._count(rewards)
 
@@ -147,26 +101,21 @@ class RewardService:
     @property
     def values(self) -> Mapping[str, float]:
         """Metrics: counts since the start, and percentiles in seconds over the latest groups."""
-        values: dict[str, float] = {
+        asked = self.cache.hits + self.cache.misses
+        return {
             "scorer_timed_out": self._counts[RewardStatus.TIMED_OUT],
             "scorer_failed": self._counts[RewardStatus.FAILED],
+            "scorer_cached_share": self.cache.hits / asked if asked else 0.0,
+            "scorer_p50_s": percentile(self._total_s, 0.5),
+            "scorer_p99_s": percentile(self._total_s, 0.99),
+            "scorer_sandboxes": self._code.sandboxes,
+            **(self._workers.values if self._remote is None else {}),
         }
-        asked = self.cache.hits + self.cache.misses
-        values["scorer_cached_share"] = self.cache.hits / asked if asked else 0.0
-        values["scorer_p50_s"] = percentile(self._total_s, 0.5)
-        values["scorer_p99_s"] = percentile(self._total_s, 0.99)
-        if self._workers is not None:
-            stats = self._workers.stats
-            values["scorer_queue_p50_s"], values["scorer_queue_p99_s"] = stats.queue_p50_s, stats.queue_p99_s
-            values["scorer_run_p50_s"], values["scorer_run_p99_s"] = stats.run_p50_s, stats.run_p99_s
-            values["scorer_restarts"] = stats.restarts
-        values["scorer_sandboxes"] = self.code_runner.sandboxes
-        return values
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the worker processes."""
-        return self._workers.pids if self._workers is not None else []
+        return self._workers.pids
 
     async def _score_parts(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         if isinstance(spec, checker.Weighted):
@@ -201,7 +150,6 @@ class RewardService:
             return self._remote
         if isinstance(spec, checker.Code):
             return self._code
-        assert self._workers is not None
         return self._workers
 
 
@@ -235,10 +183,6 @@ def _unjudged(text: str) -> Reward:
     return Reward(0.0, evidence=f"longer than {MOST_ANSWER_BYTES} characters" if large else "a thought without an end")
 
 
-def _failed(error: Exception) -> Reward:
-    return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
-
-
 def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
     """The weighted sum of the parts' values; a part without a score leaves the sum without a score.
 
@@ -259,3 +203,29 @@ def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
         f"{label}: {reward.evidence}" for label, reward in zip(labels, rewards, strict=True) if reward.evidence
     )
     return Reward(value, RewardStatus.SCORED, tuple(part for group in inner for part in group), evidence[:1000])
+
+
+FULL = 1.0 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryScorer:
+    """Wraps a scorer: a full score of some services' tasks gives 1, any other score gives 0.
+
+    Many reasoning-gym scorers give a little for any answer, or for an answer in the right form. When the answers of a
+    group differ in nothing else, training would learn only that. The score itself stays in `Reward.parts`.
+    """
+
+    scorer: Scorer
+    services: Collection[str]
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order."""
+        rewards = await self.scorer.score(task, answers)
+        return [_binary(reward) for reward in rewards] if task.service in self.services else rewards
+
+
+def _binary(reward: Reward) -> Reward:
+    if reward.status is not RewardStatus.SCORED:
+        return reward
+    return replace(reward, value=float(reward.value >= FULL), parts=(*reward.parts, ("score", reward.value)))

@@ -5,55 +5,42 @@ import json
 import math
 import socket
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import SupportsFloat, cast
 
-from shoal import wire
+from shoal import checker, wire
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.plugins import described, own_code
-from shoal.reward.user_functions import FunctionRequest, FunctionResult
+from shoal.reward.messages import Batch
+from shoal.reward.user_functions import Values
 
 
-def result_of(call: FunctionRequest) -> FunctionResult:
-    """Calls the function for a group and checks its rewards."""
-    count = len(call.answers)
+def values_of(call: Batch) -> Values | str:
+    """Calls the function for a group and checks its rewards; a text is what was wrong."""
+    assert isinstance(call.spec, checker.Function)
+    path, task, count = call.spec.path, call.task, len(call.answers)
+    prompt = [{"role": message.role.value, "content": message.content} for message in task.messages]
+    columns = {**json.loads(task.info), "answer": task.answer}
+    columns.pop("scorer", None)
     try:
-        values = cast(Callable[..., object], own_code("reward", call.path))(
-            prompts=_prompts(call),
-            completions=_completions(call),
-            **{name: [value] * count for name, value in _columns(call).items()},
+        values = cast(Callable[..., object], own_code("reward", path))(
+            prompts=[list(prompt) for _ in call.answers],  # conversations, as in TRL's conversational data sets
+            completions=[[{"role": "assistant", "content": answer}] for answer in call.answers],
+            **{name: [value] * count for name, value in columns.items()},
         )
     except Exception as error:  # the user's function raises what it will
-        return FunctionResult(error=f"{call.path}: {described(error)}")
+        return f"{path}: {described(error)}"
     if not isinstance(values, Sequence) or len(values) != count:
-        return FunctionResult(error=f"{call.path}: expected a list of {count} rewards, got {str(values)[:80]}")
-    wrong = [value for value in values if not _is_reward(value)]
-    if wrong:
-        return FunctionResult(error=f"{call.path}: expected finite numbers or None, got {wrong[0]!r}"[:500])
-    return FunctionResult([None if value is None else float(value) for value in values])
+        return f"{path}: expected a list of {count} rewards, got {str(values)[:80]}"
+    numbers = [_number(value) for value in values]
+    wrong = [value for value, number in zip(values, numbers, strict=True) if value is not None and number is None]
+    return f"{path}: expected finite numbers or None, got {wrong[0]!r}"[:500] if wrong else numbers
 
 
-def _is_reward(value: object) -> bool:
-    if value is None:
-        return True
+def _number(value: SupportsFloat) -> float | None:
     try:
-        return math.isfinite(float(value))  # type: ignore[arg-type]
+        return number if math.isfinite(number := float(value)) else None
     except (TypeError, ValueError):
-        return False
-
-
-def _prompts(call: FunctionRequest) -> list[object]:
-    """Conversations, in TRL's form of conversational data sets."""
-    return [list(call.messages) for _ in call.answers]
-
-
-def _completions(call: FunctionRequest) -> list[object]:
-    return [[{"role": "assistant", "content": answer}] for answer in call.answers]
-
-
-def _columns(call: FunctionRequest) -> dict[str, object]:
-    """The task's info and its answer."""
-    info = json.loads(call.info)
-    return {**{name: value for name, value in info.items() if name != "scorer"}, "answer": call.truth}
+        return None
 
 
 def main() -> None:
@@ -63,7 +50,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     connection = socket.socket(fileno=parser.parse_args().fd)
     send_frame(connection, b"")
-    serve(connection, lambda frame: [wire.encode(result_of(wire.decode(frame, FunctionRequest)))])
+    serve(connection, lambda frame: [wire.encode(values_of(wire.decode(frame, Batch)))])
 
 
 if __name__ == "__main__":

@@ -1,98 +1,106 @@
-"""A process that scores: `python -m shoal.reward.worker --fd N`. It may be killed at any moment.
+"""A process that scores by text and truth: `python -m shoal.reward.worker --fd N`. It may be killed at any moment.
 
-The worker holds untrusted text, so it starts in a sandbox with namespaces where the machine has one (`--boxed`).
-Elsewhere it takes system calls, capabilities and, with Landlock, files from itself before the first answer. In both
-cases it gives up environment, inherited files, writing to files, new processes and memory beyond a limit. An audit hook
-refuses the remaining ways out of Python code.
+Each judgement is bounded in processor time: a bound on wall time would fail right answers on a busy machine. A
+judgement may ignore the signal, in one long multiplication of C for instance. The kernel then kills it with its process
+a second or two later.
 """
 
 import argparse
 import math
-import os
 import resource
-import shutil
+import signal
 import socket
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shoal import checker, wire
 from shoal.checker import Spec
 from shoal.errors import TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
 from shoal.patterns import compiled
-from shoal.reward import checkers
-from shoal.reward.bound import OutOfTime, within
-from shoal.reward.mathematics import mathematics
-from shoal.reward.messages import MEMORY_BYTES, OPEN_FILES, AnswerVerdict, Batch, WorkerReady
+from shoal.reward.confinement import confine
+from shoal.reward.mathematics import last_number, mathematics
+from shoal.reward.messages import Batch, exhausted
 from shoal.reward.reasoning import scorer_of
 from shoal.reward.schema import complaint_of, json_in
-from shoal.sandbox import files, kernel, seccomp
-from shoal.sandbox.command import installed_packages, own_package, visible
+from shoal.types import Reward, RewardStatus
+
+AGAIN_S = 0.1
+"""Seconds until the next signal: some scorers catch every exception."""
 
 Judging = Callable[[str], tuple[float, str]]
 """An answer's value, and the evidence for it."""
+
+
+class OutOfTime(BaseException):
+    """Raised in the middle of a judgement; no `except Exception` of a library catches it."""
+
+
+def within(cpu_s: float, judge: Judging, answer: str) -> tuple[float, str]:
+    """Runs a judgement. Raises `OutOfTime` when it takes more processor time, and any error of `judge`."""
+    armed = True
+
+    def stop(*_: object) -> None:
+        if armed:
+            raise OutOfTime
+
+    _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
+    signal.signal(signal.SIGPROF, stop)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + 1, hardest))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
+    try:
+        return judge(answer)
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (hardest, hardest))
 
 
 def judge_of(spec: Spec, truth: str | None) -> Judging:
     """The function that judges the answers to a task. Raises `TaskError` for a truth that the checker cannot use."""
     if truth is None and checker.needs_truth(spec):
         raise TaskError(f"expected a task with an answer, which {spec.__struct_config__.tag} compares with")
-    judge = _judging(spec, truth or "")
-    if truth is not None and checker.needs_truth(spec):
-        try:
+    try:
+        judge = _judging(spec, truth or "")
+        if truth is not None and checker.needs_truth(spec):
             judge(truth)
-        except ValueError as error:
-            raise TaskError(str(error)) from None
+    except ValueError as error:
+        raise TaskError(str(error)) from None
     return judge
 
 
 def _judging(spec: Spec, truth: str) -> Judging:
+    """The function of a checker. It and its first call raise `ValueError` for what cannot be used."""
     match spec:
         case checker.Exact():
             fold = str.casefold if spec.ignore_case else str
-            return lambda answer: (checkers.exact(fold(answer), fold(truth)), "")
+            return lambda answer: (float(fold(answer).strip() == fold(truth).strip()), "")
         case checker.Contains():
-            return lambda answer: (checkers.contains(answer, truth), "")
+            return lambda answer: (float(truth.strip() in answer), "")
         case checker.Number():
-            return lambda answer: (checkers.number(answer, truth), "")
+            return lambda answer: (number(answer, truth), "")
         case checker.Math():
             return lambda answer: mathematics(answer, truth, spec.tolerance)
         case checker.Regex():
-            return _regex(spec, truth)
+            pattern = compiled(spec.pattern or truth)
+            match = pattern.fullmatch if spec.match == "full" else pattern.search
+            return lambda answer: (float(match(answer.strip()) is not None), "")
         case checker.JsonSchema():
             return _json_schema(spec, truth)
         case checker.Format():
-            return lambda answer: checkers.formatted(answer, spec.tags)
+            return lambda answer: formatted(answer, spec.tags)
         case checker.Language():
-            return lambda answer: (checkers.script_share(answer, spec.script), "")
+            return lambda answer: (script_share(answer, spec.script), "")
         case checker.Length():
-            return lambda answer: _length(spec, answer)
+            return lambda answer: length_share(len(answer.split() if spec.unit == "words" else answer), spec)
         case _:
-            raise TaskError(f"{spec.__struct_config__.tag} is not checked by a worker process")
-
-
-def _length(spec: checker.Length, answer: str) -> tuple[float, str]:
-    count = len(answer.split()) if spec.unit == "words" else len(answer)
-    return checkers.length_share(count, spec.at_most, spec.over, spec.at_least), f"{count} {spec.unit}"
-
-
-def _regex(spec: checker.Regex, truth: str) -> Judging:
-    try:
-        pattern = compiled(spec.pattern or truth)
-    except ValueError as error:
-        raise TaskError(str(error)) from None
-    match = pattern.fullmatch if spec.match == "full" else pattern.search
-    return lambda answer: (float(match(answer.strip()) is not None), "")
+            raise ValueError(f"{spec.__struct_config__.tag} is not checked by a worker process")
 
 
 def _json_schema(spec: checker.JsonSchema, truth: str) -> Judging:
-    try:
-        complaint = complaint_of(spec.schema)
-        differs = complaint_of({"const": json_in(truth)} if truth else True)
-    except ValueError as error:
-        raise TaskError(str(error)) from None
+    complaint = complaint_of(spec.schema)
+    differs = complaint_of({"const": json_in(truth)} if truth else True)
 
     def judge(answer: str) -> tuple[float, str]:
         try:
@@ -105,93 +113,102 @@ def _json_schema(spec: checker.JsonSchema, truth: str) -> Judging:
     return judge
 
 
-_REFUSED = (
-    *("os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link", "os.mkdir"),
-    *("os.posix_spawn", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.spawn", "os.symlink", "os.system"),
-    *("os.truncate", "os.utime", "ctypes.", "pty.", "shutil.", "socket.", "subprocess.", "sys.settrace"),
-)
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+def number(answer: str, truth: str) -> float:
+    """1.0 if the answer's last number equals the truth's, exactly: 0.1 is one tenth and 1/3 is a third.
+
+    Raises `ValueError` when the truth holds no number.
+
+    >>> number("3 + 4 makes 1,007.50", "2015/2"), number("0.3333", "1/3")
+    (1.0, 0.0)
+    """
+    expected = last_number(truth)
+    if expected is None:
+        raise ValueError(f"expected a number as the task's answer, got {truth!r}")
+    return float(last_number(answer) == expected)
 
 
-def prepared(batch: Batch) -> Callable[[str], tuple[float, str]]:
+def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
+    """1.0 if the answer is these tags in order, each once and not empty, with only space around them.
+
+    >>> formatted("<think>2+2</think>\\n<answer>4</answer>", ["think", "answer"])
+    (1.0, '')
+    >>> formatted("<answer>4</answer> so there", ["answer"])
+    (0.0, 'text outside of the tags')
+    """
+    rest = answer
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if answer.count(opening) != 1 or answer.count(closing) != 1:
+            return 0.0, f"expected {opening} and {closing} once each"
+        before, _, rest = rest.partition(opening)
+        inside, closed, rest = rest.partition(closing)
+        if before.strip() or not closed:
+            return 0.0, "text outside of the tags"
+        if not inside.strip():
+            return 0.0, f"{opening} is empty"
+    return (0.0, "text outside of the tags") if rest.strip() else (1.0, "")
+
+
+def length_share(count: int, spec: checker.Length) -> tuple[float, str]:
+    """1 up to `at_most`, falling to 0 over the next `over`; 0 below `at_least`.
+
+    >>> [length_share(count, checker.Length(at_most=10, over=4, at_least=2))[0] for count in (1, 2, 10, 11, 14, 99)]
+    [0.0, 1.0, 1.0, 0.75, 0.0, 0.0]
+    """
+    excess = max(count - spec.at_most, 0)
+    share = max(0.0, 1.0 - excess / spec.over) if spec.over else float(not excess)
+    return share if count >= spec.at_least else 0.0, f"{count} {spec.unit}"
+
+
+SCRIPTS: Mapping[str, tuple[str, ...]] = {"han": ("CJK",), "kana": ("HIRAGANA", "KATAKANA")}
+"""Prefixes of the Unicode names of a script's letters, where they are not the script's own name."""
+
+
+def script_share(answer: str, script: str) -> float:
+    """The share of the letters that belong to a script; 1 without letters.
+
+    >>> script_share("It is \u6c34.", "latin"), script_share("42", "han")
+    (0.8, 1.0)
+    """
+    letters = [character for character in answer if character.isalpha()]
+    prefixes = SCRIPTS.get(script, (script.upper(),))
+    own = sum(unicodedata.name(letter, "").startswith(prefixes) for letter in letters)
+    return own / len(letters) if letters else 1.0
+
+
+def prepared(batch: Batch) -> Judging:
     """The function that gives an answer's value and evidence. Raises `TaskError` when the task cannot be scored."""
     if not isinstance(batch.spec, checker.ReasoningGym):
-        return judge_of(batch.spec, batch.truth)
-    if batch.receipt is None:
+        return judge_of(batch.spec, batch.task.answer)
+    if batch.task.receipt is None:
         raise TaskError("expected a task with a receipt: reasoning_gym scores its own questions only")
-    return scorer_of(batch.receipt, batch.truth)
+    return scorer_of(batch.task.receipt, batch.task.answer)
 
 
-def verdict_of(judge: Callable[[str], tuple[float, str]], answer: str, cpu_s: float) -> AnswerVerdict:
-    """One answer's verdict. A scorer's error makes the answer wrong, because the task was prepared without error."""
+def reward_of(judge: Judging, answer: str, cpu_s: float) -> Reward:
+    """One answer's reward. A scorer's error makes the answer wrong, because the task was prepared without error."""
     try:
         value, evidence = within(cpu_s, judge, answer)
     except OutOfTime:
-        return AnswerVerdict(0.0, exhausted=True)
+        return exhausted(cpu_s)
     except Exception as error:  # scorers raise whatever an odd answer makes them raise
-        return AnswerVerdict(0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
+        return Reward(0.0, evidence=f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
     if not math.isfinite(value):
-        return AnswerVerdict(0.0, error=f"the scorer answered {value}")
-    return AnswerVerdict(value, evidence)
+        return Reward(0.0, RewardStatus.FAILED, evidence=f"the scorer answered {value}")
+    return Reward(value, evidence=evidence)
 
 
 def replies(frame: bytes) -> Iterator[bytes]:
-    """The reply on the task of a batch, then the verdict on each answer."""
+    """The fault of a batch's task, or "" and the reward of each answer."""
     batch = wire.decode(frame, Batch)
     try:
         judge = prepared(batch)
     except TaskError as error:
-        yield wire.encode(WorkerReady(str(error)))
+        yield wire.encode(str(error))
         return
-    yield wire.encode(WorkerReady())
+    yield wire.encode("")
     for answer in batch.answers:
-        yield wire.encode(verdict_of(judge, answer, batch.cpu_s))
-
-
-def confine(*, boxed: bool) -> None:
-    """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already."""
-    os.environ.clear()
-    os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
-    sys.dont_write_bytecode = True
-    if boxed:
-        os.chdir("/")
-    else:
-        folder = tempfile.mkdtemp(prefix="shoal-")
-        os.chdir(folder)
-        shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-    limits = {
-        resource.RLIMIT_AS: MEMORY_BYTES,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
-    }
-    for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
-    if not boxed:
-        _enter_sandbox()
-    sys.addaudithook(_refuse)
-
-
-def _enter_sandbox() -> None:
-    """Takes from the running process what the kernel can: system calls always, files where it has Landlock."""
-    caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
-    readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
-    kernel.drop_capabilities()
-    if files.landlock_version() >= files.OLDEST:
-        files.restrict(readable, "")
-    kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid()))
-
-
-def _refuse(event: str, arguments: tuple[object, ...]) -> None:
-    if event.startswith(_REFUSED):
-        raise PermissionError(f"{event} is refused while scoring")
-    if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
-        raise PermissionError("writing to files is refused while scoring")
+        yield wire.encode(reward_of(judge, answer, batch.cpu_s))
 
 
 def main() -> None:
@@ -203,7 +220,7 @@ def main() -> None:
     arguments = parser.parse_args()
     connection = socket.socket(fileno=arguments.fd)
     confine(boxed=arguments.boxed)
-    send_frame(connection, wire.encode(WorkerReady()))
+    send_frame(connection, b"")
     serve(connection, replies)
 
 

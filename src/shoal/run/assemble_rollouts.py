@@ -10,8 +10,7 @@ from shoal.experience import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
 from shoal.observe.metrics import Trackers
-from shoal.reward.binary_scorer import BinaryScorer
-from shoal.reward.service import RewardService
+from shoal.reward.service import BinaryScorer, RewardService
 from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster

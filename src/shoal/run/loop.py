@@ -25,7 +25,7 @@ from shoal.experience import Buffer, StepRecord, checkpoint
 from shoal.experience.buffer import STALE
 from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
 from shoal.observe.metrics import Trackers
-from shoal.reward.binary_scorer import FULL
+from shoal.reward.service import FULL
 from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn

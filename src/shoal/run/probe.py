@@ -1,10 +1,10 @@
 """A probe calls the user's reward functions once before a run, so that a broken one is an error at the start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from shoal import checker
-from shoal.checker import Spec, task_spec
-from shoal.errors import ConfigError
+from shoal.checker import leaves, task_spec
+from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Environment
 from shoal.reward.user_functions import FunctionScorer
 from shoal.tasks.sdk import Definition
@@ -17,10 +17,11 @@ async def check_functions(services: Sequence[Environment]) -> None:
     try:
         for service in (one for one in services if not (one.converses or one.scores)):
             task = service.draw(Split.TRAIN, 0)
-            for spec in _functions(task_spec(task)):
-                status, result = await scorer.call(spec, task, [task.answer or ""])
-                if status is not RewardStatus.SCORED:
-                    raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {result.error}")
+            for spec in leaves(task_spec(task)):
+                if isinstance(spec, checker.Function):
+                    await scorer.values(spec, task, [task.answer or ""])
+    except (TaskError, TimeoutError) as error:
+        raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {error}") from None
     finally:
         await scorer.aclose()
 
@@ -33,12 +34,3 @@ async def check_scores(services: Sequence[Environment]) -> None:
             (reward,) = await service.score(task, [task.answer or ""])
             if reward.status is not RewardStatus.SCORED:
                 raise ConfigError(f"tasks.{service.name}: expected a score of one row, got {reward.evidence}")
-
-
-def _functions(spec: Spec) -> Iterator[checker.Function]:
-    """User functions within a checker."""
-    if isinstance(spec, checker.Function):
-        yield spec
-    elif isinstance(spec, checker.Weighted):
-        for part in spec.parts:
-            yield from _functions(part.scorer)

@@ -16,10 +16,9 @@ async def serve_rewards(
     config: RewardConfig, *, host: str, port: int, token: str, announce: Callable[[str], None], log: Path
 ) -> None:
     """Scores until SIGTERM or SIGINT. `announce` gets the URL. Raises a `ShoalError`."""
-    service = RewardService(config, log)
-    await service.start()  # before it listens: what cannot start ends the command with a sentence
-    with listening_socket(host, port) as bound:
-        announce(url_of(bound))
-        app = RewardServer(service, token=token).app
-        server = uvicorn.Server(uvicorn_config(app))
-        await server.serve(sockets=[bound])
+    async with RewardService(config, log) as service:  # before it listens: what cannot start ends the command
+        with listening_socket(host, port) as bound:
+            announce(url_of(bound))
+            app = RewardServer(service, token=token).app
+            server = uvicorn.Server(uvicorn_config(app))
+            await server.serve(sockets=[bound])
