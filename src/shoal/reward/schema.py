@@ -13,7 +13,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from shoal.patterns import compiled
+from shoal.checker import compiled
 
 MOST_WORDS = 200
 """Characters of a complaint; the library quotes the whole value."""

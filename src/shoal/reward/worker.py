@@ -15,10 +15,9 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shoal import checker, wire
-from shoal.checker import Spec
+from shoal.checker import Spec, compiled
 from shoal.errors import TaskError
 from shoal.net.process import die_with_parent, send_frame, serve
-from shoal.patterns import compiled
 from shoal.reward.confinement import confine
 from shoal.reward.mathematics import last_number, mathematics
 from shoal.reward.messages import Batch, exhausted

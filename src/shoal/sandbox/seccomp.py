@@ -10,6 +10,9 @@ import struct
 NEWEST = 462
 """Number of mseal. Larger numbers answer "not implemented"; both architectures use equal numbers from 424 on."""
 
+_DENIED_NEW = (*range(424, 435), 438, 440, 442, 443, 447, 448, 457, 458)
+"""pidfd_*, io_uring_*, the new mount calls, process_madvise and _mrelease, quotactl_fd, memfd_secret."""
+
 _DENIED: dict[str, tuple[int, int]] = {
     # name: number on x86_64, on aarch64 (-1 where there is none)
     # Network. socketpair(AF_UNIX) stays: it reaches nobody, and asyncio needs it.
@@ -24,11 +27,6 @@ _DENIED: dict[str, tuple[int, int]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "setpriority": (141, 140),
@@ -46,24 +44,12 @@ _DENIED: dict[str, tuple[int, int]] = {
     "umount2": (166, 39),
     "pivot_root": (155, 41),
     "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "statmount": (457, 457),
-    "listmount": (458, 458),
     # Large attack surfaces of the kernel.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "io_setup": (206, 0),
     "io_submit": (209, 2),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -85,7 +71,6 @@ _DENIED: dict[str, tuple[int, int]] = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
     "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
     "adjtimex": (159, 171),
@@ -97,7 +82,6 @@ _DENIED: dict[str, tuple[int, int]] = {
     "open_by_handle_at": (304, 265),
     # Memory that no limit counts.
     "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -172,7 +156,7 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
     column, architecture = _ARCHITECTURES[machine]
     alone = own_pid is not None
     denied = [*_DENIED.values(), *(_DENIED_WITHOUT_MOUNTS.values() if alone else ())]
-    numbers = sorted({pair[column] for pair in denied if pair[column] >= 0})
+    numbers = sorted({*_DENIED_NEW, *(pair[column] for pair in denied if pair[column] >= 0)})
     code = [_word(_LOAD, _ARCHITECTURE_AT), _jump(_EQUAL, architecture, 1, 0), _word(_RETURN, _KILL_PROCESS)]
     code += [_word(_LOAD, _NUMBER_AT), _jump(_GREATER, NEWEST, 0, 1), _word(_RETURN, _MISSING)]
     code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # the filter cannot see its flags; libraries fall back to clone

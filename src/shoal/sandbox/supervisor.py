@@ -159,8 +159,8 @@ class _Watch:
 
     def __exit__(self, *_: object) -> None:
         if self.process.returncode is None:  # an internal error, or Ctrl-C
-            self._kill()
-            self._kill_launcher()
+            self._kill(self.first)
+            self._kill(self.launcher)
             self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
@@ -209,14 +209,14 @@ class _Watch:
             now_s = time.monotonic()
             if killed_s is not None:
                 if now_s > killed_s + END_TIMEOUT_S:
-                    self._kill_launcher()
+                    self._kill(self.launcher)
                 continue
             if now_s >= next_s:
                 next_s = now_s + WATCH_EVERY_S
                 self.ended = self.ended or self._limit_broken(now_s, began_s)
             if self.ended or self.stopped:
                 killed_s = now_s
-                self._kill()
+                self._kill(self.first)
 
     def _read_reports(self) -> bytes | None:
         """Reads the launcher's reports; None when nothing has come yet, b"" at the end."""
@@ -271,17 +271,10 @@ class _Watch:
                 return mount.f_files - mount.f_ffree > MOST_FILES
         return False
 
-    def _kill(self) -> None:
-        """Kills the sandbox's first process and thereby everything in it; the launcher outside then ends by itself."""
-        if self.first == NONE:
-            self._kill_launcher()
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.first, signal.SIGKILL)
-
-    def _kill_launcher(self) -> None:
+    def _kill(self, descriptor: int) -> None:
+        """Kills the sandbox's first process, and thereby everything in it, or else the launcher."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.launcher, signal.SIGKILL)
+            signal.pidfd_send_signal(self.launcher if descriptor == NONE else descriptor, signal.SIGKILL)
 
     def _finished(self, status: int, cpu_s: float, wall_s: float) -> Finished:
         if self.started_s is None and not self.stopped:
