@@ -340,13 +340,7 @@ class Sample:
     advantages: tuple[float, ...]  # [L]
 
     def __post_init__(self) -> None:
-        lengths = {
-            "tokens": len(self.tokens),
-            "mask": len(self.mask),
-            "logprobs": len(self.logprobs),
-            "versions": len(self.versions),
-            "advantages": len(self.advantages),
-        }
+        lengths = {name: len(getattr(self, name)) for name in self.__slots__}
         if len(set(lengths.values())) != 1 or not self.tokens:
             raise ValueError(f"sample streams must have one length > 0, got {lengths}")
         if self.mask[0]:

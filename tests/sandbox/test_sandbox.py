@@ -135,7 +135,7 @@ def test_a_program_outside_of_its_work_folder_is_refused() -> None:
 
 def test_a_sandbox_that_cannot_be_set_up_says_why(backend: Backend) -> None:
     with pytest.raises(SandboxUnavailable, match=f"the {backend.value} sandbox could not be set up: .*nowhere"):
-        run(Program("pass", readable=(Path("/nowhere"),)), backend=backend)
+        run(Program("pass", packages=(Path("/nowhere"),)), backend=backend)
 
 
 def test_the_probe_names_every_rung() -> None:

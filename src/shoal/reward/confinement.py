@@ -8,9 +8,7 @@ of Python code.
 
 import os
 import resource
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from shoal.sandbox import files, kernel, seccomp
@@ -31,16 +29,7 @@ def confine(*, boxed: bool) -> None:
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
     sys.dont_write_bytecode = True
-    if boxed:
-        os.chdir("/")
-    else:
-        folder = tempfile.mkdtemp(prefix="shoal-")
-        os.chdir(folder)
-        shutil.rmtree(folder)  # a folder that is gone stays empty, and leaves nothing to clean up
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
+    os.chdir("/")
     limits = {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_FSIZE: 0,
@@ -50,6 +39,10 @@ def confine(*, boxed: bool) -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+    nowhere = os.open(os.devnull, os.O_RDWR)  # after the limits, which may be refused: the log then says so
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
     if not boxed:
         _enter_sandbox()
     sys.addaudithook(_refuse)

@@ -195,14 +195,11 @@ def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
         if reward.status is not RewardStatus.SCORED:
             return Reward(0.0, reward.status, evidence=f"{label}: {reward.evidence}")
     value = sum(part.weight * reward.value for part, reward in zip(spec.parts, rewards, strict=True))
-    inner = [
-        ((label, reward.value), *((f"{label}/{name}", number) for name, number in reward.parts))
-        for label, reward in zip(labels, rewards, strict=True)
-    ]
-    evidence = "; ".join(
-        f"{label}: {reward.evidence}" for label, reward in zip(labels, rewards, strict=True) if reward.evidence
-    )
-    return Reward(value, RewardStatus.SCORED, tuple(part for group in inner for part in group), evidence[:1000])
+    parts: list[tuple[str, float]] = []
+    for label, reward in zip(labels, rewards, strict=True):
+        parts += [(label, reward.value), *((f"{label}/{name}", number) for name, number in reward.parts)]
+    said = (f"{label}: {reward.evidence}" for label, reward in zip(labels, rewards, strict=True) if reward.evidence)
+    return Reward(value, RewardStatus.SCORED, tuple(parts), "; ".join(said)[:1000])
 
 
 FULL = 1.0 - 1e-9

@@ -54,7 +54,7 @@ def launch_spec(
         backend=backend.value,
         argv=[interpreter() if first == "python" else first, *rest],
         environment={**packages, **program.environment},
-        readable=visible(*program.packages, *program.readable),
+        readable=visible(*program.packages),
         folder=folder,
         uid=NONE if backend is Backend.LANDLOCK else other_uid(),
         status_fd=status_fd,

@@ -7,13 +7,9 @@ json, typing). Each program waits for them.
 import ctypes
 import os
 
-CLONE_NEWNS = 0x0002_0000
-CLONE_NEWCGROUP = 0x0200_0000
-CLONE_NEWUTS = 0x0400_0000
-CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
-CLONE_NEWPID = 0x2000_0000
-CLONE_NEWNET = 0x4000_0000
+NAMESPACES = 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
+"""New namespaces of mounts, control groups, host names, message queues, processes and networks."""
 
 PARENT = "SHOAL_PARENT_PID"
 LANDLOCK = "landlock"

@@ -29,11 +29,6 @@ _NOBODY = 65534
 _SIGKILL = 9
 _MOST_DESCRIPTORS = 1 << 16
 
-_NAMESPACES = (
-    *(kernel.CLONE_NEWNS, kernel.CLONE_NEWPID, kernel.CLONE_NEWNET, kernel.CLONE_NEWIPC, kernel.CLONE_NEWUTS),
-    kernel.CLONE_NEWCGROUP,
-)
-
 
 def main(place: str, word: str) -> None:
     """Confines this process and starts the program; never returns normally."""
@@ -79,7 +74,7 @@ def _forked(wanted: "LaunchSpec", work: "Callable[[LaunchSpec], None]") -> int:
 def _make_namespaces(wanted: "LaunchSpec") -> None:
     """Makes the namespaces. A `uid` implies root's rights; otherwise a user namespace gives them."""
     user, group = os.geteuid(), os.getegid()
-    kernel.unshare(sum(_NAMESPACES) | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
+    kernel.unshare(kernel.NAMESPACES | (kernel.CLONE_NEWUSER if wanted.uid == NONE else 0))
     if wanted.uid == NONE:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_NOBODY} {user} 1")
@@ -157,18 +152,16 @@ def _be_program(wanted: "LaunchSpec") -> None:
 
 def _limits(wanted: "LaunchSpec") -> list[tuple[int, tuple[int, int]]]:
     """Soft and hard limits; the hard CPU limit is a second later, for programs that ignore the signal."""
-    pairs = [
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_NOFILE, kernel.OPEN_FILES),
-        (resource.RLIMIT_FSIZE, wanted.file_bytes),
-    ]
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NOFILE: kernel.OPEN_FILES,
+        resource.RLIMIT_FSIZE: wanted.file_bytes,
+    }
     if wanted.memory_bytes:
-        pairs.append((resource.RLIMIT_AS, wanted.memory_bytes))
+        limits[resource.RLIMIT_AS] = wanted.memory_bytes
     if wanted.processes and wanted.backend != LANDLOCK:  # under Landlock it would count all processes of the user
-        pairs.append((resource.RLIMIT_NPROC, wanted.processes + (wanted.uid == NONE)))  # as is the first process
-    limits = [(limit, (value, value)) for limit, value in pairs]
-    if wanted.cpu_s:
-        limits.append((resource.RLIMIT_CPU, (wanted.cpu_s, wanted.cpu_s + 1)))
-    return limits
+        limits[resource.RLIMIT_NPROC] = wanted.processes + (wanted.uid == NONE)  # as is the first process
+    cpu = [(resource.RLIMIT_CPU, (wanted.cpu_s, wanted.cpu_s + 1))] if wanted.cpu_s else []
+    return [*((limit, (value, value)) for limit, value in limits.items()), *cpu]

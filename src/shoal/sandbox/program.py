@@ -68,21 +68,19 @@ class Program:
     source: str | None = None
     """Python source; becomes main.py."""
     argv: tuple[str, ...] = ()
-    """Command in place of source; "python" is the interpreter, and only `readable` brings other programs."""
+    """Command in place of source; "python" is the interpreter, and there are no other programs."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Content of files by relative path."""
     stdin: bytes = b""
     packages: tuple[Path, ...] = ()
     """Folders to import from, such as a site-packages."""
-    readable: tuple[Path, ...] = ()
-    """Files and folders that the program may read, under their own paths."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Whole environment; packages add PYTHONPATH."""
 
     def __post_init__(self) -> None:
         if (self.source is None) == (not self.argv):
             raise ValueError("Program: expected either source or argv, got both or neither")
-        words = (*self.argv, *map(str, self.packages), *map(str, self.readable), *self.files)
+        words = (*self.argv, *map(str, self.packages), *self.files)
         words = (*words, *(f"{name}={value}" for name, value in self.environment.items()))
         if any("\0" in word for word in words):
             raise ValueError("Program: expected text without NUL in argv, paths and environment")

@@ -48,43 +48,32 @@ def run_on(
         raise ValueError(
             f"Program.files: expected at most {limits.file_bytes} bytes (Limits.file_bytes), got {size_bytes}"
         )
-    with contextlib.ExitStack() as stack:
-        try:
-            return stack.enter_context(_start(stack, backend, program, limits, stop, channel)).run()
-        except OSError as error:  # no process, no descriptor, no memory, no space
-            raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
-
-
-def _start(
-    stack: contextlib.ExitStack,
-    backend: Backend,
-    program: Program,
-    limits: ProgramLimits,
-    stop: int | None,
-    channel: socket.socket | None,
-) -> "_Watch":
-    """Starts the launcher; the stack cleans up after it. Raises `OSError`."""
-    folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
-    files_fd = stack.enter_context(_memory_file("files", marshal.dumps(dict(program.all_files))))
-    stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
-    status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    stack.callback(os.close, status_fd)
-    with contextlib.ExitStack() as theirs:
-        theirs.callback(os.close, their_status_fd)
-        if channel is not None:
-            theirs.enter_context(channel)
-        info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        theirs.callback(os.close, info_fd)
-        process = subprocess.Popen(
-            boxed(launch_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
-            stdin=stdin_fd if channel is None else channel.fileno(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={PARENT: str(os.getpid())},
-            pass_fds=(their_status_fd, info_fd, files_fd),
-            start_new_session=True,
-        )
-    return _Watch(process, limits, backend, folder, status_fd, stop)
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
+            files_fd = stack.enter_context(_memory_file("files", marshal.dumps(dict(program.all_files))))
+            stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
+            status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            stack.callback(os.close, status_fd)
+            with contextlib.ExitStack() as theirs:
+                theirs.callback(os.close, their_status_fd)
+                if channel is not None:
+                    theirs.enter_context(channel)
+                info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+                theirs.callback(os.close, info_fd)
+                process = subprocess.Popen(
+                    boxed(launch_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
+                    stdin=stdin_fd if channel is None else channel.fileno(),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={PARENT: str(os.getpid())},
+                    pass_fds=(their_status_fd, info_fd, files_fd),
+                    start_new_session=True,
+                )
+            with _Watch(process, limits, backend, folder, status_fd, stop) as watch:
+                return watch.run()
+    except OSError as error:  # no process, no descriptor, no memory, no space
+        raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
 
 
 @contextlib.contextmanager
