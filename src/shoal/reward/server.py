@@ -8,6 +8,8 @@ A client's checker decides what runs here, so the server takes only checkers of 
 user's functions and judges stay with the client.
 """
 
+from collections.abc import Iterator
+
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -127,15 +129,17 @@ def asks_too_much(spec: Spec, info: str, answers: int) -> str:
     ('', 'scorer.timeout_s: expected at most 60, got 3600')
     """
     for code in checker.leaves(spec):
-        if not isinstance(code, checker.Code):
-            continue
-        tests = len(tests_in(info))
-        for name, asked, most in (
-            ("scorer.timeout_s", code.timeout_s, MOST_TEST_S),
-            ("scorer.memory_mb", code.memory_mb, MOST_MEMORY_MB),
-            ("info.tests", tests, MOST_TESTS),
-            ("seconds of all tests of all answers together", tests * answers * code.timeout_s, MOST_RUN_S),
-        ):
-            if asked > most:
-                return f"{name}: expected at most {most:g}, got {asked:g}"
+        if isinstance(code, checker.Code):
+            for name, asked, most in _demands(code, info, answers):
+                if asked > most:
+                    return f"{name}: expected at most {most:g}, got {asked:g}"
     return ""
+
+
+def _demands(code: checker.Code, info: str, answers: int) -> Iterator[tuple[str, float, float]]:
+    """Demands of a request by name, and the most that each may be."""
+    yield "scorer.timeout_s", code.timeout_s, MOST_TEST_S
+    yield "scorer.memory_mb", code.memory_mb, MOST_MEMORY_MB
+    tests = len(tests_in(info))
+    yield "info.tests", tests, MOST_TESTS
+    yield "seconds of all tests of all answers together", tests * answers * code.timeout_s, MOST_RUN_S
