@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
+from shoal.engine.batch import SamplingRows, Uniforms, sample
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.protocol import GeneratedChoice
 from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.routes import choice as whole_choice
-from shoal.engine.sampling import SamplingRows, Uniforms, sample
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.loading import load_model

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.sampling import CANDIDATES, SamplingRows, Uniforms, sample
+from shoal.engine.batch import CANDIDATES, SamplingRows, Uniforms, sample
 from shoal.types import Sampling
 
 samplings = st.builds(

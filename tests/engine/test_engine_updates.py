@@ -94,7 +94,7 @@ def test_a_failed_update_is_reported_and_the_old_weights_go_on(
 
     asyncio.run(ask())
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as metrics:
-        assert "shoal_engine_failed_updates_total 1.0" in metrics.read().decode()
+        assert "shoal_engine_failed_updates_total 1\n" in metrics.read().decode()
 
 
 def test_of_several_versions_pushed_at_once_the_newest_is_served(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -134,16 +134,3 @@ class PausedState(msgspec.Struct):
     """Answer of `GET /is_paused`."""
 
     is_paused: bool
-
-
-class ErrorDetail(msgspec.Struct):
-    """Message and code of an error."""
-
-    message: str
-    code: int
-
-
-class ErrorResponse(msgspec.Struct):
-    """Body of every answer that is not 200."""
-
-    error: ErrorDetail

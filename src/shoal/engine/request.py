@@ -8,7 +8,7 @@ from shoal.engine.scheduler import SequenceState
 from shoal.types import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
-    from shoal.engine.sampling import Uniforms
+    from shoal.engine.batch import Uniforms
 
 
 @dataclass(slots=True, eq=False)
