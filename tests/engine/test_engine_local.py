@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.batch import SamplingRows, Uniforms, sample
+from shoal.engine.batch import SamplingRows, sample
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.protocol import GeneratedChoice
-from shoal.engine.request import Draft, Request, scoring
+from shoal.engine.request import Draft, Request, Uniforms, scoring
 from shoal.engine.routes import choice as whole_choice
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,29 +30,9 @@ if TYPE_CHECKING:
     from shoal.engine.forward import Forward
 
 CANDIDATES = 256  # nearly all truncated rows keep fewer tokens than this, and then need no full sort
-UNIFORM_BLOCK = 64
 OFF = 2**31  # top_k of rows without a limit
 LIKE_LENGTH = 0.75
 """Share of the longest chunk's length that every chunk of one attention call must reach."""
-
-
-class Uniforms:
-    """Uniform numbers of one completion: number i decides token i. Equal (seed, index) give equal numbers.
-
-    The Philox key is (seed, index of the completion in its request), so no two completions share a stream.
-    """
-
-    __slots__ = ("_generator", "_known")
-
-    def __init__(self, seed: int, index: int) -> None:
-        key = np.array([seed % 2**64, index], dtype=np.uint64)
-        self._generator = np.random.Generator(np.random.Philox(key=key))
-        self._known: list[float] = []
-
-    def __getitem__(self, i: int) -> float:
-        while i >= len(self._known):
-            self._known += self._generator.random(UNIFORM_BLOCK, dtype=np.float32).tolist()
-        return self._known[i]
 
 
 class SamplingRows:

@@ -2,13 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shoal.engine.scheduler import SequenceState
 from shoal.types import Completion, FinishReason, Sampling
 
-if TYPE_CHECKING:
-    from shoal.engine.batch import Uniforms
+UNIFORM_BLOCK = 64
+
+
+class Uniforms:
+    """Uniform numbers of one completion: number i decides token i. Equal (seed, index) give equal numbers.
+
+    The Philox key is (seed, index of the completion in its request), so no two completions share a stream.
+    """
+
+    __slots__ = ("_generator", "_known")
+
+    def __init__(self, seed: int, index: int) -> None:
+        key = np.array([seed % 2**64, index], dtype=np.uint64)
+        self._generator = np.random.Generator(np.random.Philox(key=key))
+        self._known: list[float] = []
+
+    def __getitem__(self, i: int) -> float:
+        while i >= len(self._known):
+            self._known += self._generator.random(UNIFORM_BLOCK, dtype=np.float32).tolist()
+        return self._known[i]
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +40,7 @@ class Draft(SequenceState):
     """Index of the completion in its request."""
     max_sampled: int = 1
     stop_ids: frozenset[int] = frozenset()
-    uniforms: "Uniforms | None" = None
+    uniforms: Uniforms | None = None
     """Random numbers that decide the tokens; None uses the engine's own stream."""
     targets: Sequence[int] = ()
     """Tokens to score, which follow positions 0, 1, ...."""

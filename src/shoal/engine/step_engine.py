@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.batch import StepBatch, Uniforms, sample
+from shoal.engine.batch import StepBatch, sample
 from shoal.engine.forward import forward_of
 from shoal.engine.kv_cache import KVCache, StoredKV
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
-from shoal.engine.request import Draft, Request
+from shoal.engine.request import Draft, Request, Uniforms
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
