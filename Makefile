@@ -63,7 +63,7 @@ tito: $(VENV)/dev-installed
 
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
 PURE := turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
-	trainer/micro_batch engine/scheduler engine/sampling swarm/strategy swarm/trust
+	engine/scheduler engine/sampling swarm/strategy swarm/trust
 PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \
 	trainer/test_train_packing.py trainer/test_train_objective.py trainer/test_train_turns.py \

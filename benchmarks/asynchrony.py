@@ -35,7 +35,7 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.plan import Prepared
 from shoal.run.training import Threads, serving, train
 from shoal.trainer.advantage import samples
-from shoal.trainer.client import TrainerProcess
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import (
     Completion,
     FinishReason,

@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks import child_environment
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
-from shoal.experience import Buffer, RunMeta
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.runner import AgentRunner

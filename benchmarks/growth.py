@@ -27,8 +27,10 @@ from statistics import fmean
 
 import psutil
 
-from shoal.experience import Buffer, RunMeta, checkpoint
+from shoal.experience import checkpoint
 from shoal.experience.audit import audit
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)

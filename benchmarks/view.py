@@ -24,7 +24,7 @@ import psutil
 from benchmarks import Report, child_environment, say
 from benchmarks.growth import META, group
 from shoal.errors import RunDirError
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import JsonlTracker
 
 PATHS = ("/rollouts?sort=worst", "/rollouts?reward_from=1&sort=newest", "/rollouts?step=7", "/rollouts?text=%3D%20no")

@@ -28,7 +28,7 @@ from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
-from shoal.observe.report.figure import MUTED, STYLE, TASK_COLOURS
+from shoal.observe.report.figure import COLOURS, MUTED, STYLE
 from shoal.run.demo_model.warm_start import REWRITE, Recipe, demo_model
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.peer import STATUS_FILE
@@ -285,7 +285,7 @@ def swarm_png(
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         figure = Figure(figsize=(11, 4.5), layout="constrained", facecolor="white")
         curves, bars = figure.subplots(1, 2, width_ratios=[2.2, 1])
-        for name, colour in zip(names, TASK_COLOURS * len(names), strict=False):
+        for name, colour in zip(names, COLOURS * len(names), strict=False):
             for condition, style, words in styles:
                 steps, accuracy = _evaluations(folder / f"{condition}-{name}" / "metrics.jsonl")
                 curves.plot(steps, accuracy, style, color=colour, label=f"{name}, {words}", marker="o", ms=3)
@@ -294,7 +294,7 @@ def swarm_png(
         curves.set_ylim(0, 1)
         curves.yaxis.set_major_formatter(PercentFormatter(1.0))
         curves.legend(loc="upper left", ncols=2)
-        bars.bar(list(names), [external[name] for name in names], color=list(TASK_COLOURS * len(names))[: len(names)])
+        bars.bar(list(names), [external[name] for name in names], color=list(COLOURS * len(names))[: len(names)])
         bars.set_title("groups of others trained per step")
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=150)

@@ -20,8 +20,7 @@ rollout.orchestrator:Orchestrator._keep_drawn
     tasks.jsonl:JsonlService.draw @ Split
 rollout.orchestrator:Orchestrator._start_one
   experience.buffer:Buffer.admit
-    experience.admission:AdmissionQueue.place
-      experience.gate:AdmissionGate.admit
+    experience.gate:AdmissionGate.admit
   rollout.orchestrator:Orchestrator._run_group
     rollout.orchestrator:Source.rollouts
     rollout.single_turn:SingleTurn.rollouts
@@ -70,20 +69,20 @@ run.loop:TrainLoop.run
       trainer.advantage:step_samples
     experience.buffer:Buffer.consumed
       experience.log:insert_step
-    trainer.client:TrainerProcess.step
+    trainer.worker:TrainerProcess.step
       trainer.worker:answer_to @ Step
         trainer.trainer:Trainer.step
           trainer.trainer:Trainer.minibatch
             trainer.packing:micro_batches
-            trainer.micro_batch:token_weight
-            trainer.micro_batch:micro_batch
+            trainer.packing:token_weight
+            trainer.packing:micro_batch
           trainer.trainer:Trainer.accumulate
             trainer.trainer:Trainer._outputs
               model.packed:packed_outputs
             trainer.loss:token_loss
           trainer.optim:Optimizer.update
     run.loop:TrainLoop._write_version
-      trainer.client:TrainerProcess.write_version
+      trainer.worker:TrainerProcess.write_version
         trainer.worker:answer_to @ WriteVersion
           trainer.trainer:Trainer.write_weights
       weights.store:WeightStore.seal
@@ -158,7 +157,7 @@ gateway.server:Gateway._generate
 WEIGHTS = """
 run.loop:TrainLoop._write_version
   weights.store:WeightStore.begin
-  trainer.client:TrainerProcess.write_version
+  trainer.worker:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
       trainer.trainer:Trainer.write_weights
       trainer.trainer:Trainer.count_push
@@ -188,7 +187,7 @@ FLOWS = {
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
 }
-MOST_FILES = 29
+MOST_FILES = 25
 """Files that a reader opens on the way of one token. May only shrink; the aim is 25."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from shoal.experience.counts import step_counts
+from shoal.experience.log import snapshot
 from shoal.observe.report.records import read_run
 
 HERE = Path(__file__).parent
@@ -70,10 +70,15 @@ def described(run_dir: Path) -> dict[str, object]:
     """By task and window of steps: share of the trained groups and mean reward; and how the weights moved."""
     run = read_run(run_dir)
     consumed: dict[str, list[int]] = {}
-    for count in step_counts(run_dir):
-        consumed.setdefault(count.service, [0] * len(run.steps))
-        if count.step < len(run.steps):
-            consumed[count.service][count.step] = count.consumed
+    with snapshot(run_dir) as log:
+        trained = log.execute(
+            "SELECT service, step FROM consumed JOIN groups USING (finished_seq) JOIN started USING (group_id) "
+            "WHERE peer_id IS NULL ORDER BY service"
+        )
+        for service, step in trained:
+            counts = consumed.setdefault(service, [0] * len(run.steps))
+            if step < len(run.steps):
+                counts[step] += 1
     windows = range(0, len(run.steps), WINDOW)
     total = [sum(sum(counts[at : at + WINDOW]) for counts in consumed.values()) for at in windows]
     return {

@@ -4,8 +4,6 @@ The first byte is the format version; the rest is the msgpack of a dataclass of 
 msgspec knows), validated against that type while it is decoded.
 """
 
-import hashlib
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -34,9 +32,3 @@ def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
         return msgspec.msgpack.decode(memoryview(data)[1:], type=type_)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, in a field of no use even
         raise WireError(f"expected a {getattr(type_, '__name__', type_)}: {error}") from error
-
-
-def checksum(path: Path) -> str:
-    """BLAKE2b-128 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -23,7 +23,8 @@ from benchmarks.chaos.schedule import LONGEST_HOLD_S, PROCESS_KINDS, Kind, Role,
 from benchmarks.chaos.victim import STANDSTILL_S, Delays
 from benchmarks.chaos.witness import Witness
 from shoal.errors import ConfigError
-from shoal.experience import Buffer, RunMeta
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Rollout, Task, Turn
 from shoal.types import Role as Speaker
 

@@ -19,9 +19,9 @@ from shoal.engine.request import Draft, Request, Uniforms, scoring
 from shoal.engine.routes import choice as whole_choice
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.files import checksum
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling
-from shoal.wire import checksum
 
 VOCABULARY = 97
 MAX_MODEL_LEN = 160

@@ -18,9 +18,9 @@ from foreign_engine import more_drawn
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.http_server import main
 from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.files import checksum
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights.store import WeightStore
-from shoal.wire import checksum
 from until import until
 
 VOCABULARY = 102

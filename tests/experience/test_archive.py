@@ -8,10 +8,12 @@ import pytest
 
 from buffer_values import group, open_buffer, run_group, train
 from shoal.errors import RunDirError
-from shoal.experience import RunMeta, archive, step_counts, task_counts
+from shoal.experience import archive
 from shoal.experience.audit import audit
+from shoal.experience.counts import task_counts
 from shoal.experience.export import export_jsonl
 from shoal.experience.log import FILE, external_groups, snapshot
+from shoal.experience.schema import RunMeta
 
 META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
 STEPS = 12
@@ -50,7 +52,7 @@ def seen(run_dir: Path) -> tuple[object, ...]:
     rows = (run_dir / "rows.jsonl").read_text()
     assert [one.origin.peer_id for one in foreign] == ["reef"] * (STEPS // 3)
     assert task_counts(run_dir)["chain_sum"].external == STEPS // 3
-    return report.sentences(), rows, task_counts(run_dir), step_counts(run_dir), foreign
+    return report.sentences(), rows, task_counts(run_dir), foreign
 
 
 async def archived(run_dir: Path, through: int) -> None:

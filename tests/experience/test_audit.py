@@ -10,9 +10,9 @@ import pytest
 
 from buffer_values import group, open_buffer, run_group, train
 from shoal.errors import RunDirError
-from shoal.experience import RunMeta
 from shoal.experience.audit import KEPT_IDS, Check, audit
-from shoal.experience.log import FILE
+from shoal.experience.log import FILE, snapshot
+from shoal.experience.schema import RunMeta
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def plant(run_dir, *statements):
 
 
 def plant_rollout(run_dir, rollout_id, turn=None, **streams):
-    """Overwrites a rollout's first turn, and its streams, with values that `types` would refuse."""
+    """Overwrites the first turn, and its streams, of the rollouts whose ids begin so, with values that types refuse."""
     connection = sqlite3.connect(run_dir / FILE)
     for rowid, body in connection.execute("SELECT rowid, body FROM rollouts").fetchall():
         raw = msgspec.msgpack.decode(body[1:])
-        if raw["id"] == rollout_id:
+        if raw["id"].startswith(rollout_id):
             raw["turns"][0].update(turn or {})
             raw["turns"][0]["completion"].update(streams)
             changed = body[:1] + msgspec.msgpack.encode(raw)
@@ -229,9 +229,7 @@ def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):
         await buffer.close()
 
     asyncio.run(main())
-    for i in range(60):
-        plant_rollout(tmp_path, f"g{i}/0", logprobs=[1.0, 1.0])
-        plant_rollout(tmp_path, f"g{i}/1", logprobs=[1.0, 1.0])
+    plant_rollout(tmp_path, "g", logprobs=[1.0, 1.0])
     finding = audit(tmp_path).findings[Check.LOGPROBS]
     assert (finding.count, len(finding.ids)) == (120, KEPT_IDS)
 
@@ -271,6 +269,22 @@ def test_groups_taken_in_two_rounds_for_one_step_are_in_order(tmp_path):
 
     asyncio.run(main())
     assert Check.OLDEST_FIRST not in audit(tmp_path).findings
+
+
+def test_reading_a_run_that_has_ended_leaves_no_file_beside_it(run_dir):
+    before = sorted(os.listdir(run_dir))
+    assert audit(run_dir).ok
+    assert sorted(os.listdir(run_dir)) == before
+
+
+def test_a_reader_of_an_ended_run_hears_that_it_was_resumed_meanwhile(run_dir):
+    async def resumed():
+        buffer = open_buffer(run_dir, RunMeta(2, "drop", 2, 1), resume=True)
+        await run_group(buffer, "late")
+        await buffer.close()
+
+    with pytest.raises(RunDirError, match="read it again"), snapshot(run_dir):
+        asyncio.run(resumed())
 
 
 def test_a_directory_without_a_run_is_one_clear_sentence(tmp_path):

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from buffer_values import META, group, masked_rows, run_group, train
-from shoal.experience import Buffer, RunMeta, checkpoint, log
+from shoal.experience import checkpoint, log
 from shoal.experience.audit import Check, audit
 from shoal.experience.balance import Balance, BatchChoice
-from shoal.experience.log import ConsumedGroup, StepRecord, open_log
+from shoal.experience.buffer import Buffer
+from shoal.experience.log import open_log
+from shoal.experience.schema import ConsumedGroup, RunMeta, StepRecord
 from shoal.types import Completion, FinishReason, Group, Reward, RewardStatus, RolloutStatus, Turn
 
 MASKED = RunMeta(max_staleness=1, late="mask_tokens", groups_per_step=1, push_every=1)
@@ -235,7 +237,7 @@ class Silent(Buffer):
     """Starts groups without writing it down."""
 
     async def admit(self, group_id, service):
-        version = await self._admission.place()
+        version = self.gate.admit()
         self._running[group_id] = service
         self._counts(service).started += 1
         return version

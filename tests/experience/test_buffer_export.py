@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from typing import cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -115,7 +116,8 @@ def test_rollouts_of_a_dropped_group_say_why_and_unscored_ones_have_no_reward(tm
 
 
 def turn(rendered, *drawn, parent=None):
-    return RawTurn(list(rendered), RawCompletion(list(drawn), [-0.5] * len(drawn), [4] * len(drawn)), parent=parent)
+    completion = RawCompletion(drawn, (-0.5,) * len(drawn), (4,) * len(drawn), FinishReason.STOP)
+    return RawTurn(rendered, completion, parent=parent)
 
 
 def test_a_turn_that_extends_what_came_before_goes_on_in_the_same_stream():
@@ -235,8 +237,8 @@ def test_advantages_are_those_of_the_rows_that_were_trained(tmp_path, kind, late
     if late == "mask_tokens":
         rows, _ = mask_tokens(rows, 1)
     exported = list(export_rows(tmp_path, extras_of(tmp_path)))
-    assert [tuple(row.advantages) for row in exported] == [row.advantages for row in rows]
-    assert any(map(any, (row.advantages for row in exported)))
+    assert [tuple(row["advantages"]) for row in exported] == [row.advantages for row in rows]
+    assert any(map(any, (row["advantages"] for row in exported)))
 
 
 def test_the_texts_of_tokens_make_the_conversation_when_the_tokenizer_is_there(tmp_path):
@@ -245,5 +247,5 @@ def test_the_texts_of_tokens_make_the_conversation_when_the_tokenizer_is_there(t
     tokenizer = Tokenizer(WordLevel({f" w{i}": i for i in range(10)} | {"a": 10}, unk_token="a"))
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     (row,) = export_rows(tmp_path, extras_of(tmp_path))
-    assert row.tokens == [1, 2, 5, 6, 7, 8]
-    assert [text.strip() for text in row.texts] == ["w1", "w2", "w5", "w6", "w7", "w8"]
+    assert row["tokens"] == [1, 2, 5, 6, 7, 8]
+    assert [text.strip() for text in cast("list[str]", row["texts"])] == ["w1", "w2", "w5", "w6", "w7", "w8"]

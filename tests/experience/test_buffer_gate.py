@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.experience import AdmissionGate
+from shoal.experience.gate import AdmissionGate
 
 
 class Run:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pyarrow.parquet  # noqa: F401  # half a second, which is longer than this process lives
 
-from shoal.experience import Buffer, RunMeta
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, RolloutStatus, Task, Turn
 
 META = RunMeta(max_staleness=2, late="drop", groups_per_step=3, push_every=2)

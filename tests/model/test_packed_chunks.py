@@ -12,7 +12,7 @@ from engine_models import saved
 from shoal.model import packed
 from shoal.model.loading import load_model
 from shoal.net.process import torch_environment
-from shoal.trainer.regularisers import kl
+from shoal.trainer.loss import kl
 
 ROWS = ((5, 6, 7, 8, 9, 3), (5, 6, 7, 20, 21), (5, 6, 7, 20, 22, 23, 24, 25), (9, 8))
 KINDS: dict[str, dict[str, object]] = {

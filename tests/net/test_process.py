@@ -12,7 +12,7 @@ import uvloop
 
 from shoal.errors import ChildDied
 from shoal.net.process import BlockingChild, Child
-from shoal.trainer.client import TrainerProcess
+from shoal.trainer.worker import TrainerProcess
 
 ECHO = """
 import socket, sys

@@ -14,7 +14,7 @@ from browser import Page, browser_path, chromium
 from shoal.errors import RunDirError
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
-from shoal.observe.view.charts import MOST_POINTS, thinned
+from shoal.observe.charts import MOST_POINTS, thinned
 from shoal.observe.view.runs import differences, watched
 from shoal.observe.view.server import ViewServer, visible
 from shoal.observe.view.waits import bottleneck

@@ -125,7 +125,7 @@ def test_what_was_moved_to_the_archive_is_found_like_the_rest(tmp_path: Path) ->
         (row,) = index.search(Filter(text="thinking of g1-1/2")).rows
         assert (row.step, row.position) == (2, 2)
         group = index.group(row.seq)
-        assert (group.step, len(group.bodies)) == (2, SIZE)
+        assert (group.step, len(group.bodies)) == (1, SIZE)
         assert b"truth of g1-1" in group.task
     finally:
         index.close()

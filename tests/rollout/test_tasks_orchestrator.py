@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from buffer_values import group as made_group
 from shoal.clock import run_virtual
-from shoal.experience import Buffer, RunMeta
 from shoal.experience.balance import PATIENCE_S
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.orchestrator import CANCELLED, Orchestrator
 from shoal.types import Task

@@ -14,8 +14,9 @@ import pytest
 from buffer_values import group, open_buffer, run_group, train
 from shoal.config import parse
 from shoal.errors import LogBehind, RunDirError
-from shoal.experience import Buffer, checkpoint
+from shoal.experience import checkpoint
 from shoal.experience.audit import Check, audit
+from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop

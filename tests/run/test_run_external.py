@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from shoal.config import parse
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.run.loop import TrainLoop
 from shoal.run.training import run_meta
 from shoal.swarm.exchange import MemorySwarm

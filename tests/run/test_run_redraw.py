@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from buffer_values import group, open_buffer
-from shoal.experience import Buffer, RunMeta, task_counts
 from shoal.experience.audit import audit
+from shoal.experience.buffer import Buffer
+from shoal.experience.counts import task_counts
+from shoal.experience.schema import RunMeta
 from shoal.rollout.reward_hooks import shorter_is_better
 from shoal.run.dynamic_sampling import REDRAWS_PER_GROUP, UNINFORMATIVE, informative_groups, outcome_returns
 from shoal.trainer.advantage import is_informative

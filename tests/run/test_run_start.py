@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config import Config, load, parse
 from shoal.errors import ConfigError, RunDirError
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import Record
 from shoal.run.loop import TrainLoop
 from shoal.run.plan import changed_settings, prepare, write_resolved

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 from shoal.experience.audit import audit
 from shoal.experience.export import export_rows
+from shoal.types import Message
 
 ROOT = Path(__file__).parents[2]
 AGENT = """
@@ -41,9 +43,9 @@ def test_a_shortened_run_of_the_example_trains_on_whole_conversations_and_its_au
     report = audit(tmp_path / "run")
     assert report.ok, report.sentences()
     exported = list(export_rows(tmp_path / "run"))
-    assert {row.task for row in exported} == {"hanoi", "in_process"}
+    assert {row["task"] for row in exported} == {"hanoi", "in_process"}
     for row in exported:
-        drawn = sum(row.mask)
-        answers = sum(message.role == "assistant" for message in row.messages)
-        assert row.status == "finished", row.reason
+        drawn = sum(row["mask"])
+        answers = sum(message.role == "assistant" for message in cast("tuple[Message, ...]", row["messages"]))
+        assert row["status"] == "finished", row["reason"]
         assert drawn >= answers > 1, "one row of many answers"

@@ -9,8 +9,8 @@ from typing import Any
 
 from buffer_values import group
 from shoal.config import parse
-from shoal.experience import Buffer
 from shoal.experience.audit import Check, audit
+from shoal.experience.buffer import Buffer
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop

@@ -1,6 +1,7 @@
 """Groups and runs of the buffer, shared by its tests."""
 
-from shoal.experience import Buffer, RunMeta
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.trainer import advantage
 from shoal.types import (
     Completion,

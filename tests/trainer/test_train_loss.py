@@ -27,8 +27,7 @@ from shoal.config import (
     SoftAdaptiveLoss,
     TrainConfig,
 )
-from shoal.trainer.loss import log_linear_prox, token_loss
-from shoal.trainer.regularisers import kl, to_go
+from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 

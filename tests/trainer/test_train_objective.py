@@ -15,7 +15,7 @@ from reference import losses as definitions
 from shoal.config import ModelConfig, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.packed import packed_logprobs
-from shoal.trainer.micro_batch import Size, loss_mean, size_of
+from shoal.trainer.packing import Size, loss_mean, size_of
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample

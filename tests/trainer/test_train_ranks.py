@@ -31,7 +31,7 @@ from shoal.trainer.messages import (
     WriteVersion,
     answer_from,
 )
-from shoal.trainer.micro_batch import Size, size_of
+from shoal.trainer.packing import Size, size_of
 from shoal.trainer.ranks import Ranks, join, leave, local
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample

@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 import uvicorn
 
-from shoal import wire
+from shoal import files
 from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import EngineLimits, OnUpdate
 from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
@@ -107,7 +107,7 @@ def _engine(options: argparse.Namespace) -> StepEngine:
         ),
         on_update=OnUpdate(options.on_update),
         version=options.version,
-        checksum=wire.checksum(weight_file(path)) if weight_file(path).is_file() else "",
+        checksum=files.checksum(weight_file(path)) if weight_file(path).is_file() else "",
         seed=options.seed if options.seed is not None else secrets.randbits(63),
     )
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal import wire
+from shoal import files
 from shoal.errors import RequestRefused
 from shoal.model.checkpoint_names import model_tensors
 
@@ -74,7 +74,7 @@ class WeightSlots:
         """
         try:
             file = _regular(weight_file(path))
-            actual = wire.checksum(file)
+            actual = files.checksum(file)
             beside = file.with_name("checksum")
             expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
             if actual != expected:

@@ -15,12 +15,14 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import RunDirError
+from shoal.experience.schema import SCHEMA
+from shoal.files import replaced
 
 FOLDER = "archive"
 SHARD_BYTES = 256_000_000
@@ -30,17 +32,6 @@ ROWS_AT_ONCE = 512
 VACUUM_PAGES = 512
 """Number of pages given back to the disk between two writes of other threads."""
 
-_COLUMNS = {
-    "started": ("started_seq", "group_id", "service", "admitted_version", "after_step", "peer_id", "message_id"),
-    "groups": ("finished_seq", "group_id", "task", "admitted_version", "after_step"),
-    "ended": ("group_id", "outcome", "reason", "after_step"),
-    "consumed": ("finished_seq", "step", "position", "horizon", "trained_from", "masked_tokens"),
-    "steps": ("step", "version", "version_after"),
-    "published": ("version", "checksum"),
-    "rollouts": ("finished_seq", "position", "body"),
-}
-_BYTES = ("task", "body")
-_TEXT = ("group_id", "service", "outcome", "reason", "checksum", "peer_id", "message_id")
 _INDEXED = {
     "started": ("group_id",),
     "groups": ("group_id", "finished_seq"),
@@ -69,6 +60,15 @@ _WHERE = {
 }
 
 
+@cache
+def _columns() -> dict[str, dict[str, str]]:
+    """Names and SQL types of the columns of each table; the rollouts come last."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        described = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for table in _WHERE}
+    return {table: {name: kind for _, name, kind, *_ in rows} for table, rows in described.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A file of the archive."""
@@ -93,23 +93,19 @@ def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard 
         if chosen is None:
             return None
         first, last = chosen
-        name, rows = f"steps-{first}-{last}.parquet", dict.fromkeys(_COLUMNS, 0)
-        unfinished = run_dir / FOLDER / f".{name}"
-        schema = _schema()
+        folder, name, rows = run_dir / FOLDER, f"steps-{first}-{last}.parquet", dict.fromkeys(_WHERE, 0)
+        schema, options = _schema(), {"compression": "zstd", "write_page_checksum": True}
         try:
-            unfinished.parent.mkdir(exist_ok=True)
-            _remove_leftovers(connection, unfinished.parent)
-            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+            folder.mkdir(exist_ok=True)
+            _remove_leftovers(connection, folder)
+            with replaced(folder / name) as unfinished:
+                os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600))
+                with pq.ParquetWriter(unfinished, schema, **options) as writer:
                     for table, batch in _batches(connection, last):
                         writer.write_table(_table(schema, table, batch))
                         rows[table] += len(batch)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(run_dir / FOLDER / name)
-            _sync(run_dir / FOLDER)
         except OSError as error:
-            raise RunDirError(f"{run_dir / FOLDER} cannot be written: {error}; free space, then --resume") from error
+            raise RunDirError(f"{folder} cannot be written: {error}; free space, then --resume") from error
     return Shard(name, last, rows)
 
 
@@ -142,14 +138,18 @@ def archived_through(connection: sqlite3.Connection) -> int:
 
 def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
     """Puts tables before the log's own that also have the rows of its archive. Raises `RunDirError`."""
-    names = [name for (name,) in connection.execute("SELECT name FROM shards ORDER BY through")]
-    if not names:
+    names = connection.execute("SELECT name FROM shards ORDER BY through")
+    attach_files(connection, [run_dir / FOLDER / name for (name,) in names])
+
+
+def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
+    """Puts tables before those of a connection that also have the rows of some files. Raises `RunDirError`."""
+    if not files:
         return
-    files = [run_dir / FOLDER / name for name in names]
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise RunDirError(f"{missing} is missing: steps of the log were moved there")
-    for table, columns in _COLUMNS.items():
+    for table, columns in _columns().items():
         if table != "rollouts":
             lazy = ", shard, row_group" if table == "groups" else ""
             connection.execute(f"CREATE TEMP TABLE all_{table}({', '.join(columns)}{lazy})")
@@ -165,7 +165,7 @@ def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
             _load(connection, index, opened)
     values = Values(files)
     connection.create_function("archived_value", 4, values.get)
-    views = {table: f"SELECT * FROM temp.all_{table}" for table in _COLUMNS if table not in ("groups", "rollouts")}
+    views = {table: f"SELECT * FROM temp.all_{table}" for table in _WHERE if table not in ("groups", "rollouts")}
     views["groups"] = (
         "SELECT finished_seq, group_id, COALESCE(task, archived_value(shard, row_group, finished_seq, NULL)) AS task, "
         "admitted_version, after_step FROM temp.all_groups"
@@ -190,20 +190,11 @@ class Values:
         return None if shard is None or row_group is None else self._rows(shard, row_group)[seq, position]
 
     def _read(self, shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
-        columns = ["finished_seq", "position", *_BYTES]
+        columns = ["finished_seq", "position", "task", "body"]
         with _reading(self._files[shard]) as opened:
             rows = opened.read_row_group(row_group, columns).to_pydict()
         values = (body if task is None else task for task, body in zip(rows["task"], rows["body"], strict=True))
         return dict(zip(zip(rows["finished_seq"], rows["position"], strict=True), values, strict=True))
-
-
-def row_groups(file: Path) -> Iterator[tuple[str, int, list[tuple[Any, ...]]]]:
-    """Table, number and rows of each row group of a file, with the table's columns; rollouts come last."""
-    with _reading(file) as opened:
-        for number in range(opened.metadata.num_row_groups):
-            table = opened.metadata.row_group(number).column(0).statistics.min
-            rows = opened.read_row_group(number, list(_COLUMNS[table])).to_pydict()
-            yield table, number, list(zip(*(rows[name] for name in _COLUMNS[table]), strict=True))
 
 
 @contextmanager
@@ -223,7 +214,7 @@ def _load(connection: sqlite3.Connection, shard: int, opened: Any) -> None:
     """Puts the rows of a file into the tables, except tasks and bodies."""
     for row_group in range(opened.metadata.num_row_groups):
         table = opened.metadata.row_group(row_group).column(0).statistics.min
-        kept = [name for name in _COLUMNS[table] if name not in _BYTES]
+        kept = [name for name, kind in _columns()[table].items() if kind != "BLOB"]
         rows = opened.read_row_group(row_group, kept).to_pydict()
         values = zip(*(rows[name] for name in kept), strict=True)
         if table in ("groups", "rollouts"):
@@ -237,16 +228,16 @@ def _load(connection: sqlite3.Connection, shard: int, opened: Any) -> None:
 def _schema() -> Any:
     import pyarrow as pa
 
-    names = dict.fromkeys(name for columns in _COLUMNS.values() for name in columns)
-    types = [pa.binary() if name in _BYTES else pa.string() if name in _TEXT else pa.int64() for name in names]
-    return pa.schema([("kind", pa.string()), *zip(names, types, strict=True)])
+    types = {"BLOB": pa.binary(), "TEXT": pa.string(), "INTEGER": pa.int64()}
+    every = {name: types[kind] for columns in _columns().values() for name, kind in columns.items()}
+    return pa.schema([("kind", pa.string()), *every.items()])
 
 
 def _table(schema: Any, kind: str, rows: Sequence[tuple[object, ...]]) -> Any:
     """Rows of one table of the log as a table of the file; columns of other tables are null."""
     import pyarrow as pa
 
-    columns = dict(zip(_COLUMNS[kind], zip(*rows, strict=True), strict=True))
+    columns = dict(zip(_columns()[kind], zip(*rows, strict=True), strict=True))
     nothing = (None,) * len(rows)
     return pa.table({"kind": (kind,) * len(rows), **{n: columns.get(n, nothing) for n in schema.names[1:]}}, schema)
 
@@ -274,7 +265,7 @@ def _steps_of_a_shard(connection: sqlite3.Connection, through: int, shard_bytes:
 def _batches(connection: sqlite3.Connection, through: int) -> Iterator[tuple[str, list[tuple[object, ...]]]]:
     """Rows of the file, a row group at a time, each of one table; rollouts come last, in order."""
     _choose(connection, through)
-    for table, columns in _COLUMNS.items():
+    for table, columns in _columns().items():
         select = f"SELECT {', '.join(columns)} FROM main.{table} WHERE {_WHERE[table]} ORDER BY 1, 2"
         rows = connection.execute(select, {"through": through})
         while batch := list(islice(rows, ROWS_AT_ONCE)):
@@ -287,11 +278,3 @@ def _remove_leftovers(connection: sqlite3.Connection, folder: Path) -> None:
     for file in folder.iterdir():
         if file.name not in named:
             file.unlink()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

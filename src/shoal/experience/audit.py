@@ -17,12 +17,12 @@ from shoal.errors import WireError
 from shoal.experience.audit_rows import check_rows
 from shoal.experience.findings import KEPT_IDS, AuditReport, Check
 from shoal.experience.log import BODY_BYTES, read_meta, read_steps, snapshot
-from shoal.experience.raw import RawGroup, RawRollout, RawTask, read_groups, rollout_id
-from shoal.types import RewardStatus, RolloutStatus
+from shoal.experience.raw import RawGroup, RawRollout, decode_rollout, read_groups
+from shoal.types import RewardStatus, RolloutStatus, Task
 
 __all__ = ["KEPT_IDS", "AuditReport", "Check", "audit"]
 
-FAILED, SCORED = RolloutStatus.FAILED.value, RewardStatus.SCORED.value
+FAILED = RolloutStatus.FAILED
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -92,14 +92,13 @@ def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]
     """Checks a group's bytes; returns the values that the check of the order needs."""
     rollouts: list[RawRollout] = []
     for position, body in enumerate(group.bodies):
-        name = f"{group.id}/{position}"
         try:
-            rollouts.append(wire.decode(body, RawRollout, BODY_BYTES))
+            rollouts.append(decode_rollout(body))
         except WireError as error:
-            report.found(Check.READABLE, rollout_id(body, name), str(error))
+            report.found(Check.READABLE, f"{group.id}/{position}", str(error))
     service = ""
     try:
-        service = wire.decode(group.task, RawTask, BODY_BYTES).service
+        service = wire.decode(group.task, Task, BODY_BYTES).service
     except WireError as error:
         report.found(Check.READABLE, group.id, f"task: {error}")
     if not group.bodies and group.ended_reason is None:
@@ -157,7 +156,7 @@ def _check_rollout(rollout: RawRollout, report: AuditReport) -> None:
     report.rollouts += 1
     if rollout.status == FAILED and not rollout.reason:
         report.found(Check.FAILURES, rollout.id, "failed without a reason")
-    if rollout.status != FAILED and rollout.reward.status != SCORED:
+    if rollout.status != FAILED and rollout.reward.status != RewardStatus.SCORED:
         report.found(Check.FAILURES, rollout.id, f"has a reward though its scoring {rollout.reward.status}")
     for turn in rollout.turns:
         drawn = turn.completion

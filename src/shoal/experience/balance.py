@@ -1,11 +1,12 @@
-"""Picks the groups that a step trains: each task's oldest, as many as the task is due. Pure."""
+"""Picks the groups that a step trains: each task's oldest, as many as the task is due; and records their use. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shoal.types import Group
+from shoal.experience.schema import ConsumedGroup
+from shoal.types import Group, Sample
 
 PATIENCE_S = 30.0
 """Seconds that training waits, once, for a task that is due a group and has none. Training then goes on with the other
@@ -50,6 +51,33 @@ class BatchChoice:
 
     groups: tuple[WaitingGroup, ...] = ()
     wait_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGroup:
+    """A group being trained on."""
+
+    waited: WaitingGroup
+    version: int
+    horizon: int
+
+    def use(self, rows: Sequence[Sample], bound: int) -> ConsumedGroup:
+        """The record of a use. The trainer masks tokens older than `bound` in `rows`.
+
+        Masked tokens are counted in the rows and not derived from the bound, because the audit compares the two.
+        """
+        oldest: int | None = self.waited.oldest_version
+        masked = 0
+        if rows and self.waited.oldest_version < bound:
+            drawn = [
+                (version, advantage != 0)
+                for row in rows
+                for sampled, version, advantage in zip(row.mask, row.versions, row.advantages, strict=True)
+                if sampled
+            ]
+            oldest = min((version for version, trained in drawn if trained), default=None)
+            masked = sum(version < bound and not trained for version, trained in drawn)
+        return ConsumedGroup(self.waited.finished_seq, self.horizon, oldest, masked)
 
 
 class Balance:

@@ -5,18 +5,18 @@ import sqlite3
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
 from shoal.experience import archive, log
-from shoal.experience.admission import AdmissionQueue
-from shoal.experience.balance import Balance, Due, WaitingGroup
+from shoal.experience.balance import Balance, Due, TakenGroup, WaitingGroup
 from shoal.experience.counts import TaskCounts, read_task_counts
 from shoal.experience.gate import AdmissionGate
-from shoal.experience.log import ConsumedGroup, LockedLog, Recovered, RunMeta, StepRecord
-from shoal.experience.uses import Taken
+from shoal.experience.log import LockedLog
+from shoal.experience.schema import ConsumedGroup, Recovered, RunMeta, StepRecord
 from shoal.experience.writer import LogWriter
 from shoal.types import Group, Sample
 
@@ -52,17 +52,17 @@ class Buffer:
         self._late = meta.late
         self._waiting: list[WaitingGroup] = []
         self._balance = Balance()
-        self._taken: dict[str, Taken] = {}
+        self._taken: dict[str, TakenGroup] = {}
         self._running: dict[str, str] = {}  # group id -> task service
         self._horizon = 0
         self._last_step = -1
-        self._taker: asyncio.Future[None] | None = None
-        self._admission = AdmissionQueue(self.gate)
+        self._taking, self._starting = asyncio.Lock(), asyncio.Lock()
+        self._offered, self._more_room = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
         """Number of tokens sampled for dropped groups since this process began, by task service."""
-        self._on_room: Callable[[], None] | None = None
-        self._on_finished: Callable[[Group], None] | None = None
+        self._on_room: Callable[[], None] = lambda: None
+        self._on_finished: Callable[[Group], None] = lambda group: None
         self._opened = opened
         self.counts: dict[str, TaskCounts]
         """Per task service."""
@@ -106,7 +106,7 @@ class Buffer:
     def run_at_most(self, groups: int) -> None:
         """Bounds the number of running groups from now on; groups beyond it go on."""
         self.gate.max_running = groups
-        self._admit_waiting()
+        self._wake_starters()
 
     def fill(self, groups: int) -> None:
         """Replaces so many own groups of the next step by groups of peers."""
@@ -127,7 +127,7 @@ class Buffer:
     def balance(self, due: Due) -> None:
         """Keeps the trained groups of each task to `due`; call again when `due` changes."""
         self._balance.due = due
-        self._wake_taker()
+        self._offered.set()
 
     async def admit(self, group_id: str, service: str) -> int:
         """Waits until one more group may start; returns its Version of admission. First come, first served.
@@ -136,9 +136,13 @@ class Buffer:
         """
         if group_id in self._running:
             raise ValueError(f"group {group_id!r} is running already")
-        if self._failure is not None:
-            raise self._failure
-        version = await self._admission.place()
+        async with self._starting:  # which lets callers pass in the order in which they came
+            while self.gate.capacity < 1 and self._failure is None:
+                self._more_room.clear()
+                await self._more_room.wait()
+            if self._failure is not None:
+                raise self._failure
+            version = self.gate.admit()
         self._running[group_id] = service
         self._counts(service).started += 1
         after = self._last_step
@@ -179,23 +183,23 @@ class Buffer:
 
         Each group must then be passed to `consumed` or `drop`; after a crash it is offered again otherwise.
         """
-        assert self._taker is None, "two tasks take groups at once"
-        loop = asyncio.get_running_loop()
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            self._drop_late(version)
-            choice = self._balance.next(self._waiting, n, self._used(), loop.time())
-            if choice.groups:
-                break
-            self._taker = loop.create_future()
-            try:
-                await asyncio.wait([self._taker], timeout=choice.wait_s)
-            finally:
-                self._taker = None
+        assert not self._taking.locked(), "two tasks take groups at once"
+        async with self._taking:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                self._drop_late(version)
+                now_s = asyncio.get_running_loop().time()
+                choice = self._balance.next(self._waiting, n, self._used(), now_s)
+                if choice.groups:
+                    break
+                self._offered.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(choice.wait_s):
+                        await self._offered.wait()
         chosen = {one.group.id for one in choice.groups}
         self._waiting = [one for one in self._waiting if one.group.id not in chosen]
-        self._taken.update({one.group.id: Taken(one, version, self._horizon) for one in choice.groups})
+        self._taken.update({one.group.id: TakenGroup(one, version, self._horizon) for one in choice.groups})
         return [one.group for one in choice.groups]
 
     def on_finished(self, on_event: Callable[[Group], None]) -> None:
@@ -228,10 +232,10 @@ class Buffer:
         taken = self._taken_of(group_ids)
         if any(one.version != version for one in taken):
             raise ValueError(f"step {step}: groups were taken for another version than {version}")
-        used, masks = [], self._late == "mask_tokens" and rows is not None
+        bound = version - self.gate.max_staleness if self._late == "mask_tokens" else 0
+        used = [one.use(rows[one.waited.group.id] if rows else (), bound) for one in taken]
         for one in taken:
-            used.append(one.use(rows[one.waited.group.id] if masks and rows else (), version - self.gate.max_staleness))
-            self._counts(one.waited.group.task.service).consumed += 1
+            self._counts(one.waited.service).consumed += 1
             del self._taken[one.waited.group.id]
         if any(not group.external or group.oldest_version > version for group in external):
             raise ValueError(f"step {step}: expected external groups of version {version} or older")
@@ -260,7 +264,7 @@ class Buffer:
     def on_loaded(self, version: int) -> None:
         """Notes that every engine has loaded `version`: more groups may start."""
         self.gate.on_loaded(version)
-        self._admit_waiting()
+        self._wake_starters()
 
     async def record_version(self, version: int, checksum: str) -> bool:
         """Records a Version's checksum. False when an earlier record of it differs: a replay was not exact."""
@@ -319,10 +323,9 @@ class Buffer:
         self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts
 
-    def _admit_waiting(self) -> None:
-        if self._on_room is not None:
-            self._on_room()
-        self._admission.serve()
+    def _wake_starters(self) -> None:
+        self._on_room()
+        self._more_room.set()
 
     def _end_running(self, group_id: str) -> str:
         """Forgets a running group and returns its service."""
@@ -330,7 +333,7 @@ class Buffer:
             raise ValueError(f"group {group_id!r} is not running: it was never admitted, or it has ended")
         return self._running.pop(group_id)
 
-    def _taken_of(self, group_ids: Sequence[str]) -> list[Taken]:
+    def _taken_of(self, group_ids: Sequence[str]) -> list[TakenGroup]:
         """The taken groups, by id. Raises `ValueError` for a group that was not taken, or was used since."""
         for group_id in group_ids:
             if group_id not in self._taken:
@@ -346,10 +349,9 @@ class Buffer:
         self._horizon = seq
         insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
         self._balance.delivered(service)
-        self._admit_waiting()
-        self._wake_taker()
-        if self._on_finished is not None:
-            self._on_finished(group)
+        self._wake_starters()
+        self._offered.set()
+        self._on_finished(group)
 
     def _drop_late(self, version: int) -> None:
         """Drops the groups without a token that may be trained under `version`."""
@@ -372,13 +374,13 @@ class Buffer:
         ids, after = [group.id for group in groups], self._last_step
         if ids:
             self._writer.post(lambda c: log.insert_ended(c, ids, "dropped", reason, after))
-        self._admit_waiting()
+        self._wake_starters()
 
     def _record_failure(self, service: str, reason: str) -> None:
         """Frees the budget of a group that was running."""
         self.gate.fail()
         self._counts(service).failed[reason] += 1
-        self._admit_waiting()
+        self._wake_starters()
 
     def _used(self) -> Counter[str]:
         """Groups of each task that were consumed or are being trained on."""
@@ -386,15 +388,11 @@ class Buffer:
         used.update(one.waited.service for one in self._taken.values())
         return used
 
-    def _wake_taker(self) -> None:
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
-
     def _fail(self, error: Exception) -> None:
         """Fails all who wait for groups or room, because the log cannot be written any more."""
         self._failure = self._failure or error
-        self._wake_taker()
-        self._admission.fail(error)
+        self._offered.set()
+        self._more_room.set()
 
     def _counts(self, service: str) -> TaskCounts:
         return self.counts.setdefault(service, TaskCounts())

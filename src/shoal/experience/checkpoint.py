@@ -8,15 +8,14 @@ the next `begin` removes. The step in the name is the cursor: the log has the st
 A checkpoint may therefore be sealed only after the log has its steps and was synced (`Buffer.sync`).
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
+from shoal.files import checksum, sync
 
 FOLDER = "checkpoints"
 _FILES = "files.json"
@@ -63,16 +62,17 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
     folder = run_dir / FOLDER
     unfinished, final = folder / f"step-{step}{_UNFINISHED}", folder / f"step-{step}"
     try:
-        saved = {str(file.relative_to(unfinished)): (file.stat().st_size, _digest(file)) for file in _files(unfinished)}
+        files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
+        saved = {str(file.relative_to(unfinished)): (file.stat().st_size, checksum(file)) for file in files}
         if not saved:
             raise RunDirError(f"{unfinished} is empty: nothing was saved")
         (unfinished / _FILES).write_text(json.dumps(saved, sort_keys=True))
         for path in [*unfinished.rglob("*"), unfinished]:
-            _sync(path)
+            sync(path)
         if final.exists():
             final.rename(folder / f"step-{step}{_REPLACED}")
         unfinished.rename(final)
-        _sync(folder)
+        sync(folder)
         shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
         for old in checkpoints(run_dir)[:-keep]:
             _remove(old)
@@ -118,7 +118,7 @@ def _is_whole(path: Path) -> bool:
 
 def _damaged_file(path: Path) -> str | None:
     """The first file of a whole checkpoint whose bytes changed since it was saved."""
-    return next((name for name, (_, digest) in _saved(path).items() if _digest(path / name) != digest), None)
+    return next((name for name, (_, digest) in _saved(path).items() if checksum(path / name) != digest), None)
 
 
 def _saved(path: Path) -> dict[str, tuple[int, str]]:
@@ -126,25 +126,8 @@ def _saved(path: Path) -> dict[str, tuple[int, str]]:
     return files
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _files(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.rglob("*")) if path.is_file()]
-
-
 def _remove(checkpoint: Checkpoint) -> None:
     """Removes a folder under another name, so that half a checkpoint never has the name of a whole one."""
     doomed = checkpoint.path.with_name(checkpoint.path.name + _REPLACED)
     checkpoint.path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,8 +26,9 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -36,9 +37,9 @@ import pyarrow.parquet as pq
 from shoal import wire
 from shoal.errors import RunDirError, WireError
 from shoal.experience.log import BODY_BYTES, snapshot
-from shoal.experience.raw import RawGroup, RawRollout, RawTask, RawTurn, read_groups
+from shoal.experience.raw import RawGroup, RawRollout, RawTurn, decode_rollout, read_groups
 from shoal.turn_tree import prompt_ids
-from shoal.types import Message, Receipt, check_parents
+from shoal.types import RewardStatus, Task, check_parents
 
 ROWS_PER_SHARD = 1024
 """Number of rollouts per row group of a Parquet file, which are in memory at a time."""
@@ -57,40 +58,68 @@ class Extras:
 NONE = Extras()
 
 
-class NamedValue(msgspec.Struct):
-    """A named part of a reward."""
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """One rollout with all that its row is made of."""
 
-    name: str
-    value: float
-
-
-class ExportRow(msgspec.Struct):
-    """One rollout; the fields are in the order of the module's head."""
-
-    group_id: str
-    rollout_id: str
-    task: str
-    receipt: Receipt | None
-    answer: str | None
-    messages: list[Message]
+    group: RawGroup
+    task: Task
+    rollout: RawRollout
     tokens: list[int]
     mask: list[int]
     logprobs: list[float]
     versions: list[int]
     advantages: list[float] | None
     texts: list[str] | None
-    reward: float | None
-    parts: list[NamedValue]
-    evidence: str
-    turn_rewards: list[float]
-    turn_parents: list[int | None]
-    peer: str | None
-    status: str
-    reason: str
-    finished_seq: int
-    admitted_version: int
-    consumed_version: int | None
-    consumed_step: int | None
+
+    @property
+    def reward(self) -> float | None:
+        """The reward; None where the scorer did not answer."""
+        return self.rollout.reward.value if self.rollout.reward.status == RewardStatus.SCORED else None
+
+    @property
+    def parts(self) -> list[dict[str, object]]:
+        """The reward's parts by name."""
+        return [{"name": name, "value": value} for name, value in self.rollout.reward.parts]
+
+
+def _struct(**fields: pa.DataType) -> pa.DataType:
+    return pa.struct(list(fields.items()))
+
+
+_TEXT, _NUMBER, _IDS, _FLOATS = pa.string(), pa.int64(), pa.list_(pa.int32()), pa.list_(pa.float32())
+_RECEIPT = _struct(dataset=_TEXT, dataset_version=_TEXT, config=_TEXT, seed=_NUMBER, index=_NUMBER)
+_CALL = _struct(id=_TEXT, name=_TEXT, arguments=_TEXT)
+_MESSAGE = _struct(role=_TEXT, content=_TEXT, tool_calls=pa.list_(_CALL), tool_call_id=_TEXT, reasoning=_TEXT)
+_COLUMNS: dict[str, tuple[pa.DataType, Callable[[_Exported], object]]] = {
+    "group_id": (_TEXT, lambda one: one.group.id),
+    "rollout_id": (_TEXT, lambda one: one.rollout.id),
+    "task": (_TEXT, lambda one: one.task.service),
+    "receipt": (_RECEIPT, lambda one: one.task.receipt),
+    "answer": (_TEXT, lambda one: one.task.answer),
+    "messages": (pa.list_(_MESSAGE), lambda one: one.rollout.messages),
+    "tokens": (_IDS, lambda one: one.tokens),
+    "mask": (pa.list_(pa.int8()), lambda one: one.mask),
+    "logprobs": (_FLOATS, lambda one: one.logprobs),
+    "versions": (_IDS, lambda one: one.versions),
+    "advantages": (_FLOATS, lambda one: one.advantages),
+    "texts": (pa.list_(_TEXT), lambda one: one.texts),
+    "reward": (pa.float64(), lambda one: one.reward),
+    "parts": (pa.list_(_struct(name=_TEXT, value=pa.float64())), lambda one: one.parts),
+    "evidence": (_TEXT, lambda one: one.rollout.reward.evidence),
+    "turn_rewards": (pa.list_(pa.float64()), lambda one: [turn.reward for turn in one.rollout.turns]),
+    "turn_parents": (_IDS, lambda one: [turn.parent for turn in one.rollout.turns]),
+    "peer": (_TEXT, lambda one: one.group.peer_id),
+    "status": (_TEXT, lambda one: one.rollout.status),
+    "reason": (_TEXT, lambda one: one.rollout.reason or one.group.ended_reason or ""),
+    "finished_seq": (_NUMBER, lambda one: one.group.finished_seq),
+    "admitted_version": (_NUMBER, lambda one: one.group.admitted_version),
+    "consumed_version": (_NUMBER, lambda one: one.group.version),
+    "consumed_step": (_NUMBER, lambda one: one.group.step),
+}
+_PARQUET = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
+ExportRow: TypeAlias = dict[str, object]
+"""Values of one rollout by the names of the module's head."""
 
 
 def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
@@ -106,66 +135,32 @@ def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
 
 def export_parquet(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
     """Writes every committed rollout as a row of a Parquet file and returns their number. Raises `RunDirError`."""
-    rows = 0
+    count = 0
     with _written(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
-        shard: list[ExportRow] = []
-        for row in export_rows(run_dir, extras):
-            shard.append(row)
-            if len(shard) == ROWS_PER_SHARD:
-                rows += _write_shard(writer, shard)
-                shard = []
-        rows += _write_shard(writer, shard)
-    return rows
+        rows = export_rows(run_dir, extras)
+        while shard := list(islice(rows, ROWS_PER_SHARD)):
+            writer.write_table(pa.Table.from_pylist(msgspec.to_builtins(shard), schema=_PARQUET))
+            count += len(shard)
+    return count
 
 
 def export_rows(run_dir: Path, extras: Extras = NONE) -> Iterator[ExportRow]:
     """Every committed rollout in the order of commit. Raises `RunDirError`, `WireError` for a damaged record."""
     with snapshot(run_dir) as connection:
         for group in read_groups(connection):
-            task = wire.decode(group.task, RawTask, BODY_BYTES)
+            task = wire.decode(group.task, Task, BODY_BYTES)
             advantages = extras.advantages(group) or [None] * len(group.bodies)
             for body, values in zip(group.bodies, advantages, strict=True):
-                yield _row(group, task, wire.decode(body, RawRollout, BODY_BYTES), values, extras.text)
+                rollout = decode_rollout(body)
+                tokens, mask, logprobs, versions = streams(rollout.turns)
+                sampled = iter(values or ())
+                spread = None if values is None else [next(sampled, 0.0) if one else 0.0 for one in mask]
+                texts = [extras.text(token) for token in tokens] if extras.text else None
+                row = _Exported(group, task, rollout, tokens, mask, logprobs, versions, spread, texts)
+                yield {name: value(row) for name, (_, value) in _COLUMNS.items()}
 
 
-def _row(
-    group: RawGroup,
-    task: RawTask,
-    rollout: RawRollout,
-    advantages: list[float] | None,
-    text: Callable[[int], str] | None,
-) -> ExportRow:
-    tokens, mask, logprobs, versions = streams(rollout.turns)
-    sampled = iter(advantages or [])
-    return ExportRow(
-        group_id=group.id,
-        rollout_id=rollout.id,
-        task=task.service,
-        receipt=task.receipt,
-        answer=task.answer,
-        messages=rollout.messages,
-        tokens=tokens,
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
-        advantages=None if advantages is None else [next(sampled, 0.0) if one else 0.0 for one in mask],
-        texts=None if text is None else [text(token) for token in tokens],
-        reward=rollout.reward.value if rollout.reward.status == "scored" else None,
-        parts=[NamedValue(name, value) for name, value in rollout.reward.parts],
-        evidence=rollout.reward.evidence,
-        turn_rewards=[turn.reward for turn in rollout.turns],
-        turn_parents=[turn.parent for turn in rollout.turns],
-        peer=group.peer_id,
-        status=rollout.status,
-        reason=rollout.reason or group.ended_reason or "",
-        finished_seq=group.finished_seq,
-        admitted_version=group.admitted_version,
-        consumed_version=group.version,
-        consumed_step=group.step,
-    )
-
-
-def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
+def streams(turns: Sequence[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
     """Tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length.
 
     Raises `WireError` for a turn whose parent is no earlier one.
@@ -184,8 +179,8 @@ def streams(turns: list[RawTurn]) -> tuple[list[int], list[int], list[float], li
         drawn = turn.completion
         tokens += [*given, *drawn.token_ids]
         mask += [0] * len(given) + [1] * len(drawn.token_ids)
-        logprobs += [0.0] * len(given) + drawn.logprobs
-        versions += [-1] * len(given) + drawn.versions
+        logprobs += [*[0.0] * len(given), *drawn.logprobs]
+        versions += [*[-1] * len(given), *drawn.versions]
     return tokens, mask, logprobs, versions
 
 
@@ -205,45 +200,3 @@ def _written(file: Path) -> Iterator[IO[bytes]]:
                 target.unlink(missing_ok=True)
     except OSError as error:
         raise RunDirError(f"{file} cannot be written: {error.strerror}") from error
-
-
-def _write_shard(writer: pq.ParquetWriter, shard: list[ExportRow]) -> int:
-    writer.write_table(pa.Table.from_pylist(msgspec.to_builtins(shard), schema=_PARQUET))
-    return len(shard)
-
-
-def _struct(**fields: pa.DataType) -> pa.DataType:
-    return pa.struct(list(fields.items()))
-
-
-_TEXT, _NUMBER = pa.string(), pa.int64()
-_CALL = _struct(id=_TEXT, name=_TEXT, arguments=_TEXT)
-_MESSAGE = _struct(role=_TEXT, content=_TEXT, tool_calls=pa.list_(_CALL), tool_call_id=_TEXT, reasoning=_TEXT)
-_PARQUET = pa.schema(
-    [
-        ("group_id", _TEXT),
-        ("rollout_id", _TEXT),
-        ("task", _TEXT),
-        ("receipt", _struct(dataset=_TEXT, dataset_version=_TEXT, config=_TEXT, seed=_NUMBER, index=_NUMBER)),
-        ("answer", _TEXT),
-        ("messages", pa.list_(_MESSAGE)),
-        ("tokens", pa.list_(pa.int32())),
-        ("mask", pa.list_(pa.int8())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("versions", pa.list_(pa.int32())),
-        ("advantages", pa.list_(pa.float32())),
-        ("texts", pa.list_(_TEXT)),
-        ("reward", pa.float64()),
-        ("parts", pa.list_(_struct(name=_TEXT, value=pa.float64()))),
-        ("evidence", _TEXT),
-        ("turn_rewards", pa.list_(pa.float64())),
-        ("turn_parents", pa.list_(pa.int32())),
-        ("peer", _TEXT),
-        ("status", _TEXT),
-        ("reason", _TEXT),
-        ("finished_seq", _NUMBER),
-        ("admitted_version", _NUMBER),
-        ("consumed_version", _NUMBER),
-        ("consumed_step", _NUMBER),
-    ]
-)

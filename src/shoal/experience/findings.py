@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal.experience.log import RunMeta
+from shoal.experience.schema import RunMeta
 
 KEPT_IDS = 100
 """Number of offending ids remembered per check; all are counted."""

@@ -12,14 +12,16 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TypeVar
+
+import msgspec
 
 from shoal import wire
 from shoal.errors import LogBehind, RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.experience.schema import FORMAT, SCHEMA
+from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, ConsumedGroup, RunMeta, StepRecord
+from shoal.files import sync
 from shoal.types import Group, Origin, Rollout, Task
 
 FILE = "log.sqlite"
@@ -41,58 +43,6 @@ _GROUPS = (
     "FROM groups LEFT JOIN started USING (group_id)"
 )
 
-Late = Literal["drop", "mask_tokens", "train"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunMeta:
-    """Values of a run that an audit needs; a resume must have equal values."""
-
-    max_staleness: int
-    late: Late
-    groups_per_step: int
-    push_every: int
-    own_code: str = ""
-    """The user's own loss and advantage with the hashes of their files; empty without any."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A training step in the log."""
-
-    step: int
-    version: int
-    """Version of the trained weights."""
-    version_after: int
-    """`version`, or one more when the step ends with a new Version."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The state of a run at its last end, from its log."""
-
-    last_step: int | None
-    """The newest step whose groups are recorded; None before the first."""
-    version: int
-    """The Version after that step."""
-    waiting: int
-    """Groups that finished and wait to be consumed; they are offered again."""
-    interrupted: int
-    """Number of groups in flight when the process ended; they never finished, so no work is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumedGroup:
-    """One group of a step: its choice and its trained part."""
-
-    finished_seq: int
-    horizon: int
-    """The newest finished_seq among the groups that could have been chosen."""
-    trained_from: int | None
-    """The oldest Version of a trained token, or None."""
-    masked_tokens: int = 0
-    """Number of tokens beyond `max_staleness` that the trainer got without an advantage."""
-
 
 class LockedLog:
     """The one connection that writes a run's log. Invariant: while it is open, no other process has one."""
@@ -112,11 +62,7 @@ class LockedLog:
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         for path in (self.path.with_name(f"{FILE}-wal"), self.path.parent):
             with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync(path)
 
     @contextmanager
     def whole(self) -> Iterator[sqlite3.Connection]:
@@ -205,14 +151,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
 
     A file without the meta table was left by a process that died while creating it.
     """
-    values = {
-        "format": FORMAT,
-        "asynchrony.max_staleness": str(meta.max_staleness),
-        "async.late": meta.late,
-        "train.groups_per_step": str(meta.groups_per_step),
-        "train.push_every": str(meta.push_every),
-        "own_code": meta.own_code,
-    }
+    values = {"format": FORMAT} | {key: str(getattr(meta, name)) for name, key in META_KEYS.items()}
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";"):
@@ -229,29 +168,29 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
 def read_meta(connection: sqlite3.Connection) -> RunMeta:
     """The run's values at its start."""
     stored = dict(connection.execute("SELECT key, value FROM meta"))
-    late: dict[str, Late] = {"drop": "drop", "mask_tokens": "mask_tokens", "train": "train"}
-    return RunMeta(
-        max_staleness=int(stored["asynchrony.max_staleness"]),
-        late=late[stored["async.late"]],
-        groups_per_step=int(stored["train.groups_per_step"]),
-        push_every=int(stored["train.push_every"]),
-        own_code=stored.get("own_code", ""),
-    )
+    return msgspec.convert({name: stored.get(key, "") for name, key in META_KEYS.items()}, RunMeta, strict=False)
+
+
+def log_uri(run_dir: Path) -> str:
+    """Where SQLite reads a run's log and writes nothing: a log without a -wal file gets no files of SQLite beside it.
+
+    Nobody writes such a log. Raises `RunDirError` when there is no log.
+    """
+    path = (run_dir / FILE).resolve()
+    if not path.exists():
+        raise RunDirError(f"{run_dir} holds no run: {FILE} is missing")
+    return f"{path.as_uri()}?mode=ro{'' if path.with_name(f'{FILE}-wal').exists() else '&immutable=1'}"
 
 
 @contextmanager
-def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only view of a run's log at one moment, whether the run goes on, has ended or was killed.
+def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only view of a log at one moment, without its archive.
 
-    Raises `RunDirError` when there is no log, or none that can be read.
+    Raises `RunDirError` when there is no log, none that can be read, or one that a resumed run began to write again.
     """
-    path = run_dir / FILE
-    if not path.exists():
-        raise RunDirError(f"{run_dir} holds no run: {FILE} is missing")
-    archived = not os.access(run_dir, os.W_OK) and not path.with_name(f"{FILE}-wal").exists()
-    mode = "immutable=1" if archived else "mode=ro"
+    path, uri = run_dir / FILE, log_uri(run_dir)
+    written_at = path.stat().st_mtime_ns
     try:
-        uri = f"{path.resolve().as_uri()}?{mode}"
         with closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0)) as connection:
             connection.execute("BEGIN")
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
@@ -260,10 +199,22 @@ def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
             (written,) = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
             if written != FORMAT:
                 raise RunDirError(f"{path}: expected a log of format {FORMAT}, got {written}, of another Shoal")
-            archive.attach(connection, run_dir)
             yield connection
     except sqlite3.Error as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
+    if uri.endswith("immutable=1") and path.stat().st_mtime_ns != written_at:
+        raise RunDirError(f"{path} was written while it was read; read it again")
+
+
+@contextmanager
+def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only view of a run's log and archive at one moment, whether the run goes on, has ended or was killed.
+
+    Raises `RunDirError` as `reading` does, and for a damaged archive.
+    """
+    with reading(run_dir) as connection:
+        archive.attach(connection, run_dir)
+        yield connection
 
 
 def read(run_dir: Path, query: Callable[[sqlite3.Connection], T]) -> T:

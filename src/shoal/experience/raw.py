@@ -4,50 +4,47 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
-
 from shoal import wire
-from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
 from shoal.turn_tree import turns_of_rows
-from shoal.types import Message, Receipt, check_parents
+from shoal.types import Completion, Reward, Rollout, Turn, check_parents
 
 
-class RawCompletion(msgspec.Struct):
-    """See `types.Completion`; the streams may have any length and hold anything."""
+@dataclass(frozen=True, slots=True)
+class RawCompletion(Completion):
+    """A completion whose streams may have any length and hold any number."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    def __post_init__(self) -> None:
+        """Checks nothing."""
 
 
-class RawTurn(msgspec.Struct):
-    """See `types.Turn`."""
+@dataclass(frozen=True, slots=True)
+class RawTurn(Turn):
+    """A turn of any reward."""
 
-    rendered_ids: list[int]
     completion: RawCompletion
-    reward: float = 0.0
-    parent: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks nothing."""
 
 
-class RawReward(msgspec.Struct):
-    """See `types.Reward`."""
+@dataclass(frozen=True, slots=True)
+class RawReward(Reward):
+    """A reward of any value."""
 
-    value: float
-    status: str
-    parts: list[tuple[str, float]] = []
-    evidence: str = ""
+    def __post_init__(self) -> None:
+        """Checks nothing."""
 
 
-class RawRollout(msgspec.Struct):
-    """See `types.Rollout`."""
+@dataclass(frozen=True, slots=True)
+class RawRollout(Rollout):
+    """A rollout whose turns may have any parents."""
 
-    id: str
-    messages: list[Message]
-    turns: list[RawTurn]
+    turns: tuple[RawTurn, ...]
     reward: RawReward
-    status: str
-    reason: str
+
+    def __post_init__(self) -> None:
+        """Checks nothing."""
 
     @property
     def sampled_versions(self) -> list[int]:
@@ -67,14 +64,6 @@ class RawRollout(msgspec.Struct):
         ]
 
 
-class RawTask(msgspec.Struct):
-    """See `types.Task`."""
-
-    service: str
-    receipt: Receipt | None = None
-    answer: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class RawGroup:
     """A finished group with all its rows of the log."""
@@ -86,15 +75,15 @@ class RawGroup:
     peer_id: str | None
     """None for an own group."""
     ended_reason: str | None
-    ended_after: int | None
-    """The step after which the group ended."""
     step: int | None
     """The step that consumed the group."""
     version: int | None
     """The Version under which the group was consumed."""
+    ended_after: int | None
+    """The step after which the group ended."""
     trained_from: int | None
     masked_tokens: int | None
-    """As in `log.ConsumedGroup`, like `trained_from`."""
+    """As in `schema.ConsumedGroup`, like `trained_from`."""
     bodies: tuple[bytes, ...]
     """Wire bytes of the rollouts."""
 
@@ -102,8 +91,8 @@ class RawGroup:
 def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
     """Every finished group in the order of commit, one in memory at a time."""
     rows = connection.execute(
-        "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, reason, ended.after_step, step, "
-        "version, trained_from, masked_tokens FROM groups LEFT JOIN started USING (group_id) "
+        "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, reason, step, version, "
+        "ended.after_step, trained_from, masked_tokens FROM groups LEFT JOIN started USING (group_id) "
         "LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) "
         "ORDER BY finished_seq"
     )
@@ -112,13 +101,6 @@ def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
         yield RawGroup(*(*row, tuple(body for (body,) in connection.execute(bodies, (row[0],)))))
 
 
-def rollout_id(body: bytes, default: str) -> str:
-    """The id in a body that may be no rollout."""
-    try:
-        return wire.decode(body, _Named, BODY_BYTES).id
-    except WireError:
-        return default
-
-
-class _Named(msgspec.Struct):
-    id: str
+def decode_rollout(body: bytes) -> RawRollout:
+    """The rollout in a body. Raises `WireError`."""
+    return wire.decode(body, RawRollout, BODY_BYTES)

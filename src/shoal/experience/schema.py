@@ -1,4 +1,4 @@
-"""The tables of the log.
+"""The tables of the log, and the values of their rows.
 
     started    a group was admitted            every group has exactly one row here, and then at most one of
     groups     its rollouts were committed     finished_seq is the order of commit
@@ -14,6 +14,9 @@ A peer's group has the peer in its row of `started`, where own groups have null.
 of the step that trains it; no gate counted it, and it waited for nobody.
 `after_step` is the last step consumed when a row was written, -1 before the first.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 FORMAT = "2"
 SCHEMA = """
@@ -37,3 +40,63 @@ CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE checkpoints(step INTEGER NOT NULL);
 CREATE TABLE shards(name TEXT PRIMARY KEY, through INTEGER NOT NULL);
 """
+
+
+@dataclass(frozen=True, slots=True)
+class RunMeta:
+    """Values of a run that an audit needs; a resume must have equal values."""
+
+    max_staleness: int
+    late: Literal["drop", "mask_tokens", "train"]
+    groups_per_step: int
+    push_every: int
+    own_code: str = ""
+    """The user's own loss and advantage with the hashes of their files; empty without any."""
+
+
+META_KEYS = {
+    "max_staleness": "asynchrony.max_staleness",
+    "late": "async.late",
+    "groups_per_step": "train.groups_per_step",
+    "push_every": "train.push_every",
+    "own_code": "own_code",
+}
+"""Key of each field of `RunMeta` in the table meta."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A training step in the log."""
+
+    step: int
+    version: int
+    """Version of the trained weights."""
+    version_after: int
+    """`version`, or one more when the step ends with a new Version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedGroup:
+    """One group of a step: its choice and its trained part."""
+
+    finished_seq: int
+    horizon: int
+    """The newest finished_seq among the groups that could have been chosen."""
+    trained_from: int | None
+    """The oldest Version of a trained token, or None."""
+    masked_tokens: int = 0
+    """Number of tokens beyond `max_staleness` that the trainer got without an advantage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The state of a run at its last end, from its log."""
+
+    last_step: int | None
+    """The newest step whose groups are recorded; None before the first."""
+    version: int
+    """The Version after that step."""
+    waiting: int
+    """Groups that finished and wait to be consumed; they are offered again."""
+    interrupted: int
+    """Number of groups in flight when the process ended; they never finished, so no work is lost."""

@@ -6,10 +6,11 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from shoal.errors import RunDirError
 from shoal.experience.log import LockedLog, is_locked
@@ -22,35 +23,20 @@ MAX_BATCH = 256
 """Number of writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
 
 
-class _Write(Generic[T]):
-    """One write of a transaction, with its callbacks."""
+@dataclass(slots=True)
+class _Write:
+    """One write, with who waits for it."""
 
-    __slots__ = ("_arrived", "_future", "_result", "_run", "alone")
+    run: Callable[[sqlite3.Connection], Any]
+    arrived: Callable[[Any], None]
+    future: asyncio.Future[Any]
+    alone: bool
+    """True if the write is in no transaction."""
+    result: object = None
 
-    def __init__(
-        self,
-        run: Callable[[sqlite3.Connection], T],
-        arrived: Callable[[T], None] | None,
-        future: "asyncio.Future[T] | None",
-        *,
-        alone: bool = False,
-    ) -> None:
-        self._run, self._arrived, self._future = run, arrived, future
-        self.alone = alone
-        """True if the write is in no transaction."""
-
-    def run(self, connection: sqlite3.Connection) -> None:
-        self._result = self._run(connection)
-
-    def succeed(self) -> None:
-        if self._arrived is not None:
-            self._arrived(self._result)
-        if self._future is not None and not self._future.done():
-            self._future.set_result(self._result)
-
-    def fail(self, error: Exception) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
+    def do(self, connection: sqlite3.Connection) -> None:
+        """Runs the write and keeps its result."""
+        self.result = self.run(connection)
 
 
 class LogWriter:
@@ -74,32 +60,29 @@ class LogWriter:
         self._closing = threading.Event()
         log.connection.execute(f"PRAGMA busy_timeout={int(LOCK_TIMEOUT_S * 1000)}")
         self._failure: Exception | None = None
-        self._queue: queue.SimpleQueue[_Write[object] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._work, name="log-writer", daemon=True)
 
-    def post(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> None:
+    def post(self, run: Callable[[sqlite3.Connection], object]) -> None:
         """Requests a write without waiting for it. A later request is never durable earlier."""
-        self._ask(_Write(run, arrived, None))
+        self._ask(run).add_done_callback(lambda done: done.exception())  # `on_failure` receives it
 
-    async def commit(self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] | None = None) -> T:
+    async def commit(
+        self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] = lambda result: None
+    ) -> T:
         """Awaits the result of a durable write. Raises `RunDirError` when the log cannot be written."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._ask(_Write(run, arrived, future))
-        return await future
+        return await self._ask(run, arrived)
 
     async def alone(self, run: Callable[[sqlite3.Connection], T]) -> T:
         """Awaits the result of a call between two transactions. Raises `RunDirError` when the log cannot be written."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._ask(_Write(run, None, future, alone=True))
-        return await future
+        return await self._ask(run, alone=True)
 
     async def sync(self) -> None:
         """Returns when all commits survive also the loss of power, and of the -wal file."""
-        if self._thread is not None:
-            await self.alone(lambda _: self._log.sync())
+        await self.alone(lambda _: self._log.sync())
 
     async def close(self) -> None:
         """Waits for pending writes, but for no other program's lock, and closes the log."""
@@ -109,16 +92,25 @@ class LogWriter:
             await asyncio.to_thread(self._thread.join)
         self._log.close()
 
-    def _ask(self, write: "_Write[T]") -> None:
+    def _ask(
+        self,
+        run: Callable[[sqlite3.Connection], T],
+        arrived: Callable[[T], None] = lambda result: None,
+        *,
+        alone: bool = False,
+    ) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        write = _Write(run, arrived, loop.create_future(), alone)
         if self._failure is not None:
-            write.fail(self._failure)
+            write.future.set_exception(self._failure)
         elif self._thread is None:
             self._deliver([write], self._commit_batch([write]))
         else:
             if self._loop is None:
-                self._loop = asyncio.get_running_loop()
+                self._loop = loop
                 self._thread.start()
-            self._queue.put(write)  # type: ignore[arg-type]  # a queue of writes of any result
+            self._queue.put(write)
+        return write.future
 
     def _work(self) -> None:
         """Runs the thread: all queued writes become one transaction, except calls between two transactions."""
@@ -157,19 +149,20 @@ class LogWriter:
         if waiting:
             self._notify(self.on_locked, False)
 
-    def _commit_batch(self, writes: "Sequence[_Write[T]]") -> Exception | None:
+    def _commit_batch(self, writes: Sequence[_Write]) -> Exception | None:
         """Runs writes as one transaction: all are durable afterwards, or none and the reason is returned."""
         if self._failure is not None:
             return self._failure
         connection = self._log.connection
         try:
-            if writes[0].alone:
-                for write in writes:
-                    self._when_unlocked(partial(write.run, connection))
-            else:
+            if not writes[0].alone:
                 self._when_unlocked(partial(connection.execute, "BEGIN IMMEDIATE"))
-                for write in writes:
-                    write.run(connection)
+            for write in writes:
+                if write.alone:
+                    self._when_unlocked(partial(write.do, connection))
+                else:
+                    write.do(connection)
+            if connection.in_transaction:
                 connection.execute("COMMIT")
         except Exception as error:  # whatever it is, a caller awaits this write and must receive it
             if connection.in_transaction:
@@ -181,11 +174,14 @@ class LogWriter:
                 self._failure.__cause__ = error
         return self._failure
 
-    def _deliver(self, writes: "Sequence[_Write[T]]", failure: Exception | None) -> None:
-        if failure is None:
-            for write in writes:
-                write.succeed()
-            return
+    def _deliver(self, writes: Sequence[_Write], failure: Exception | None) -> None:
         for write in writes:
-            write.fail(failure)
-        self._on_failure(failure)
+            if failure is None:
+                write.arrived(write.result)
+            if not write.future.done():
+                if failure is None:
+                    write.future.set_result(write.result)
+                else:
+                    write.future.set_exception(failure)
+        if failure is not None:
+            self._on_failure(failure)

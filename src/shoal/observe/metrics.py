@@ -10,11 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
+from shoal.trainer.messages import STATS_MEANINGS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -35,25 +37,8 @@ STEP_NAMES: Mapping[str, str] = {
     "samples_per_s": "Rollouts consumed, per second since the step before.",
     "engine_busy": "Share of the time that the engine spent computing, 0..1.",
     "trainer_busy": "Share of the time that the trainer spent computing, 0..1.",
-    "loss": "Loss, mean over the updates of the step.",
-    "grad_norm": "Global gradient norm before clipping, mean over the updates.",
-    "update_norm": "Norm of the change of the weights, mean over the updates.",
-    "lr": "Learning rate of the last update.",
-    "entropy": "Nats per trained token, of the distribution at the rollout temperature.",
-    "ratio_mean": "Mean of pi_theta / pi_behav over the trained tokens.",
-    "ratio_max": "Largest pi_theta / pi_behav.",
+    **STATS_MEANINGS,
     "ratio_share/<bounds>": "Share of the trained tokens with a pi_theta / pi_behav between two bounds, 0..1.",
-    "clipped_share": "Share of trained tokens whose gradient the clip removed, 0..1.",
-    "masked_share": "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1.",
-    "capped_share": "Share of trained tokens whose importance weight was lowered to its bound, 0..1.",
-    "ess": "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1.",
-    "kl": "Estimated distance to the reference model over the trained tokens, in nats; 0 without one.",
-    "mismatch": "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats.",
-    "mismatch_fresh": "`mismatch` over tokens sampled by the weights being trained: the difference of the engine's "
-    "and the trainer's arithmetic; missing without such tokens.",
-    "value_loss": "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic.",
-    "explained_variance": "Share of the returns' variance that the critic's values explain; missing without a critic.",
-    "refused_updates": "Updates of the step that were not taken because the gradient was not finite.",
     "informative_share": "Share of the groups whose rewards differ, 0..1; with baselines within groups the others "
     "give no gradient.",
     "length_mean": "Mean answer length, in tokens.",
@@ -347,28 +332,7 @@ class Trackers:
             listener(record)
 
 
-class TrackerSettings(Protocol):
-    """Part of a run's `config.MetricsConfig` that `trackers_of` reads."""
-
-    @property
-    def prometheus_port(self) -> int | None:
-        """Port to serve at; 0 picks a port, None is off."""
-        ...
-
-    @property
-    def tensorboard(self) -> bool:
-        """True if event files are to be written."""
-        ...
-
-    @property
-    def wandb_project(self) -> str | None:
-        """Project at Weights & Biases; None is off."""
-        ...
-
-
-def trackers_of(
-    settings: TrackerSettings, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()
-) -> Trackers:
+def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:

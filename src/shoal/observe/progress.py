@@ -98,7 +98,7 @@ class LiveProgress:
             self._last_eval = record
             self._first_eval = self._first_eval or record
         elif kind == "event":
-            self._event = _event_text(record)
+            self._event = event_text(record)
             if record.get("name") in WARNINGS:
                 self._warning = self._event
         if self._live is not None:
@@ -189,7 +189,8 @@ def _eval_text(record: Record, since: Record | None = None) -> str:
     return "; ".join(parts)
 
 
-def _event_text(record: Record) -> str:
+def event_text(record: Record) -> str:
+    """Formats an event: its name, then its details."""
     details = [
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in record.items()

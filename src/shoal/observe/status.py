@@ -4,7 +4,7 @@ from math import isnan
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.experience import task_counts
+from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.observe.progress import WARNINGS
 from shoal.observe.report.records import RunRecords, read_run

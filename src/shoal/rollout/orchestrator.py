@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import TaskError
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.interfaces import Environment
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.ratios import Quotas

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
 from shoal.observe.metrics import Trackers

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.experience import Buffer
+from shoal.experience.buffer import Buffer
 from shoal.rollout.reward_hooks import BEFORE
 from shoal.trainer.advantage import is_informative, turn_returns
 from shoal.types import Group, Rollout

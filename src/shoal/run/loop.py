@@ -21,8 +21,9 @@ from statistics import fmean
 
 from shoal.config import Config
 from shoal.engine import canary
-from shoal.experience import Buffer, StepRecord, checkpoint
-from shoal.experience.buffer import STALE
+from shoal.experience import checkpoint
+from shoal.experience.buffer import STALE, Buffer
+from shoal.experience.schema import StepRecord
 from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
 from shoal.observe.metrics import Trackers
 from shoal.reward.service import FULL
@@ -35,9 +36,9 @@ from shoal.run.learning import Learning
 from shoal.run.totals import RunTotals
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
-from shoal.trainer.client import TrainerProcess
-from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
 from shoal.trainer.packing import mixed
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Group, Sample, Task
 from shoal.weights.store import FILE, WeightStore, WrittenVersion
 
@@ -46,11 +47,6 @@ MOST_GROUPS = 16
 """Multiple of the groups that fill the engine: most rollouts may wait for tools."""
 PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
 CANARY_TOKENS = 64
-STATS_FIELDS = (
-    *("loss", "grad_norm", "update_norm", "lr", "entropy", "ratio_mean", "ratio_max"),
-    *("clipped_share", "masked_share", "capped_share", "ess", "kl", "mismatch", "mismatch_fresh"),
-    *("value_loss", "explained_variance", "refused_updates"),
-)
 RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
 
@@ -308,7 +304,7 @@ class TrainLoop:
             "engine_busy": fmean(engine_shares),
             "trainer_busy": min(1.0, self._busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
-            **{name: measured[name] for name in STATS_FIELDS if measured[name] is not None},
+            **{name: measured[name] for name in STATS_MEANINGS if measured[name] is not None},
             **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
             "informative_share": fmean(is_informative(group, self._returns) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),

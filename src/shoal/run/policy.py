@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.experience import AdmissionGate
+from shoal.experience.gate import AdmissionGate
 from shoal.interfaces import Engine, Purpose, Runner
 from shoal.rollout.evaluation import evaluation
 from shoal.run.assemble_rollouts import playing
@@ -18,8 +18,8 @@ from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import Prepared, prepare
 from shoal.run.training import compute_threads, sampling_of, serving, start_trainer
 from shoal.trainer.advantage import step_samples
-from shoal.trainer.client import TrainerProcess
 from shoal.trainer.messages import StepStats
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Group, Split
 from shoal.weights.store import FILE, WeightStore
 

@@ -5,7 +5,9 @@ from contextlib import closing
 from pathlib import Path
 
 from shoal.errors import LogBehind
-from shoal.experience import Buffer, RunMeta, checkpoint
+from shoal.experience import checkpoint
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.observe.metrics import JsonlTracker
 from shoal.run.loop import LoopDeps, TrainLoop
 

@@ -25,7 +25,8 @@ import uvloop
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
-from shoal.experience import Buffer, RunMeta
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
 from shoal.interfaces import Engine, Exchange, Scorer
 from shoal.net.process import Child, cores
 from shoal.observe.metrics import Record, Trackers, read_records, trackers_of
@@ -42,7 +43,7 @@ from shoal.run.recovery import open_buffer, recover
 from shoal.run.standstill import OwnEngines, report_waits, watch_run
 from shoal.run.totals import RunTotals
 from shoal.sandbox.runner import in_use
-from shoal.trainer.client import TrainerProcess
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights.store import FILE, WeightStore
 

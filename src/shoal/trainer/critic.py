@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WHITEN_EPS = 1e-8
-
 
 def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Advantages, and the returns as targets of the values; neither carries a gradient.
@@ -63,19 +61,6 @@ def value_loss(value_T: Tensor, before_T: Tensor, return_T: Tensor, clip: float)
     """
     clipped_T = before_T + (value_T - before_T).clamp(-clip, clip)
     return torch.maximum((value_T - return_T).square(), (clipped_T - return_T).square()) / 2
-
-
-def whitened(streams: Sequence[Tensor]) -> list[Tensor]:
-    """Streams as (x - mean) / (std + 1e-8), with mean and std over all their tokens.
-
-    >>> [stream.tolist() for stream in whitened([torch.tensor([1.0]), torch.tensor([3.0])])]
-    [[-1.0], [1.0]]
-    """
-    whole = torch.cat([stream.double() for stream in streams]) if streams else torch.zeros(0)
-    if not len(whole):
-        return list(streams)
-    mean, deviation = whole.mean(), whole.std(correction=0)
-    return [((stream.double() - mean) / (deviation + WHITEN_EPS)).to(stream.dtype) for stream in streams]
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:

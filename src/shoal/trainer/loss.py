@@ -1,8 +1,8 @@
-"""Policy-gradient losses as pure functions over packed per-token streams.
+"""Policy-gradient losses, and the distance to a reference model, as pure functions over packed per-token streams.
 
 A section of the config selects the loss, which returns one term per token, unreduced. The caller sums the terms over
-all micro-batches and ranks with weights (`micro_batch.py`). These weights depend on the whole update before any filter
-or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
+all micro-batches and ranks with weights (`packing.token_weight`). These weights depend on the whole update before any
+filter or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
 """
 
 import math
@@ -27,6 +27,7 @@ from shoal.trainer.own_loss import own_loss
 from shoal.trainer.streams import Streams, TokenLoss
 
 Level: TypeAlias = Literal["token", "sequence"]
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 
 def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
@@ -195,6 +196,45 @@ def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) 
     age_T = age_T.clamp(min=0).to(behav_T.dtype)
     alpha_T = age_T / (age_T + taken) if taken else torch.ones_like(age_T)
     return behav_T + alpha_T * (logp_T.detach() - behav_T)
+
+
+def kl(logp_T: Tensor, ref_T: Tensor, mask_T: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate of KL(pi, pi_ref) in nats from each sampled token.
+
+    With d = log pi - log pi_ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
+
+    In value, k1 and k3 are unbiased. In a loss only k2 has the gradient of this KL: the gradient of k1 is 0 on average,
+    and k3's is that of KL(pi_ref, pi). In a reward k1 is the unbiased choice. Source: Schulman, "Approximating KL
+    divergence" (2020); GRPO uses k3 (arXiv 2402.03300 Eq. 4).
+
+    >>> d = torch.tensor([0.0, 1.0])
+    >>> [kl(d, torch.zeros(2), d >= 0, k).tolist() for k in ("k1", "k2")]
+    [[0.0, 1.0], [0.0, 0.5]]
+    """
+    d_T = _log_ratio(logp_T, ref_T, mask_T)
+    match estimator:
+        case "k1":
+            return d_T
+        case "k2":
+            return d_T.square() / 2
+        case "k3":
+            return bounded_exp(-d_T) - 1 + d_T
+
+
+def to_go(x_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+    """Sum of x from each token to the end of its row; `row_T` must not decrease.
+
+    Subtracting the sum of x = coefficient * kl(pi_behav, pi_ref) from the returns is the KL penalty in the reward: a
+    token is responsible for all later tokens. Source: REINFORCE++ (arXiv 2501.03262), PPO for language models (arXiv
+    2203.02155).
+
+    >>> to_go(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1]), 2).tolist()
+    [6.0, 5.0, 3.0, 4.0]
+    """
+    # float64: differences of running sums over many rows lose the digits of short rows.
+    wide_T = x_T.double()
+    ends_R = wide_T.new_zeros(rows).index_add(0, row_T, wide_T).cumsum(0)
+    return (ends_R[row_T] - wide_T.cumsum(0) + wide_T).to(x_T.dtype)
 
 
 def _where(mask_T: Tensor, x_T: Tensor) -> Tensor:

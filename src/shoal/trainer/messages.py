@@ -7,8 +7,9 @@ Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. E
     WriteVersion, SaveCheckpoint, LoadCheckpoint, StopTrainer -> Done
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Annotated, TypeAlias, cast, get_type_hints
 
 import msgspec
 
@@ -25,43 +26,39 @@ the last."""
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one training step. Shares and means are over the trained tokens that were computed."""
+    """Statistics of one training step. Shares and means are over the trained tokens that were computed.
 
-    loss: float
-    """Mean over the updates of sum(loss_T) / denominator."""
-    grad_norm: float
-    """Norm of the gradient before clipping, mean over the updates."""
-    update_norm: float
-    """Norm of the change of the weights, mean over the updates."""
-    lr: float
-    """Learning rate of the last update."""
-    entropy: float
-    """Nats per trained token: entropy at the rollout temperature."""
-    ratio_mean: float
-    """Mean of pi_theta / pi_behav."""
-    ratio_max: float
+    An annotation is the meaning of a metric of that name.
+    """
+
+    loss: Annotated[float, "Loss, mean over the updates of the step."]
+    grad_norm: Annotated[float, "Global gradient norm before clipping, mean over the updates."]
+    update_norm: Annotated[float, "Norm of the change of the weights, mean over the updates."]
+    lr: Annotated[float, "Learning rate of the last update."]
+    entropy: Annotated[float, "Nats per trained token, of the distribution at the rollout temperature."]
+    ratio_mean: Annotated[float, "Mean of pi_theta / pi_behav over the trained tokens."]
+    ratio_max: Annotated[float, "Largest pi_theta / pi_behav."]
     ratio_shares: tuple[float, ...]
     """Share of the tokens with a pi_theta / pi_behav between neighbours of 0, `RATIO_BOUNDS`, infinity."""
-    clipped_share: float
-    """Share of tokens whose gradient the clip removed."""
-    masked_share: float
-    """Share of tokens whose gradient a bound on the importance weight removed."""
-    capped_share: float
-    """Share of tokens whose importance weight was clamped to its bound."""
-    ess: float
-    """Effective sample size of pi_theta / pi_behav as a share of the tokens, 0..1."""
-    mismatch: float
-    """Nats: mean |logp_prox - logp_behav|."""
-    mismatch_fresh: float | None
-    """Nats: mean |logp_prox - logp_behav| over tokens that the weights being trained sampled. It measures only the
-    difference between the computations of engine and trainer. None without such tokens, or when the version is
-    unknown."""
-    kl: float
-    """Nats: mean estimate of the distance to the reference model; 0 without a reference."""
-    value_loss: float
-    """Loss of the critic, mean over the tokens; 0 without a critic."""
-    explained_variance: float | None
-    """Share of the returns' variance that the critic's values before the step explain; None without a critic."""
+    clipped_share: Annotated[float, "Share of trained tokens whose gradient the clip removed, 0..1."]
+    masked_share: Annotated[
+        float, "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1."
+    ]
+    capped_share: Annotated[float, "Share of trained tokens whose importance weight was lowered to its bound, 0..1."]
+    ess: Annotated[float, "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1."]
+    mismatch: Annotated[float, "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats."]
+    mismatch_fresh: Annotated[
+        float | None,
+        "`mismatch` over tokens sampled by the weights being trained: the difference of the engine's and the "
+        "trainer's arithmetic; missing without such tokens.",
+    ]
+    kl: Annotated[float, "Estimated distance to the reference model over the trained tokens, in nats; 0 without one."]
+    value_loss: Annotated[
+        float, "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic."
+    ]
+    explained_variance: Annotated[
+        float | None, "Share of the returns' variance that the critic's values explain; missing without a critic."
+    ]
     tokens: int
     """Trained tokens of the batch: the sum of the denominators."""
     skipped_tokens: int
@@ -70,9 +67,16 @@ class StepStats:
     """Tokens of the computed rows; a prompt counts in each of its rows, though it is computed once."""
     updates: int
     """Optimizer updates taken."""
-    refused_updates: int
-    """Updates not taken because the gradient was not finite."""
+    refused_updates: Annotated[int, "Updates of the step that were not taken because the gradient was not finite."]
     seconds: float
+
+
+STATS_MEANINGS: Mapping[str, str] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(StepStats, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+"""Statistics that are metrics of a step, by name."""
 
 
 class StartTrainer(msgspec.Struct, frozen=True, tag=True):

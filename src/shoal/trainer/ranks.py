@@ -1,17 +1,20 @@
 """Ranks: processes that train one model together, with weights and moments sharded over them (FSDP2).
 
 Every rank gets every request and all rows. Each rank computes the same packing, then its share of the micro-batches;
-gradients and statistics are summed. Token weights depend on the whole update (`micro_batch.py`), so any number of
+gradients and statistics are summed. Token weights depend on the whole update (`packing.token_weight`), so any number of
 ranks gives the same gradient. Ranks wait for each other in every layer, so all ranks must do the same work in the same
 order.
 """
 
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -20,6 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from shoal.errors import ChildDied
+from shoal.net.process import BlockingChild, rank_environment
+from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, TrainerFailed, answer_from
 
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)
@@ -137,3 +144,51 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
         return tensor.to(other.device)
     # Every rank has read the whole tensor, so nothing is sent.
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+
+
+class Followers:
+    """Ranks 1 .. count - 1, started at construction; they end with this process."""
+
+    def __init__(self, count: int, device: str) -> None:
+        """Starts each rank on a device of the kind `device`."""
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
+        self.meeting = Path(self._folder.name) / "meeting"
+        """File through which the ranks find each other."""
+        signal.signal(signal.SIGTERM, self._terminated)
+        self._all = [self._start(index, count, device) for index in range(1, count)]
+
+    def _start(self, index: int, count: int, device: str) -> BlockingChild:
+        where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
+        return BlockingChild("shoal.trainer.worker", where, rank_environment(index), own_group=False)
+
+    def send(self, frame: bytes) -> None:
+        """Sends a request to all ranks. Raises `ChildDied`."""
+        for index, follower in enumerate(self._all, 1):
+            try:
+                follower.send(frame, ANSWER_TIMEOUT_S)
+            except OSError:
+                raise ChildDied(f"rank {index} of the trainer has ended") from None
+
+    def agreed(self, own: Answer) -> Answer:
+        """Answer on which the ranks agree: this rank's, or a follower's failure if only the follower failed."""
+        for index, follower in enumerate(self._all, 1):
+            gone = False
+            try:
+                answer = answer_from(follower.receive(ANSWER_TIMEOUT_S))
+            except OSError:  # a timeout is one
+                answer, gone = TrainerFailed("it has ended"), True
+            if isinstance(answer, TrainerFailed) and (gone or not isinstance(own, TrainerFailed)):
+                own = TrainerFailed(f"rank {index} of the trainer: {answer.reason}")
+        return own
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        """Ends this process as the signal would have, and removes the folder first."""
+        self._folder.cleanup()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def end(self) -> None:
+        """Ends the ranks."""
+        for follower in self._all:
+            follower.end()
+        self._folder.cleanup()

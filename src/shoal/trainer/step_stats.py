@@ -11,20 +11,25 @@ from shoal.trainer.optim import Update
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.streams import TokenLoss
 
+SUMS = (
+    *("loss", "entropy", "ratio", "squared_ratio", "clipped", "masked", "capped", "kl", "value_loss"),
+    *("gap", "gaps", "fresh_gap", "fresh_gaps", "trained", "computed"),
+)
+
 
 class StepTotals:
     """Sums over micro-batches; every mean is over tokens, so no packing changes it."""
 
     def __init__(self, device: torch.device | str) -> None:
         # float64: a squared ratio overflows float32 from 44 nats on.
-        self._sums_K = torch.zeros(13, dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums = dict.fromkeys(SUMS, zero)
+        self._largest = zero
         self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
         self._bins = torch.zeros(len(RATIO_BOUNDS) + 1, dtype=torch.float64, device=device)
-        self._largest = torch.zeros((), dtype=torch.float64, device=device)
-        self._computed_tokens = torch.zeros((), dtype=torch.long, device=device)
-        self._value_loss = torch.zeros((), dtype=torch.float64, device=device)
         self.explained_variance: float | None = None
 
+    @torch.no_grad()
     def add(
         self,
         loss: Tensor,
@@ -41,68 +46,67 @@ class StepTotals:
         unknown. `fresh_N` (bool) marks the tokens that the weights of logp_prox sampled. `kl_N` is the distance to the
         reference model.
         """
-        with torch.no_grad():
-            ratio_N = terms.ratio_T.double()
-            one = torch.ones((), device=ratio_N.device)
-            self._sums_K += torch.stack(
-                [
-                    loss.double(),
-                    entropy_N.sum(dtype=torch.float64),
-                    ratio_N.sum(),
-                    ratio_N.square().sum(),
-                    terms.clipped_T.sum().double(),
-                    terms.masked_T.sum().double(),
-                    terms.capped_T.sum().double(),
-                    (one * 0 if gap_N is None else gap_N.sum(dtype=torch.float64)).double(),
-                    one.double() * (0 if gap_N is None else gap_N.numel()),
-                    (one * 0 if gap_N is None else gap_N[fresh_N].sum(dtype=torch.float64)).double(),
-                    (one * 0 if gap_N is None else fresh_N.sum()).double(),
-                    one.double() * ratio_N.numel(),
-                    kl_N.sum(dtype=torch.float64),
-                ]
-            )
-            self._bins += torch.bincount(torch.bucketize(ratio_N, self._bounds), minlength=len(self._bins))
-            self._largest = torch.maximum(self._largest, ratio_N.max())
-            self._computed_tokens += tokens
+        ratio_N = terms.ratio_T.double()
+        self._add(
+            loss=loss,
+            entropy=entropy_N,
+            ratio=ratio_N,
+            squared_ratio=ratio_N.square(),
+            clipped=terms.clipped_T,
+            masked=terms.masked_T,
+            capped=terms.capped_T,
+            kl=kl_N,
+            trained=torch.ones_like(ratio_N),
+            computed=ratio_N.new_tensor(tokens),
+        )
+        if gap_N is not None:
+            self._add(gap=gap_N, gaps=torch.ones_like(gap_N), fresh_gap=gap_N[fresh_N], fresh_gaps=fresh_N)
+        self._bins += torch.bincount(torch.bucketize(ratio_N, self._bounds), minlength=len(self._bins))
+        self._largest = torch.maximum(self._largest, ratio_N.max())
+
+    def _add(self, **streams: Tensor) -> None:
+        for name, stream in streams.items():
+            self._sums[name] = self._sums[name] + stream.sum(dtype=torch.float64)
 
     def add_value_loss(self, value_loss_N: Tensor) -> None:
         """Adds the critic's loss of a micro-batch."""
-        self._value_loss += value_loss_N.sum(dtype=torch.float64)
+        self._add(value_loss=value_loss_N)
 
     def add_up(self, ranks: Ranks) -> None:
         """Sums the totals over all ranks."""
-        ranks.add_up(self._sums_K, self._bins, self._computed_tokens, self._value_loss)
+        sums = torch.stack(list(self._sums.values()))
+        ranks.add_up(sums, self._bins)
+        self._sums = dict(zip(SUMS, sums, strict=True))
         ranks.largest(self._largest)
 
     def stats(
         self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
     ) -> StepStats:
         """Statistics of the step; `tokens` were to be trained, and `skipped_tokens` of them were not computed."""
-        sums = self._sums_K.tolist()
-        loss, entropy, ratio, squares, clipped, masked, capped, gap, gaps, fresh, freshes, n, kl = sums
+        sums = {name: float(total) for name, total in self._sums.items()}
         taken = [update for update in updates if update.taken]
-        trained = n or math.inf
+        trained = sums["trained"] or math.inf
         return StepStats(
-            loss=loss / minibatches,
+            loss=sums["loss"] / minibatches,
             grad_norm=_mean([update.grad_norm for update in taken]),
             update_norm=_mean([update.update_norm for update in taken]),
             lr=updates[-1].lr if updates else 0.0,
-            entropy=entropy / trained,
-            ratio_mean=ratio / trained,
+            entropy=sums["entropy"] / trained,
+            ratio_mean=sums["ratio"] / trained,
             ratio_max=float(self._largest),
             ratio_shares=tuple(count / trained for count in self._bins.tolist()),
-            clipped_share=clipped / trained,
-            masked_share=masked / trained,
-            capped_share=capped / trained,
-            ess=ratio * ratio / (squares * n) if squares else 0.0,
-            mismatch=gap / (gaps or math.inf),
-            mismatch_fresh=fresh / freshes if freshes else None,
-            kl=kl / trained,
-            value_loss=float(self._value_loss) / trained,
+            clipped_share=sums["clipped"] / trained,
+            masked_share=sums["masked"] / trained,
+            capped_share=sums["capped"] / trained,
+            ess=sums["ratio"] ** 2 / (sums["squared_ratio"] * trained) if sums["squared_ratio"] else 0.0,
+            mismatch=sums["gap"] / (sums["gaps"] or math.inf),
+            mismatch_fresh=sums["fresh_gap"] / sums["fresh_gaps"] if sums["fresh_gaps"] else None,
+            kl=sums["kl"] / trained,
+            value_loss=sums["value_loss"] / trained,
             explained_variance=self.explained_variance,
             tokens=tokens,
             skipped_tokens=skipped_tokens,
-            computed_tokens=int(self._computed_tokens),
+            computed_tokens=int(sums["computed"]),
             updates=len(taken),
             refused_updates=len(updates) - len(taken),
             seconds=seconds,

@@ -4,16 +4,13 @@ Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs 
 rounded away, and written Versions hold bfloat16. Logprobs, losses and statistics are always float32.
 """
 
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,15 +19,13 @@ from shoal.errors import ConfigError, TrainerError
 from shoal.model import checkpoint_names
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
-from shoal.trainer import critic, lora
+from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
-from shoal.trainer.loss import log_linear_prox, token_loss
+from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import StepStats
-from shoal.trainer.micro_batch import MicroBatch, Minibatch, Size, loss_mean, micro_batch, size_of, token_weight
 from shoal.trainer.optim import Optimizer, Update
-from shoal.trainer.packing import even_slices, micro_batches, tokens_per_microbatch
+from shoal.trainer.packing import MicroBatch, Minibatch, Size
 from shoal.trainer.ranks import ALONE, Ranks, like
-from shoal.trainer.regularisers import kl, to_go
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.types import Sample
@@ -38,6 +33,7 @@ from shoal.types import Sample
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 VALUE_HEAD = "value_head"
+STD_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +81,16 @@ class Trainer:
         self.device = resolve_device(model.device)
         self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
         if train.lora.rank:
-            lora.add_adapters(self.model, train.lora)
+            weight_files.add_adapters(self.model, train.lora)
         ranks.shard(self.model, self.device)
         self._ranks = ranks
-        self.tokens_per_microbatch = train.tokens_per_microbatch or tokens_per_microbatch(
+        self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")
         )
         self._dtype = DTYPES[model.dtype]
         self._config = train
         self._temperature = temperature
-        if loss_mean(train) == "budget" and max_tokens is None:
+        if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
         self._budget_tokens = max_tokens or 0
         # With a regulariser or a critic rows without advantage have a gradient too.
@@ -119,18 +115,23 @@ class Trainer:
         started = time.perf_counter()
         self._check(groups)
         self._optimizer.clear_gradient()  # a failed step may have left a part of it
-        slices = even_slices(len(groups), self._config.minibatches)
+        slices = packing.even_slices(len(groups), self._config.minibatches)
         minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
         totals = StepTotals(self.device)
         if self._value_head is not None:
-            minibatches = self._with_gae(minibatches, totals)
+            minibatches = [_changed(minibatch, self._with_gae) for minibatch in minibatches]
+            batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+            values = [batch.value_N for batch in batches if batch.value_N is not None]
+            returns = [batch.return_N for batch in batches if batch.return_N is not None]
+            totals.explained_variance = critic.explained_variance(values, returns)
+            minibatches = self._normalised(minibatches)
         elif wants_prox:
             # The training forward of the first update is itself the proximal one.
-            minibatches = [self._with_prox(m) if k else m for k, m in enumerate(minibatches)]
+            minibatches[1:] = [_changed(minibatch, self._with_prox) for minibatch in minibatches[1:]]
         if normalised_after_kl(self._config):
-            minibatches = self._with_normalised_advantages(minibatches)
+            minibatches = self._normalised([_changed(minibatch, self._less_kl) for minibatch in minibatches])
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
             at = Moment(version, since_push, taken=len(updates))
@@ -161,34 +162,27 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
-        if self._config.lora.rank:
-            return lora.merged_tensors(self.model)
-        seen: set[int] = set()
-        result: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                result[name] = tensor.detach()
-        return result
+        return weight_files.merged_tensors(self.model)
 
     def write_weights(self, path: Path) -> None:
         """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
-        the weights, and also written beside them (`lora.adapter_paths`).
+        the weights, and also written beside them (`weight_files.adapter_paths`).
         """
         # Gathered before anything is written: a rank that fails to write must leave no other rank waiting.
         weights = self._ranks.gather(self.tensors())
-        adapters, settings = lora.adapter_files(self.model, self._config.lora) if self._config.lora.rank else ({}, "")
+        adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
         adapters = self._ranks.gather(adapters)
         if not self._ranks.first:
             return
         if adapters:
-            file, settings_file = lora.adapter_paths(path)
-            _write(file, adapters)
+            file, settings_file = weight_files.adapter_paths(path)
+            weight_files.write_tensors(file, adapters)
             settings_file.write_text(settings)
         named = checkpoint_names.checkpoint_tensors(self.model, weights)
-        _write(path, {name: _as(tensor, self._dtype) for name, tensor in named.items()})
+        cast = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in named.items()}
+        weight_files.write_tensors(path, cast)
 
     def count_push(self) -> None:
         """Records a push of the weights to the engines; resets the optimizer if the config says so."""
@@ -198,12 +192,12 @@ class Trainer:
         """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks."""
         weights, state = self._ranks.gather(self._trained()), self._ranks.gather(self._optimizer.state())
         if self._ranks.first:
-            _write(directory / WEIGHTS_FILE, weights)
-            _write(directory / OPTIMIZER_FILE, state)
+            weight_files.write_tensors(directory / WEIGHTS_FILE, weights)
+            weight_files.write_tensors(directory / OPTIMIZER_FILE, state)
 
     def load(self, directory: Path) -> None:
         """Loads the files that `save` wrote. Raises `TrainerError` when they are missing or of another model."""
-        weights, state = _read(directory / WEIGHTS_FILE), _read(directory / OPTIMIZER_FILE)
+        weights, state = (weight_files.read_tensors(directory / name) for name in (WEIGHTS_FILE, OPTIMIZER_FILE))
         own = self._trained()
         if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
             raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
@@ -214,7 +208,7 @@ class Trainer:
 
     def _trained(self) -> dict[str, Tensor]:
         """Trained tensors that no other file holds: the weights or the adapters, and the value head."""
-        weights = lora.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
+        weights = weight_files.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
         return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
 
     def _new_reference(self, path: Path | str) -> PreTrainedModel:
@@ -251,19 +245,19 @@ class Trainer:
 
         `whole` is the size of the update when `rows` are a part of it.
         """
-        size, mean = whole or size_of(rows), loss_mean(self._config)
+        size, mean = whole or packing.size_of(rows), packing.loss_mean(self._config)
         trained = [sum(row.mask) for row in rows]
         wanted = [
             row
             for row, count in zip(rows, trained, strict=True)
             if count and (any(row.advantages) or not self._skip_uninformative)
         ]
-        packed = micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
+        packed = packing.micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
 
         def packed_rows(part: Sequence[int]) -> MicroBatch:
             chosen = [wanted[i] for i in part or (0,)]
-            weights = [token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
-            return micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
+            weights = [packing.token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
+            return packing.micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
 
         return Minibatch(
             batches=tuple(packed_rows(part) for part in self._ranks.share(packed)),
@@ -287,59 +281,28 @@ class Trainer:
                 value_head=self._value_head if model is None else None,
             )
 
-    def _with_prox(self, minibatch: Minibatch) -> Minibatch:
-        """Minibatch with the logprobs under the present weights."""
-        with torch.no_grad():
-            batches = tuple(replace(batch, prox_N=self._outputs(batch).logp_N) for batch in minibatch.batches)
-        return replace(minibatch, batches=batches)
+    @torch.no_grad()
+    def _with_prox(self, batch: MicroBatch) -> MicroBatch:
+        """Micro-batch with the logprobs under the present weights."""
+        return replace(batch, prox_N=self._outputs(batch).logp_N)
 
-    def _with_gae(self, minibatches: Sequence[Minibatch], totals: StepTotals) -> list[Minibatch]:
-        """Minibatches with logprobs and values under the present weights, and advantages by GAE instead of the rewards.
-
-        The advantages of the whole step are whitened together.
-        """
-        valued = [
-            replace(minibatch, batches=tuple(self._batch_with_gae(batch) for batch in minibatch.batches))
-            for minibatch in minibatches
-        ]
-        batches = [batch for minibatch in valued for batch in minibatch.batches]
-        values = [batch.value_N for batch in batches if batch.value_N is not None]
-        returns = [batch.return_N for batch in batches if batch.return_N is not None]
-        totals.explained_variance = critic.explained_variance(values, returns)
-        white = iter(critic.whitened([batch.advantage_N for batch in batches]))
-        return [
-            replace(minibatch, batches=tuple(replace(batch, advantage_N=next(white)) for batch in minibatch.batches))
-            for minibatch in valued
-        ]
-
-    def _with_normalised_advantages(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Minibatches whose advantages are the returns less the KL penalty, normalised over all tokens of the step."""
-        left = [[self._less_kl(batch) for batch in minibatch.batches] for minibatch in minibatches]
-        counted = [
-            left_N
-            for minibatch, parts in zip(minibatches, left, strict=True)
-            for batch, left_N in zip(minibatch.batches, parts, strict=True)
-            if not batch.idle
-        ]
+    def _normalised(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Minibatches with advantages (A - mean) / (std + 1e-8), with mean and std over all tokens of the step."""
+        counted = [batch.advantage_N for minibatch in minibatches for batch in minibatch.batches if not batch.idle]
         mean, deviation = self._ranks.mean_and_deviation(counted, self.device)
-        return [
-            replace(
-                minibatch,
-                batches=tuple(
-                    replace(batch, advantage_N=((left_N.double() - mean) / (deviation + critic.WHITEN_EPS)).float())
-                    for batch, left_N in zip(minibatch.batches, parts, strict=True)
-                ),
-            )
-            for minibatch, parts in zip(minibatches, left, strict=True)
-        ]
 
-    def _less_kl(self, batch: MicroBatch) -> Tensor:
-        """Values of `advantage_N` less the KL penalty of each token and all later tokens of its row."""
+        def normalised(batch: MicroBatch) -> MicroBatch:
+            return replace(batch, advantage_N=((batch.advantage_N.double() - mean) / (deviation + STD_EPS)).float())
+
+        return [_changed(minibatch, normalised) for minibatch in minibatches]
+
+    def _less_kl(self, batch: MicroBatch) -> MicroBatch:
+        """Micro-batch whose advantages are less the KL penalty of each token and all later tokens of its row."""
         kl_N = to_go(self._kl(batch, batch.behav_N), batch.row_N, len(batch.lengths))
-        return batch.advantage_N - self._config.kl.coefficient * kl_N
+        return replace(batch, advantage_N=batch.advantage_N - self._config.kl.coefficient * kl_N)
 
     @torch.no_grad()
-    def _batch_with_gae(self, batch: MicroBatch) -> MicroBatch:
+    def _with_gae(self, batch: MicroBatch) -> MicroBatch:
         """Micro-batch with advantages by GAE; its `advantage_N` held the rewards."""
         outputs = self._outputs(batch)
         assert outputs.value_N is not None
@@ -423,27 +386,5 @@ class Trainer:
         return torch.tensor(values, dtype=torch.long, device=self.device)
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating tensors in `dtype`; integer buffers unchanged."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(contiguous, unfinished, metadata={"format": "pt"})
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise TrainerError(f"{path}: cannot be written: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
-    return tensors
+def _changed(minibatch: Minibatch, change: Callable[[MicroBatch], MicroBatch]) -> Minibatch:
+    return replace(minibatch, batches=tuple(map(change, minibatch.batches)))

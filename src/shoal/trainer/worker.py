@@ -1,9 +1,9 @@
-"""Trainer process: `python -m shoal.trainer.worker --fd N`.
+"""The trainer process, `python -m shoal.trainer.worker --fd N`, and its client in the main process.
 
 The process serves the requests of `shoal.trainer.messages` one after the other from an inherited socket. It ends when
 the socket closes, when `StopTrainer` comes, or when its parent is gone. A failed request is answered with
 `TrainerFailed`. With `train.ranks` the process is the first rank: it starts the others and passes all requests on to
-them.
+them. Only the process loads torch, not its client.
 """
 
 import argparse
@@ -14,15 +14,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from shoal import wire
 from shoal.config import ModelConfig, TrainConfig
-from shoal.errors import ShoalError, TrainerError
-from shoal.model.loading import resolve_device
-from shoal.net.process import die_with_parent, receive_frame, send_frame
+from shoal.errors import ChildDied, ShoalError, TrainerError
+from shoal.net.process import Child, die_with_parent, receive_frame, send_frame, torch_environment
 from shoal.trainer.messages import (
+    ANSWER_TIMEOUT_S,
     Answer,
     ComputedLogprobs,
     ComputeLogprobs,
@@ -34,14 +33,95 @@ from shoal.trainer.messages import (
     StartTrainer,
     Step,
     Stepped,
+    StepStats,
     StopTrainer,
     TrainerFailed,
     WriteVersion,
+    answer_from,
     request_from,
 )
-from shoal.trainer.rank_processes import Followers
-from shoal.trainer.ranks import ALONE, Ranks, join, leave
-from shoal.trainer.trainer import Trainer
+from shoal.types import Sample
+
+if TYPE_CHECKING:
+    from shoal.trainer.ranks import Followers, Ranks
+    from shoal.trainer.trainer import Trainer
+
+A = TypeVar("A", bound=Answer)
+ADVICE = "go on with --resume"
+
+
+class TrainerProcess:
+    """Client that sends the trainer one request at a time.
+
+    Methods raise `TrainerError`, or `ChildDied` when it is gone.
+    """
+
+    def __init__(self, child: Child, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """`timeout_s` bounds each answer; after it the trainer counts as gone."""
+        self._child = child
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    def child(log: Path, threads: int, gpus: Sequence[str] = ()) -> Child:
+        """Trainer process, not yet started; `gpus` names a GPU for each rank."""
+        return Child("trainer", "shoal.trainer.worker", [], log, torch_environment(threads, gpus), advice=ADVICE)
+
+    async def start(
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        threads: int,
+        max_tokens: int | None = None,
+    ) -> Started:
+        """Loads the model. `train.loss_mean = "budget"` needs the `max_tokens` of one answer."""
+        sections = (model.model_dump_json(), train.model_dump_json())
+        request = StartTrainer(str(model_dir), *sections, temperature, threads, max_tokens)
+        return await self._ask(request, Started)
+
+    async def step(
+        self, groups: Sequence[tuple[Sample, ...]], version: int | None = None, since_push: int = 0
+    ) -> StepStats:
+        """Takes one training step, `since_push` steps after `version` was written."""
+        return (await self._ask(Step(tuple(groups), version, since_push), Stepped)).stats
+
+    async def logprobs(
+        self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> tuple[tuple[float, ...], ...]:
+        """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
+        request = ComputeLogprobs(tuple(tuple(row) for row in rows), temperature)
+        return (await self._ask(request, ComputedLogprobs)).logprobs
+
+    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
+        """Writes the weights to a safetensors file, if `path` is given; returns its seconds.
+
+        `push` counts the write as a push.
+        """
+        return (await self._ask(WriteVersion(None if path is None else str(path), push), Done)).seconds
+
+    async def save(self, directory: Path) -> float:
+        """Writes weights, optimizer and counters into an existing directory; returns its seconds."""
+        return (await self._ask(SaveCheckpoint(str(directory)), Done)).seconds
+
+    async def load(self, directory: Path) -> float:
+        """Loads weights, optimizer and counters that `save` wrote; returns its seconds."""
+        return (await self._ask(LoadCheckpoint(str(directory)), Done)).seconds
+
+    async def _ask(self, request: Request, expected: type[A]) -> A:
+        try:
+            frame = await self._child.ask(wire.encode(request), self._timeout_s)
+        except TimeoutError:
+            raise ChildDied(
+                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; {ADVICE}"
+            ) from None
+        answer = answer_from(frame)
+        if isinstance(answer, TrainerFailed):
+            raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
+        if not isinstance(answer, expected):
+            raise TrainerError(f"the trainer answered {type(request).__name__} with {type(answer).__name__}")
+        return answer
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -54,6 +134,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--meeting", type=Path)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
+    from shoal.trainer.ranks import ALONE, join
+
     ranks = join(options.rank, options.ranks, options.meeting, options.device) if options.rank else ALONE
     with socket.socket(fileno=options.fd) as connection:
         Server(ranks).serve(connection)
@@ -62,7 +144,7 @@ def main(arguments: Sequence[str]) -> None:
 class Server:
     """One rank of the trainer. The first rank starts the others when `StartTrainer` says how many."""
 
-    def __init__(self, ranks: Ranks = ALONE) -> None:
+    def __init__(self, ranks: "Ranks") -> None:
         self._ranks = ranks
         self._followers: Followers | None = None
         self._trainer: Trainer | None = None
@@ -106,6 +188,9 @@ class Server:
 
     def _gather(self, request: StartTrainer) -> None:
         """Starts the other ranks and joins their process group."""
+        from shoal.model.loading import resolve_device
+        from shoal.trainer.ranks import ALONE, Followers, join, leave
+
         if self._followers is not None:  # left from a `StartTrainer` that failed
             self._followers.end()
             leave()
@@ -125,8 +210,12 @@ def _failed(error: Exception) -> TrainerFailed:
     return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
-def start(request: StartTrainer, ranks: Ranks = ALONE) -> tuple[Trainer, Started]:
+def start(request: StartTrainer, ranks: "Ranks") -> "tuple[Trainer, Started]":
     """Creates the trainer that a `StartTrainer` describes; ranks share the threads."""
+    import torch
+
+    from shoal.trainer.trainer import Trainer
+
     torch.set_num_threads(max(1, request.threads // ranks.count))
     trainer = Trainer(
         request.model_path,
@@ -139,7 +228,7 @@ def start(request: StartTrainer, ranks: Ranks = ALONE) -> tuple[Trainer, Started
     return trainer, Started(trainer.parameters, trainer.device, trainer.tokens_per_microbatch)
 
 
-def answer_to(request: Request, trainer: Trainer | None) -> Answer:
+def answer_to(request: Request, trainer: "Trainer | None") -> Answer:
     """Carries out a request. Raises `TrainerError` before `StartTrainer`."""
     if trainer is None:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")

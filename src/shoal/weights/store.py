@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.wire import checksum
+from shoal.files import checksum
 
 FILE = "model.safetensors"
 

@@ -1,11 +1,11 @@
 """A report is a picture and a page of a run, from its run directory alone: report.png and report.html."""
 
-import os
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.experience import task_counts
+from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
+from shoal.files import replaced
 from shoal.observe.report.records import RunRecords, read_run
 
 __all__ = ["RunRecords", "read_run", "write_report"]
@@ -23,18 +23,12 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     run = read_run(run_dir)
     counts = task_counts(run_dir) if (run_dir / FILE).is_file() else {}
     png = figure_png(run)
-    return (
-        _write(run_dir / "report.png", png),
-        _write(run_dir / "report.html", page_html(run, png, counts).encode()),
-    )
-
-
-def _write(path: Path, data: bytes) -> Path:
-    """Replaces a file whole: no reader ever sees half."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(data)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise RunDirError(f"{path}: expected to write the report there, got {error.strerror}") from error
-    return path
+    files = {run_dir / "report.png": png, run_dir / "report.html": page_html(run, png, counts).encode()}
+    for path, data in files.items():
+        try:
+            with replaced(path) as unfinished:
+                unfinished.write_bytes(data)
+        except OSError as error:
+            raise RunDirError(f"{path}: expected to write the report there, got {error.strerror}") from error
+    picture, page = files
+    return picture, page

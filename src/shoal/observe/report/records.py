@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.config import Config, load
 from shoal.errors import ConfigError, RunDirError
-from shoal.observe.metrics import COUNTS, Record, read_records
+from shoal.observe.metrics import Record, read_records
 
 EDGE_SHARE = 0.1
 """Share of the steps whose mean stands for a run's beginning, and for its end."""
@@ -33,7 +33,7 @@ class RunRecords:
 
     def total(self, name: str) -> float:
         """Sum of one name over the steps that have it."""
-        return sum(_known(self.column(name)))
+        return sum(known(self.column(name)))
 
     def seconds(self) -> list[float]:
         """Seconds of each step, which weigh its rates and busy shares; 0 for the first step."""
@@ -44,40 +44,10 @@ class RunRecords:
         """Names of the tasks that have `<prefix>/<task>` in the steps or evaluations, sorted."""
         return tasks_of((*self.steps, *self.evals), prefix)
 
-    def summary(self) -> dict[str, float]:
-        """Figures of the run, without those that cannot be computed.
-
-        `reward_first` and `reward_last` are means over the first and the last tenth of the steps. `eval_reward_*`,
-        `accuracy_*` and `greedy_*` are of the first and the last evaluation. Rates and busy shares are means over the
-        time.
-        """
-        edge = math.ceil(len(self.steps) * EDGE_SHARE)
-        rewards = self.column("reward")
-        sampled, greedy = column(self.evals, "sampled"), _known(column(self.evals, "greedy"))
-        rewarded = column(self.evals, "sampled_reward")
-        figures = {
-            "steps": float(len(self.steps)),
-            "wall_s": max(column((*self.steps, *self.evals, *self.events), "time_s"), default=math.nan),
-            "reward_first": mean(rewards[:edge]),
-            "reward_last": mean(rewards[-edge:]) if edge else math.nan,
-            "eval_reward_before": rewarded[0] if rewarded else math.nan,
-            "eval_reward_after": rewarded[-1] if rewarded else math.nan,
-            "accuracy_before": sampled[0] if sampled else math.nan,
-            "accuracy_after": sampled[-1] if sampled else math.nan,
-            "greedy_before": greedy[0] if greedy else math.nan,
-            "greedy_after": greedy[-1] if greedy else math.nan,
-            "staleness_mean": mean(self.column("staleness_mean")),
-            "staleness_max": max(_known(self.column("staleness_max")), default=math.nan),
-            **{name: mean(self.column(name)) for name in ("ess", "clipped_share", "masked_share", "entropy")},
-            "mismatch_fresh": mean(self.column("mismatch_fresh")),
-            "tokens_per_s": mean(self.column("tokens_per_s"), self.seconds()),
-            "samples_per_s": mean(self.column("samples_per_s"), self.seconds()),
-            "engine_busy": mean(self.column("engine_busy"), self.seconds()),
-            "trainer_busy": mean(self.column("trainer_busy"), self.seconds()),
-            "version": self.column("version")[-1] if self.steps else math.nan,
-        }
-        figures |= {name: self.total(name) for name in sorted(COUNTS)}
-        return {name: value for name, value in figures.items() if math.isfinite(value)}
+    @property
+    def edge(self) -> int:
+        """Number of steps whose mean stands for a run's beginning, and for its end."""
+        return math.ceil(len(self.steps) * EDGE_SHARE)
 
 
 def read_run(run_dir: Path) -> RunRecords:
@@ -127,8 +97,8 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> flo
         pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
         total = sum(weight for _, weight in pairs)
         return sum(value * weight for value, weight in pairs) / total if total > 0 else mean([v for v, _ in pairs])
-    known = _known(values)
-    return sum(known) / len(known) if known else math.nan
+    finite = known(values)
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def moving_average(values: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
@@ -150,5 +120,6 @@ def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]
     return tuple(newest[step] for step in sorted(newest))
 
 
-def _known(values: Iterable[float]) -> list[float]:
+def known(values: Iterable[float]) -> list[float]:
+    """The finite values."""
     return [value for value in values if math.isfinite(value)]

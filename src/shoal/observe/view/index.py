@@ -9,8 +9,8 @@ so that not even SQLite puts a file beside it.
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,10 @@ import msgspec
 from shoal import wire
 from shoal.errors import RunDirError, ShoalError, WireError
 from shoal.experience import archive
-from shoal.experience.log import BODY_BYTES, FILE
-from shoal.experience.schema import FORMAT
+from shoal.experience.log import BODY_BYTES, FILE, log_uri, reading
+from shoal.experience.raw import RawGroup, decode_rollout
+from shoal.experience.schema import SCHEMA
+from shoal.types import FinishReason, RewardStatus, Task
 
 GROUPS_AT_ONCE = 64
 POLL_S = 1.0
@@ -41,6 +43,9 @@ CREATE INDEX groups_by_id ON groups(id);
 _NEW = """SELECT finished_seq, group_id, task, groups.admitted_version, step + 1, steps.version, reason, peer_id
 FROM groups LEFT JOIN started USING (group_id)
 LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) LEFT JOIN ended USING (group_id)"""
+_BODIES = "SELECT position, body, NULL FROM rollouts WHERE finished_seq = ?"
+_ARCHIVED_BODIES = """SELECT position, body, row_group FROM rollouts JOIN temp.archived USING (finished_seq, position)
+WHERE finished_seq = ? ORDER BY position"""
 _BODY = """COALESCE((SELECT body FROM log.rollouts WHERE finished_seq = seq AND log.rollouts.position = found.position),
 archived_value(shard, row_group, seq, found.position))"""
 _ROW = f"""SELECT seq, position, task, status, COALESCE(NULLIF(reason, ''), (SELECT dropped FROM groups WHERE
@@ -120,48 +125,6 @@ class Found:
     """Whether the search for a text took too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFound:
-    """A group with its task and bodies as the log has them."""
-
-    seq: int
-    id: str
-    admitted: int
-    step: int | None
-    version: int | None
-    """That it was consumed under."""
-    dropped: str | None
-    peer: str | None
-    """None of an own group."""
-    task: bytes
-    bodies: tuple[bytes, ...]
-
-
-class _Completion(msgspec.Struct):
-    versions: list[int]
-    finish_reason: str = ""
-
-
-class _Turn(msgspec.Struct):
-    completion: _Completion
-
-
-class _Reward(msgspec.Struct):
-    value: float
-    status: str
-
-
-class _Rollout(msgspec.Struct):
-    turns: list[_Turn]
-    reward: _Reward
-    status: str
-    reason: str
-
-
-class _Task(msgspec.Struct):
-    service: str
-
-
 class RolloutIndex:
     """The table of one run. `close` ends its thread."""
 
@@ -209,19 +172,20 @@ class RolloutIndex:
             rows = [Row(*connection.execute(_ROW, key).fetchone()) for key in keys[:PER_PAGE]]
         return Found(rows, total, len(keys) > PER_PAGE, gave_up)
 
-    def group(self, seq: int) -> GroupFound:
+    def group(self, seq: int) -> RawGroup:
         """One group. Raises `RunDirError` when it is not there."""
         with self._reading() as connection:
             row = connection.execute(
-                "SELECT seq, id, admitted, step, version, dropped, peer, COALESCE((SELECT task FROM log.groups WHERE "
-                "finished_seq = seq), archived_value(shard, row_group, seq, NULL)) FROM groups WHERE seq = ?",
+                "SELECT seq, id, COALESCE((SELECT task FROM log.groups WHERE finished_seq = seq), "
+                "archived_value(shard, row_group, seq, NULL)), "
+                "admitted, peer, dropped, step - 1, version, NULL, NULL, NULL FROM groups "
+                "WHERE seq = ?",
                 (seq,),
             ).fetchone()
             if row is None:
                 raise RunDirError(f"group {seq} is not in the log, or was not read yet")
             bodies = f"SELECT {_BODY} FROM rollouts AS found WHERE seq = ? ORDER BY position"
-            found = (*row, tuple(body for (body,) in connection.execute(bodies, (seq,))))
-        return GroupFound(*found)
+            return RawGroup(*(*row, tuple(body for (body,) in connection.execute(bodies, (seq,)))))
 
     def tasks(self) -> list[str]:
         """Names of the tasks that there are rollouts of."""
@@ -266,10 +230,8 @@ class RolloutIndex:
 
     def _catch_up(self, index: sqlite3.Connection) -> bool:
         """Reads some groups that are not in the table yet; whether there were any."""
-        with closing(sqlite3.connect(log_uri(self._run_dir), uri=True, isolation_level=None, timeout=30.0)) as log:
-            log.execute("BEGIN")
+        with reading(self._run_dir) as log:
             if self._high < 0:
-                _check(log, self._run_dir)
                 self._high = self._low = log.execute("SELECT COALESCE(MAX(finished_seq), 0) FROM groups").fetchone()[0]
             newest = log.execute("SELECT COALESCE(MAX(step), -1) FROM steps").fetchone()[0]
             index.execute("BEGIN")
@@ -282,10 +244,7 @@ class RolloutIndex:
                 order = "WHERE finished_seq <= ? ORDER BY finished_seq DESC"
                 groups = log.execute(f"{_NEW} {order} LIMIT ?", (self._low, GROUPS_AT_ONCE)).fetchall()
                 self._low = groups[-1][0] - 1 if groups else 0
-            for group in groups:
-                bodies = log.execute("SELECT position, body FROM rollouts WHERE finished_seq = ?", (group[0],))
-                _insert_group(index, group, None, None)
-                _insert_rollouts(index, group, bodies, None, None)
+            self._insert(index, log, groups)
             index.execute("COMMIT")
             self._step = self._ended = newest
             names = [name for (name,) in log.execute("SELECT name FROM shards ORDER BY through DESC")]
@@ -306,91 +265,48 @@ class RolloutIndex:
         index.executemany("UPDATE groups SET dropped = ? WHERE id = ?", ended)
 
     def _read_shard(self, index: sqlite3.Connection, file: Path) -> None:
-        """Puts the rows of a file of the archive into the table, those that are there with their new place only."""
-        shard = len(self._shards)
-        known = {seq for (seq,) in index.execute("SELECT seq FROM groups")}
-        groups: dict[int, tuple[Any, ...]] = {}
-        seen: dict[str, dict[Any, Any]] = {"started": {}, "consumed": {}, "ended": {}, "steps": {}}
-        index.execute("BEGIN")
-        for table, number, rows in archive.row_groups(file):
+        """Puts the rows of a file of the archive into the table, over those that were read from the log."""
+        with closing(sqlite3.connect(":memory:")) as log:
+            log.executescript(SCHEMA)
+            archive.attach_files(log, [file])
+            index.execute("BEGIN")
+            self._insert(index, log, log.execute(f"{_NEW} ORDER BY finished_seq DESC"), len(self._shards))
+            self._shards = [*self._shards, file]  # before anybody can see that a body is there
+            index.execute("COMMIT")
+
+    def _insert(
+        self, index: sqlite3.Connection, log: sqlite3.Connection, groups: Iterable[Any], shard: int | None = None
+    ) -> None:
+        """Puts groups of the log, or of a shard, into the table with their rollouts."""
+        for seq, group_id, encoded, admitted, step, version, dropped, peer in groups:
             if self._stop.is_set():
                 break
-            if table in ("groups", "rollouts"):
-                there = [(shard, number, *row[: 1 + (table == "rollouts")]) for row in rows if row[0] in known]
-                place = "seq = ? AND position = ?" if table == "rollouts" else "seq = ?"
-                index.executemany(f"UPDATE {table} SET shard = ?, row_group = ? WHERE {place}", there)
-            if table in seen:
-                seen[table] |= {row[table == "started"]: row for row in rows}
-            elif table == "groups":
-                # Consumed and ended rows follow; the group is completed when its rollouts come.
-                groups |= {row[0]: (*row[:4], number) for row in rows if row[0] not in known}
-            elif table == "rollouts":
-                for seq, position, body in rows:
-                    if seq in groups:
-                        group = _joined(groups[seq], seen)
-                        if position == 0:
-                            _insert_group(index, group, shard, groups[seq][4])
-                        _insert_rollouts(index, group, [(position, body)], shard, number)
-        self._shards = [*self._shards, file]  # before anybody can see that a body is there
-        index.execute("COMMIT")
-
-
-def log_uri(run_dir: Path) -> str:
-    """Where SQLite reads a run's log, and writes nothing."""
-    path = (run_dir / FILE).resolve()
-    return f"{path.as_uri()}?mode=ro{'' if path.with_name(f'{FILE}-wal').exists() else '&immutable=1'}"
-
-
-def _check(log: sqlite3.Connection, run_dir: Path) -> None:
-    there = log.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
-    written = log.execute("SELECT value FROM meta WHERE key = 'format'").fetchone() if there else ("none yet",)
-    if written != (FORMAT,):
-        raise RunDirError(f"{run_dir / FILE}: expected a log of format {FORMAT}, got {written[0]}")
-
-
-def _joined(group: tuple[Any, ...], seen: dict[str, dict[Any, Any]]) -> tuple[Any, ...]:
-    """A row as `_NEW` gives it, of the tables of a file of the archive."""
-    seq, group_id, task, admitted, _ = group
-    step = seen["consumed"].get(seq, (None, None))[1]
-    version = seen["steps"].get(step, (None, None))[1]
-    dropped = seen["ended"].get(group_id, (None, None, None))[2]
-    peer = seen["started"][group_id][5]
-    return seq, group_id, task, admitted, None if step is None else step + 1, version, dropped, peer
-
-
-def _insert_group(index: sqlite3.Connection, group: Sequence[Any], shard: int | None, row_group: int | None) -> None:
-    seq, group_id, _, *rest = group
-    row = (seq, group_id, *rest, shard, row_group)
-    index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-
-
-def _insert_rollouts(
-    index: sqlite3.Connection,
-    group: Sequence[Any],
-    bodies: Iterable[tuple[int, bytes]],
-    shard: int | None,
-    row_group: int | None,
-) -> None:
-    try:
-        task = wire.decode(group[2], _Task, BODY_BYTES).service
-    except WireError:
-        task = UNREADABLE
-    rows = ((group[0], position, task, *_figures(body), group[4], shard, row_group) for position, body in bodies)
-    index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            task, row_group = UNREADABLE, None
+            with suppress(WireError):
+                task = wire.decode(encoded, Task, BODY_BYTES).service
+            rollouts = log.execute(_BODIES if shard is None else _ARCHIVED_BODIES, (seq,))
+            rows = [(seq, at, task, *_figures(body), step, shard, row_group) for at, body, row_group in rollouts]
+            index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            if shard is not None:
+                (row_group,) = log.execute(
+                    "SELECT row_group FROM temp.all_groups WHERE finished_seq = ?", (seq,)
+                ).fetchone()
+            row = (seq, group_id, admitted, step, version, dropped, peer, shard, row_group)
+            index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None, bool]:
     """Status, reason, reward, tokens, oldest Version and whether it was cut, of one rollout."""
     try:
-        one = wire.decode(body, _Rollout, BODY_BYTES)
+        one = decode_rollout(body)
     except WireError as error:
         return UNREADABLE, str(error), None, 0, None, False
-    versions = [version for turn in one.turns for version in turn.completion.versions]
+    versions = one.sampled_versions
     return (
         one.status,
         one.reason,
-        one.reward.value if one.reward.status == "scored" else None,
+        one.reward.value if one.reward.status is RewardStatus.SCORED else None,
         len(versions),
         min(versions, default=None),
-        bool(one.turns) and one.turns[-1].completion.finish_reason == "length",
+        bool(one.turns) and one.turns[-1].completion.finish_reason is FinishReason.LENGTH,
     )

@@ -3,28 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from shoal import wire
 from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
-from shoal.experience.raw import RawReward, RawRollout
+from shoal.experience.raw import RawGroup, RawReward, decode_rollout
 from shoal.model.answer import parted
-from shoal.observe.view.index import GroupFound, Row
-from shoal.types import Message, Receipt, Role, ToolCall
+from shoal.observe.view.index import Row
+from shoal.types import Message, Role, Task, ToolCall
 
 GLANCE_CHARACTERS = 160
 MOST_CHARACTERS = 20_000
 """Length from which on the middle of a text is left out."""
-
-
-class Asked(msgspec.Struct):
-    """The parts of a `types.Task` that are shown."""
-
-    service: str
-    messages: list[Message] = []
-    answer: str | None = None
-    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +51,10 @@ class Glance:
     answer: str
 
 
-def rollout_of(body: bytes) -> RawRollout:
-    """The rollout in a body. Raises `WireError`."""
-    return wire.decode(body, RawRollout, BODY_BYTES)
-
-
-def asked(group: GroupFound) -> Asked | None:
+def asked(group: RawGroup) -> Task | None:
     """The question of a group; None when it cannot be read."""
     try:
-        return wire.decode(group.task, Asked, BODY_BYTES)
+        return wire.decode(group.task, Task, BODY_BYTES)
     except WireError:
         return None
 
@@ -78,10 +62,10 @@ def asked(group: GroupFound) -> Asked | None:
 def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
     """One rollout, without the question that all of its group begin with."""
     try:
-        one = rollout_of(body)
+        one = decode_rollout(body)
     except WireError as error:
         return Shown(position, "", [], None, "unreadable", "", 0, "", str(error))
-    same = list(question) == one.messages[: len(question)]
+    same = tuple(question) == one.messages[: len(question)]
     versions = sorted(set(one.sampled_versions))
     return Shown(
         position,
@@ -107,7 +91,7 @@ def said(message: Message) -> Said:
 def glance(row: Row) -> Glance:
     """The last question and the answer of a row, a line of each."""
     try:
-        messages = rollout_of(row.body).messages
+        messages = decode_rollout(row.body).messages
     except WireError as error:
         return Glance(row, "", str(error))
     users = [one.content for one in messages if one.role is Role.USER]

@@ -36,14 +36,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
+from shoal.experience.raw import decode_rollout
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import Refused, guarded, uvicorn_config
+from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
 from shoal.observe.export_extras import extras_of
 from shoal.observe.report.records import RunRecords
 from shoal.observe.status import lately, warnings_of
-from shoal.observe.view.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
 from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.reading import asked, glance, rollout_of, said, shortened, shown
+from shoal.observe.view.reading import asked, glance, said, shortened, shown
 from shoal.observe.view.runs import WatchedRun, differences, watched
 from shoal.observe.view.tokens import shades, tokens_of
 from shoal.observe.view.waits import bottleneck
@@ -180,7 +181,7 @@ class ViewServer:
         run = self._run(http)
         group = self._indexes[run.name].group(_asked(http, Place).seq)
         task = asked(group)
-        messages = task.messages if task else []
+        messages = task.messages if task else ()
         return self._page(
             http,
             "group.html",
@@ -200,7 +201,7 @@ class ViewServer:
         extras = self._extras.get(run.name) or extras_of(run.run_dir, reads_log=False)
         if extras.text is not None:  # else the tokenizer may come later
             self._extras[run.name] = extras
-        rollout = rollout_of(group.bodies[place.position])
+        rollout = decode_rollout(group.bodies[place.position])
         tokens = tokens_of(group, place.position, rollout, extras, run.records().config)
         colors = shades(tokens, place.by)
         part = slice(max(0, place.first), max(0, place.first) + MOST_TOKENS)
@@ -249,7 +250,7 @@ class ViewServer:
             known = index.cut_by_step() if index.complete else []
             x, y = thinned([step for step, _ in known], [share for _, share in known])
             lines += [Line(name, "cut", "Share of the step's answers that used up max_tokens.", x, y)] if known else []
-        return [Drawn("Answers cut at max_tokens", True, lines)] if lines else []
+        return [Drawn("Answers cut at max_tokens", is_share=True, is_log=False, lines=lines)] if lines else []
 
 
 def _asked(http: Request, kind: type[T]) -> T:

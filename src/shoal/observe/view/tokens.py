@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from shoal.config import Config
 from shoal.experience.export import Extras, streams
 from shoal.experience.raw import RawGroup, RawRollout
-from shoal.observe.view.index import GroupFound
 
 SHADES = 9
 GIVEN, TRAINED, LATE, UNUSED = "given", "trained", "masked: too old", "not trained"
@@ -33,25 +32,11 @@ class Token:
 
 
 def tokens_of(
-    group: GroupFound, position: int, rollout: RawRollout, extras: Extras, config: Config | None
+    group: RawGroup, position: int, rollout: RawRollout, extras: Extras, config: Config | None
 ) -> list[Token]:
     """All tokens of the rollout at a position of a group."""
     ids, mask, logprobs, versions = streams(rollout.turns)
-    raw = RawGroup(
-        finished_seq=group.seq,
-        id=group.id,
-        task=group.task,
-        admitted_version=group.admitted,
-        peer_id=group.peer,
-        ended_reason=group.dropped,
-        ended_after=None,
-        step=group.step,
-        version=group.version,
-        trained_from=None,
-        masked_tokens=None,
-        bodies=group.bodies,
-    )
-    known = extras.advantages(raw)
+    known = extras.advantages(group)
     values = None if known is None else known[position]
     sampled = iter(values or ())
     oldest = 0

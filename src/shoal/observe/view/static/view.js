@@ -50,7 +50,7 @@ function draw(chart, index, span) {
     margin: { l: 44, r: 12, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "x unified",
     font: { family: "system-ui, sans-serif", size: 12, color: of("--ink") }, uirevision: "kept", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: { bgcolor: of("--paper"), bordercolor: of("--line"), font: { color: of("--ink") } },
-    xaxis: { ...axis, title: { text: "step", standoff: 4 } }, yaxis: { ...axis, tickformat: chart.is_share ? ".0%" : "", rangemode: "tozero" },
+    xaxis: { ...axis, title: { text: "step", standoff: 4 } }, yaxis: { ...axis, tickformat: chart.is_share ? ".0%" : "", rangemode: "tozero", type: chart.is_log ? "log" : "linear" },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
   };
   Plotly.react(box.querySelector(".plot"), chart.lines.map((line) => trace(line, chart, span)), layout, { responsive: true, displayModeBar: false });

@@ -1,14 +1,16 @@
-"""Numbers of runs as lines over the steps, for the page to draw."""
+"""Numbers of runs as lines over the steps, for the page of `shoal view` and the picture of a report to draw."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES, Record
+from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
 from shoal.observe.report.records import RunRecords, column, mean, tasks_of
 
 MOST_POINTS = 1000
 """Longest line that is drawn; in longer runs each point is the mean of several steps."""
+BOUNDED = "staleness_max"
+"""Number beside which its bound, a setting, is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Chart:
     steps: tuple[str, ...] = ()
     evals: tuple[str, ...] = ()
     is_share: bool = False
+    is_log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Drawn:
 
     title: str
     is_share: bool
-    lines: list[Line] = field(default_factory=list)
+    is_log: bool
+    lines: list[Line]
 
 
 OVERVIEW = (
@@ -46,13 +50,14 @@ OVERVIEW = (
     Chart("Held-out reward", evals=("sampled_reward", "greedy_reward")),
     Chart("Held-out full marks", evals=("sampled", "greedy"), is_share=True),
     Chart("Solved, by task", ("solve_rate/",), is_share=True),
-    Chart("Staleness, versions", ("staleness_mean", "staleness_max")),
+    Chart("Staleness, versions", ("staleness_mean", BOUNDED)),
     Chart("Tokens per second", ("tokens_per_s",)),
     Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
+    Chart("Importance ratios", ("ratio_share/",), is_share=True),
+    Chart("Usable data", ("informative_share", "ess", "clipped_share", "masked_share"), is_share=True),
+    Chart("Entropy, KL, gradient norm", ("entropy", "kl", "grad_norm"), is_log=True),
     Chart("Mismatch of engine and trainer, nats", ("mismatch_fresh", "mismatch")),
     Chart("Answer length, tokens", ("length_mean",)),
-    Chart("Groups whose rewards differ", ("informative_share",), is_share=True),
-    Chart("Entropy, nats per token", ("entropy",)),
 )
 WAITS = (
     Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
@@ -75,8 +80,7 @@ def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Drawn
     found = []
     for chart in charts:
         lines = [line for name, run in runs.items() for line in _lines(chart, name, run)]
-        if lines:
-            found.append(Drawn(chart.title, chart.is_share, lines))
+        found += [Drawn(chart.title, chart.is_share, chart.is_log, lines)] if lines else []
     return found
 
 
@@ -98,15 +102,13 @@ def _lines(chart: Chart, run_name: str, run: RunRecords) -> list[Line]:
     lines = []
     for records, name, meanings in wanted:
         names = [name + task for task in tasks_of(records, name[:-1])] if name.endswith("/") else [name]
+        meaning = next((said for known, said in meanings.items() if known.partition("<")[0] == name), "")
         for one in names:
-            line = _line(run_name, one, meanings.get(f"{name}<task>" if name.endswith("/") else name, ""), records)
-            lines += [line] if line else []
+            values = column(records, one)
+            if any(map(math.isfinite, values)):
+                lines.append(Line(run_name, one, meaning, *thinned(column(records, "step"), values)))
+    if run.config is not None and (bounded := next((line for line in lines if line.name == BOUNDED), None)):
+        bound = float(run.config.asynchrony.max_staleness)
+        ends = [bounded.x[0], bounded.x[-1]]
+        lines.append(Line(run_name, "max_staleness", "Bound of the staleness.", ends, [bound, bound]))
     return lines
-
-
-def _line(run: str, name: str, means: str, records: Sequence[Record]) -> Line | None:
-    values = column(records, name)
-    if not any(map(math.isfinite, values)):
-        return None
-    x, y = thinned(column(records, "step"), values)
-    return Line(run, name, means, x, y)

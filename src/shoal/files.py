@@ -1,0 +1,38 @@
+"""Files that are whole: durable, written under another name first, and recognised by their checksum."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def checksum(path: Path) -> str:
+    """BLAKE2b-128 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or a folder's names, survive the loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Gives the name under which a new file is written; at the end it replaces `path`, durably and whole.
+
+    An error leaves what was there. Raises `OSError`.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
