@@ -32,8 +32,10 @@ from shoal.interfaces import Engine, Environment
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.plan import Prepared
-from shoal.run.training import Threads, serving, train
+from shoal.run.assemble import serving
+from shoal.run.devices import Threads
+from shoal.run.prepared import Prepared
+from shoal.run.training import train
 from shoal.trainer.advantage import samples
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import (

@@ -45,7 +45,7 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import torch_environment
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.plan import Prepared
+from shoal.run.prepared import Prepared
 from shoal.run.training import train
 from shoal.types import Completion, Sampling, Split, Task
 

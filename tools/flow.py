@@ -164,7 +164,7 @@ run.loop:TrainLoop._write_version
         trainer.optim:Optimizer.count_push
   weights.store:WeightStore.seal
   experience.buffer:Buffer.record_version
-run.loop:TrainLoop.serve_versions
+run.loop:TrainLoop.load_versions
   engine.pool:EnginePool.update_weights
     engine.pool:EnginePool._load
       engine.replica:load_target

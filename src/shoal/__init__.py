@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from shoal.config import Config as Config
     from shoal.config import load as load
     from shoal.errors import ShoalError as ShoalError
-    from shoal.run.library import Result as Result
     from shoal.run.library import train as train
     from shoal.run.policy import Policy as Policy
     from shoal.run.policy import open_policy as open_policy
+    from shoal.run.result import Result as Result
     from shoal.tasks.sdk import Question as Question
     from shoal.tasks.sdk import task as task
     from shoal.trainer.streams import Streams as Streams
@@ -32,43 +32,20 @@ if TYPE_CHECKING:
     from shoal.types import Task as Task
 
 _HOMES = {
-    "Completion": "types",
-    "Config": "config",
-    "Group": "types",
-    "Message": "types",
-    "Policy": "run.policy",
-    "Question": "tasks.sdk",
-    "Result": "run.library",
-    "Reward": "types",
-    "Rollout": "types",
-    "ShoalError": "errors",
-    "Streams": "trainer.streams",
-    "Task": "types",
-    "TokenLoss": "trainer.streams",
-    "load": "config",
-    "open_policy": "run.policy",
-    "task": "tasks.sdk",
-    "train": "run.library",
+    name: home
+    for home, names in {
+        "config": ("Config", "load"),
+        "errors": ("ShoalError",),
+        "run.library": ("train",),
+        "run.policy": ("Policy", "open_policy"),
+        "run.result": ("Result",),
+        "tasks.sdk": ("Question", "task"),
+        "trainer.streams": ("Streams", "TokenLoss"),
+        "types": ("Completion", "Group", "Message", "Reward", "Rollout", "Task"),
+    }.items()
+    for name in names
 }
-__all__ = [
-    "Completion",
-    "Config",
-    "Group",
-    "Message",
-    "Policy",
-    "Question",
-    "Result",
-    "Reward",
-    "Rollout",
-    "ShoalError",
-    "Streams",
-    "Task",
-    "TokenLoss",
-    "load",
-    "open_policy",
-    "task",
-    "train",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

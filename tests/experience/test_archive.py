@@ -181,3 +181,12 @@ def test_a_damaged_archive_is_one_clear_sentence(run_dir: Path, damage: str) -> 
         file.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
     with pytest.raises(RunDirError, match=r"steps-0-4\.parquet"):
         audit(run_dir)
+
+
+def test_reading_an_ended_run_leaves_no_files_beside_its_log(run_dir: Path) -> None:
+    before = {path.name for path in run_dir.iterdir()}
+    with snapshot(run_dir) as connection:
+        assert connection.execute("SELECT count(*) FROM steps").fetchone()
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("DELETE FROM steps")
+    assert {path.name for path in run_dir.iterdir()} == before

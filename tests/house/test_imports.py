@@ -11,7 +11,6 @@ COMPUTING = (
     "model.loading",
     "model.packed",
     "model.checkpoint_names",
-    "model.dequantise",
     "engine",
     "trainer",
     "run.demo_model",

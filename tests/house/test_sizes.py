@@ -8,11 +8,11 @@ from functools import cache
 from test_layers import SOURCE, known, modules
 
 MOST_LINES = 400
-LARGER = {"run/training.py": 412}
+LARGER: dict[str, int] = {}
 """Files that are still larger, and the lines that they may have."""
 FEW_LINES, MOST_SHORT = 40, 29
 """Fewer lines than the first make a file short; at most the second many may be, empty packages not counted."""
-MOST_DEPTH = 20
+MOST_DEPTH = 12
 """Modules in the longest chain of imports at the top of modules; the aim is 12."""
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
@@ -64,3 +65,13 @@ def test_a_model_that_would_be_computed_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=why):
         load_model(saved(kind, tmp_path, **settings))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_name_of_the_tensor(tmp_path: Path) -> None:
+    path = saved("Llama", tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of its tensors, such as model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(path)

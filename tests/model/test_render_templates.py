@@ -21,14 +21,6 @@ STYLED = list(STYLES)
 
 
 @pytest.mark.parametrize("name", STYLED)
-def test_the_self_test_finds_bridges_in_every_style(name: str) -> None:
-    report = renderer(name).self_test()
-    assert report.bridges_user
-    assert report.bridges_tool == (name != "gemma")
-    assert report.reasoning == (name == "qwen3")
-
-
-@pytest.mark.parametrize("name", STYLED)
 def test_a_prompt_bridged_after_the_template_s_own_answer_is_the_rendered_conversation(name: str) -> None:
     made = renderer(name)
     whole = made.prompt_ids([ASK, ANSWER, NEXT])

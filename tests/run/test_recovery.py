@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import pytest
 
 from buffer_values import group, open_buffer, run_group, train
-from shoal.config import parse
-from shoal.errors import LogBehind, RunDirError
+from shoal.config import RewardConfig, parse
+from shoal.errors import ChildDied, LogBehind, RunDirError
 from shoal.experience import checkpoint
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.reward.service import RewardService
 from shoal.run.loop import TrainLoop
-from shoal.run.recovery import open_buffer as recovery_buffer
-from shoal.run.recovery import recover
-from shoal.run.training import run_meta
+from shoal.run.rewards import ResumableRewards
+from shoal.run.run_dir import open_buffer as recovery_buffer
+from shoal.run.run_dir import run_meta
+from shoal.types import Reward, Task
 from shoal.weights.store import WeightStore
 
 CONFIG = parse({"tasks": [{"name": "gcd"}], "train": {"groups_per_step": 1}, "asynchrony": {"max_staleness": 1}})
@@ -136,6 +139,22 @@ def test_what_a_run_writes_of_others_texts_is_its_users_alone(tmp_path: Path) ->
     asyncio.run(main())
 
 
+class Ending(RewardService):
+    """Rewards whose workers have ended for good."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        raise ChildDied("the reward worker process ended with signal 9")
+
+
+class EndingOfARun(ResumableRewards, Ending):
+    """The same as the rewards of a run."""
+
+
+def test_reward_workers_that_end_for_good_say_how_the_run_goes_on() -> None:
+    with pytest.raises(ChildDied, match="the reward worker process ended with signal 9; go on with --resume"):
+        asyncio.run(EndingOfARun(RewardConfig()).score(Task("t", "sums", (), "4"), ["4"]))
+
+
 class Replaying:
     """A trainer whose weights are the number of steps it trained; says how much was on the disk when it wrote."""
 
@@ -180,7 +199,7 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
             config=CONFIG, engine=engine, trainer=trainer, buffer=buffer, store=store, swarm=None,
             run_dir=run_dir, trackers=trackers,
         )  # fmt: skip
-        await recover(parts, TrainLoop(parts, first_step=9, version=buffer.recovered.version))
+        await TrainLoop(parts, first_step=9, version=buffer.recovered.version).recover()
         trackers.close()
         await buffer.close()
 

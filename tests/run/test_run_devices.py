@@ -2,20 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import Config, EngineConfig, ModelConfig, parse
+from shoal.config import Config, parse
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.run.devices import Devices, devices_of, visible_gpus
-from shoal.run.engines import EngineSettings, _Own
-from shoal.run.standstill import OwnEngines
-from shoal.types import Sampling
+from shoal.run.engines import EngineSettings, OwnEngines, _Own
 
 
 def config(*overrides: str) -> Config:
@@ -88,10 +87,9 @@ def test_a_run_uses_those_gpus_only_that_it_was_given() -> None:
 
 def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> None:
     async def main() -> list[str]:
-        settings = EngineSettings(
-            EngineConfig(count=2), ModelConfig(), tmp_path, 64, Sampling(8), 1, tmp_path, tmp_path
-        )
-        own = _Own(replace(settings, gpus=("4", "GPU-9")), EnginePool(), print, OwnEngines())
+        parts: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices(("4", "GPU-9")))
+        settings = EngineSettings(config("engine.count=2"), parts, tmp_path, 1)
+        own = _Own(settings, EnginePool(), print, OwnEngines())
         seen = []
         for name in ("engine-0", "engine-1"):
             async with own._child(name) as child:

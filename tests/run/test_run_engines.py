@@ -2,16 +2,20 @@
 
 import asyncio
 import socket
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from shoal.config import EngineConfig, ModelConfig
+from shoal.config import parse
+from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.interfaces import EngineInfo
-from shoal.run.engines import EngineSettings, engines
-from shoal.types import Sampling
+from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
+from shoal.run.prepared import Prepared
 from stub_server import Stub, stubbed
 from until import until
 
@@ -25,9 +29,13 @@ def engine_stub() -> Stub:
     return Stub({path: (200, body) for path, body in answers.items()})
 
 
-def settings(urls: list[str], directory: Path) -> EngineSettings:
-    config = EngineConfig(urls=urls)
-    return EngineSettings(config, ModelConfig(), directory, 64, Sampling(8), 1, directory, directory, ask_again_s=0.01)
+def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyncContextManager[EnginePool]:
+    """The engines at these URLs as the engines of a run."""
+    config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}})
+    renderer: Any = SimpleNamespace(stop_token_ids=())
+    service: Any = None
+    prepared = Prepared(directory, renderer, service, 64, 8)
+    return engines(EngineSettings(config, prepared, directory, 1, ask_again_s=0.01), on_event, OwnEngines())
 
 
 def free_url() -> str:
@@ -42,7 +50,7 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
 
     async def run() -> None:
         late_url = free_url()
-        async with stubbed(engine_stub()) as url, engines(settings([url, late_url], tmp_path), said.append) as pool:
+        async with stubbed(engine_stub()) as url, pool_of([url, late_url], tmp_path, said.append) as pool:
             assert [f"no answer from {late_url}" in sentence for sentence in said] == [True]
             await pool.update_weights(1, tmp_path)
             late = Stub() if useless == "is no engine" else engine_stub()
@@ -66,7 +74,7 @@ def test_a_server_of_no_use_at_the_start_ends_it(tmp_path: Path) -> None:
         async with (
             stubbed(Stub()) as useless,
             stubbed(engine_stub()) as url,
-            engines(settings([url, useless], tmp_path), lambda how: None),
+            pool_of([url, useless], tmp_path, lambda how: None),
         ):
             raise AssertionError("it began")
 
@@ -79,7 +87,7 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
     stub = engine_stub()
 
     async def run() -> None:
-        async with stubbed(stub) as url, engines(settings([url], tmp_path), lambda how: None) as pool:
+        async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as pool:
             answers, stub.answers = stub.answers, {}
             await until(lambda: pool.handles[0].state == "away")
             stub.answers = answers

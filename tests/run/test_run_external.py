@@ -8,7 +8,7 @@ from typing import Any, cast
 from shoal.config import parse
 from shoal.experience.buffer import Buffer
 from shoal.run.loop import TrainLoop
-from shoal.run.training import run_meta
+from shoal.run.run_dir import run_meta
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
 from shoal.swarm.identity import Identity

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.interfaces import Purpose
 from shoal.rollout.evaluation import evaluation
-from shoal.run.learning import Learning
+from shoal.run.result import Learning
 from shoal.trainer.advantage import turn_returns
 from shoal.types import Group, Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
 

@@ -16,9 +16,10 @@ from shoal.errors import ConfigError, RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import Record
 from shoal.run.loop import TrainLoop
-from shoal.run.plan import changed_settings, prepare, write_resolved
-from shoal.run.totals import RunTotals
-from shoal.run.training import run_meta, run_training, train
+from shoal.run.plan import prepare
+from shoal.run.result import RunTotals
+from shoal.run.run_dir import changed_settings, run_meta, write_resolved
+from shoal.run.training import run_training, train
 from shoal.weights.store import WeightStore
 
 
@@ -76,7 +77,7 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
         parts: Any = SimpleNamespace(
             config=config, engine=engine, trainer=LaterWeights(), buffer=buffer, store=store, swarm=None
         )
-        await TrainLoop(parts, first_step=3, version=1).serve_recovered(1)
+        await TrainLoop(parts, first_step=3, version=1).load_recovered(1)
         await buffer.close()
 
     asyncio.run(resume())

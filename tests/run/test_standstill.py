@@ -11,7 +11,8 @@ from shoal.clock import run_virtual
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.launch import engine_child
 from shoal.errors import StoodStill
-from shoal.run.standstill import FRUITLESS, STANDSTILLS, OwnEngines, watch_progress
+from shoal.run.engines import OwnEngines
+from shoal.run.standstill import FRUITLESS, STANDSTILLS, watch_progress
 from shoal.types import Sampling
 
 

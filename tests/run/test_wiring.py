@@ -14,7 +14,8 @@ from shoal.experience.buffer import Buffer
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop
-from shoal.run.training import run_meta, sampling_of
+from shoal.run.prepared import sampling_of
+from shoal.run.run_dir import run_meta
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.types import Reward, Sample, Sampling
 from shoal.weights.store import WeightStore
@@ -103,7 +104,7 @@ def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop) -> Recording:
         )  # fmt: skip
         loop = kind(parts, first_step=0, version=0)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(draw_groups(buffer)), tasks.create_task(loop.serve_versions())]
+            beside = [tasks.create_task(draw_groups(buffer)), tasks.create_task(loop.load_versions())]
             await loop.run(tasks)
             for task in beside:
                 task.cancel()

@@ -13,10 +13,8 @@ import typer
 
 from shoal.cli import judge as judge_commands
 from shoal.cli import rewards as rewards_commands
-from shoal.cli import status as status_command
 from shoal.cli import swarm as swarm_commands
 from shoal.cli import task as task_commands
-from shoal.cli import view as view_command
 from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
@@ -93,19 +91,16 @@ def train(
 
         show(plan(settings, resume=resume), json_)
         return
-    from dataclasses import asdict
-
-    from shoal.observe.progress import LiveProgress
     from shoal.observe.report import write_report
-    from shoal.run.training import run_training
+    from shoal.run.library import train_with_progress
 
-    with stoppable(settings.run_dir), LiveProgress(settings.train.steps, settings.asynchrony.max_staleness) as progress:
-        outcome = run_training(settings, resume=resume, listeners=[progress.update])
-    png, html = write_report(Path(outcome.run_dir))
-    print(f"model: {Path(outcome.run_dir) / 'model'}\nreport: {png} and {html}", file=sys.stderr)
-    show(asdict(outcome), json_)
-    if outcome.warning:
-        warn(outcome.warning)
+    with stoppable(settings.run_dir):
+        result = train_with_progress(settings, resume=resume)
+    png, html = write_report(result.run_dir)
+    print(f"model: {result.model}\nreport: {png} and {html}", file=sys.stderr)
+    show(result.figures, json_)
+    if result.warning:
+        warn(result.warning)
 
 
 @app.command(name="eval", cls=WithSettings, epilog=HELP)
@@ -147,11 +142,9 @@ def serve(
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
         known = f" -H 'Authorization: Bearer {key}'" if key else ""
         curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{known} -d '{body}'"
-        print(f"{url}/v1", curl, sep="\n")
-        sys.stdout.flush()
+        print(f"{url}/v1", curl, sep="\n", flush=True)
 
-    threads = cores()
-    uvloop.run(serve_model(config.model, host=host, port=port, threads=threads, announce=announce))
+    uvloop.run(serve_model(config.model, host=host, port=port, threads=cores(), announce=announce))
 
 
 @app.command()
@@ -196,8 +189,39 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
     raise typer.Exit(result.exit_code)
 
 
-app.command()(status_command.status)
-app.command()(view_command.view)
+@app.command()
+def status(run: RunArgument, json_: JsonFlag = False) -> None:
+    """Show a run's state, task by task: groups running, waiting, trained, failed or dropped, with reasons."""
+    from shoal.observe.status import status as status_of
+    from shoal.observe.status import status_lines
+
+    values = status_of(run)
+    print(json.dumps(values) if json_ else "\n".join(status_lines(values)))
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run directories; the newest under runs/ when none.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Beyond loopback the address that is printed has a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+) -> None:
+    """Watch runs on a page: curves, rollouts, tokens, waits. Run directories are only read."""
+    import webbrowser
+
+    import uvloop
+
+    from shoal.observe.view.runs import newest_run
+    from shoal.observe.view.server import serve_view
+
+    def announce(url: str) -> None:
+        print(url, flush=True)
+        if not no_open:
+            webbrowser.open(url)
+
+    uvloop.run(serve_view(runs or [newest_run(Path("runs"))], host=host, port=port, announce=announce))
 
 
 @app.command()

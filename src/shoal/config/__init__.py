@@ -233,12 +233,6 @@ def _siblings(path: Sequence[str]) -> list[str]:
     """The keys that would have been right where `path` ends."""
     model: type[Section] = Config
     for part in path[:-1]:
-        if part in LOSSES:
-            model = LOSSES[part]
-        elif part == "tasks":
-            model = TaskConfig
-        elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, Section):
-                model = annotation
+        inner: dict[str, type[Section]] = {**LOSSES, "tasks": TaskConfig, **model.sections()}
+        model = inner.get(part, model)
     return list(model.model_fields)

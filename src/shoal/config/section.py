@@ -22,6 +22,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @classmethod
+    def sections(cls) -> "dict[str, type[Section]]":
+        """Sections within this one, by name."""
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, values: object) -> object:

@@ -45,16 +45,6 @@ class Answer:
     """Whether `content` has text that looks like a call but is not well-formed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateReport:
-    """Abilities of a template. Without a bridge each turn is rendered in full, as a new row."""
-
-    call_format: CallFormat
-    bridges_user: bool
-    bridges_tool: bool
-    reasoning: bool
-
-
 class ChatRenderer:
     """Implements `interfaces.Renderer` for one tokenizer and its template."""
 
@@ -122,7 +112,7 @@ class ChatRenderer:
         opened = self._opens_thought(template)
         if after is not None and (after.reasoning or after.content):
             opened = not after.content
-        ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
+        ids = self._without_stop(token_ids)
         if not (tools and self.takes_tools):
             said = self._parted(ids, opened)
             return Answer(said.answer, said.thought)
@@ -139,7 +129,7 @@ class ChatRenderer:
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
         """Message of a sampled answer to a prompt, with thought and answer apart."""
-        ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
+        ids = self._without_stop(token_ids)
         said = self._parted(ids, self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:]))))
         return Message(Role.ASSISTANT, said.answer, reasoning=said.thought)
 
@@ -161,17 +151,6 @@ class ChatRenderer:
         ids = self.token_ids(native)
         back = self.message(ids, prompt_ids)
         return ids if (back.reasoning, back.content) == (said.thought, said.answer) else None
-
-    def self_test(self) -> TemplateReport:
-        """Abilities of the template, found by trial. Raises `SessionError` when it cannot even render a question."""
-        self.prompt_ids([Message(Role.USER, "question")])
-        call = Message(Role.TOOL, "result", tool_call_id="000000000")
-        return TemplateReport(
-            call_format=self.call_format,
-            bridges_user=self._bridges([Message(Role.USER, "question")]),
-            bridges_tool=self.takes_tools and self._bridges([call]),
-            reasoning=self._reasons,
-        )
 
     def _rendered(self, messages: Sequence[Message], tools: str, template: str, *, prompt: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
@@ -195,7 +174,6 @@ class ChatRenderer:
         unique = all(text.count(mark) == 1 for text in (base, full) for mark in (ASKED, ANSWERED))
         # A template's text before the answer must not depend on later messages. Its text in the answer's head may (Qwen
         # 3 shows an empty thought in the last answer only), because the sampled tokens replace it.
-        # head may (Qwen 3 shows an empty thought in the last one only): the drawn tokens stand there.
         if not unique or base[:asked_end] != full[:asked_end]:
             return None
         answered_end = full.find(ANSWERED) + len(ANSWERED)
@@ -210,14 +188,6 @@ class ChatRenderer:
                 self._bases.pop(next(iter(self._bases)), None)
             self._bases[key] = self._rendered(before, tools, template, prompt=False)
         return self._bases[key]
-
-    def _bridges(self, tail: Sequence[Message]) -> bool:
-        """Whether the tail has a bridge whose tokens alone equal its tokens within the whole."""
-        text = self._bridge(tail, "", "")
-        if text is None:
-            return False
-        full = self._rendered([Message(Role.USER, ASKED), _stand_in(tail), *tail], "", "")
-        return self.token_ids(full) == self.token_ids(full.removesuffix(text)) + self._closed(text)
 
     def _closed(self, text: str) -> list[int]:
         """Tokens of a bridge, whose close is the stop token by itself.
@@ -272,6 +242,9 @@ class ChatRenderer:
             return said
         # The marks are special tokens, which plain text lacks.
         return Parted(self._plain(raw.thought), self._plain(raw.answer), raw.complete)
+
+    def _without_stop(self, token_ids: Sequence[int]) -> list[int]:
+        return list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
 
     def _plain(self, text: str) -> str:
         return self.text(self.token_ids(text))

@@ -1,15 +1,18 @@
 """GGUF files as Hugging Face directories.
 
 Engine, trainer, renderer and plan read directories. So a file is dequantised once, to float32, with its tokenizer and
-chat template beside it (`dequantise.py`). The cache keeps the directory.
+chat template beside it, by a process of `python -m shoal.model.gguf DIRECTORY FILE`. The cache keeps the directory.
 """
 
 import hashlib
 import importlib.util
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.model.made_models import make
+from shoal.net.process import die_with_parent
 
 SMOLLM2 = "smollm2"
 """Name of SmolLM2-135M-Instruct in `model.path`; a wheel of the package index brings its file."""
@@ -50,5 +53,37 @@ def convert(file: Path) -> Path:
     file = file.resolve()
     state = file.stat()
     identity = hashlib.blake2b(f"{file} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=6).hexdigest()
-    directory, _ = make(f"{file.stem}-{identity}", "shoal.model.dequantise", [str(file)])
+    directory, _ = make(f"{file.stem}-{identity}", "shoal.model.gguf", [str(file)])
     return directory
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the directory of a GGUF file; prints an error and returns 1 when the file cannot be read."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    directory, file = Path(arguments[0]), Path(arguments[1])
+    sys.stderr.write(f"reading {file.name} (once)\n")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+        )
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        sys.stderr.write(f"{file}: cannot be read as a model: {str(error).splitlines()[0]}\n")
+        return 1
+    model.hf_quantizer = None  # nothing is quantised any more, and a quantised model cannot be saved
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -122,11 +122,13 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path)
         refuse_unsupported(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if missing := sorted(loaded["missing_keys"]):  # transformers draws them at random
+        raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
     _refuse_different(model)
     if gradient_checkpointing:

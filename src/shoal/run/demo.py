@@ -3,29 +3,18 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-
-from pydantic import JsonValue
 
 from shoal.config import Config, parse
 from shoal.model.gguf import SMOLLM2
 from shoal.model.made_models import cache_directory
 from shoal.model.renderer_loading import local_directory
-from shoal.observe.progress import LiveProgress
 from shoal.observe.report import write_report
-from shoal.run.demo_model.warm_start import REWRITE, demo_model
-from shoal.run.training import run_training
+from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
+from shoal.run.library import train_with_progress
 
 LARGEST_TERM = 20
-DEMO_TASK: dict[str, JsonValue] = {
-    "name": "spell_backward",
-    "params": {"min_word_len": 3, "max_word_len": 5},
-    "rewrite": [list(pair) for pair in REWRITE],
-    "reward": "correct",
-}
-"""Task that the embedded model was made for."""
-
 LEARNED = (
     "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
     "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
@@ -59,14 +48,8 @@ def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
 
 def sums(largest: int) -> Iterator[dict[str, str]]:
     """Questions for each pair of numbers from 1 to `largest`."""
-    for a in range(1, largest + 1):
-        for b in range(1, largest + 1):
-            yield {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
-
-
-def write_sums(path: Path) -> None:
-    """Writes the questions of `real_config` as a JSONL file."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in sums(LARGEST_TERM)))
+    for a, b in product(range(1, largest + 1), repeat=2):
+        yield {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
 
 
 def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
@@ -76,7 +59,7 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
     """
     questions = cache_directory() / f"sums-{LARGEST_TERM}.jsonl"
     questions.parent.mkdir(parents=True, exist_ok=True)
-    write_sums(questions)
+    questions.write_text("".join(json.dumps(row) + "\n" for row in sums(LARGEST_TERM)))
     folder = run_dir or Path("runs") / time.strftime("demo-real-%Y%m%d-%H%M%S")
     return parse(
         {
@@ -84,13 +67,7 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
             "seed": seed,
             "model": {"path": SMOLLM2, "dtype": "bfloat16"},
             "tasks": [
-                {
-                    "name": "sums",
-                    "service": "jsonl",
-                    "path": str(questions),
-                    "scorer": "number",
-                    "eval_share": 0.5,
-                }
+                {"name": "sums", "service": "jsonl", "path": str(questions), "scorer": "number", "eval_share": 0.5},
             ],
             "rollout": {"group_size": 8, "max_tokens": 32},
             "train": {"steps": 40, "groups_per_step": 6, "lr": 1e-5},
@@ -112,12 +89,10 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
     else:
         warm_start_s, learned = demo_model().warm_start_s, LEARNED
     began_s = time.monotonic()
-    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as progress:
-        outcome = run_training(config, listeners=[progress.update])
-    png, html = write_report(Path(outcome.run_dir))
+    result = train_with_progress(config)
+    png, html = write_report(result.run_dir)
     words = (
-        f"held-out accuracy, sampled: {outcome.accuracy_before:.1%} -> {outcome.accuracy_after:.1%}, "
-        f"greedy: {outcome.greedy_before:.1%} -> {outcome.greedy_after:.1%}\n{learned}\nreport: {png} and {html}"
+        f"held-out accuracy, sampled: {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}, "
+        f"greedy: {result.greedy_before:.1%} -> {result.greedy_after:.1%}\n{learned}\nreport: {png} and {html}"
     )
-    wall_s = time.monotonic() - began_s
-    return {**asdict(outcome), "wall_s": wall_s, "warm_start_s": warm_start_s}, words
+    return {**result.figures, "wall_s": time.monotonic() - began_s, "warm_start_s": warm_start_s}, words

@@ -1,19 +1,32 @@
-"""Devices assign each process of a run a GPU of its own, unless the configuration asks for sharing, or the CPU.
+"""Devices assign each process of a run its cores and a GPU of its own, unless the configuration asks for sharing.
 
-GPUs are named as in CUDA_VISIBLE_DEVICES. Each child process sees only its own.
+GPUs are named as in CUDA_VISIBLE_DEVICES. Each child process sees only its own. Without any the CPU computes.
 """
 
 import ctypes
 import runpy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ConfigError
+from shoal.net.process import cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def _half() -> int:
+    return max(1, cores() // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Cores of each computing process: half of the machine's, unless said otherwise."""
+
+    engine: int = field(default_factory=_half)
+    trainer: int = field(default_factory=_half)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import psutil
 
 from shoal.errors import SandboxUnavailable
 from shoal.model.made_models import cache_directory
-from shoal.net import process
+from shoal.net.process import cores
+from shoal.run.devices import Threads
 from shoal.sandbox.runner import strongest
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
@@ -27,13 +28,13 @@ OPTIONAL = {
 
 def diagnosis() -> dict[str, object]:
     """Collects a line per finding; a value that begins with `missing` needs action."""
-    cores = process.cores()
+    threads = Threads()
     memory = psutil.virtual_memory()
     cache = cache_directory()
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
-        "cores": cores,
-        "threads": f"{max(1, cores // 2)} for the engine, {max(1, cores // 2)} for the trainer",
+        "cores": cores(),
+        "threads": f"{threads.engine} for the engine, {threads.trainer} for the trainer",
         "memory": f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB",
         "gpu": "nvidia-smi found" if shutil.which("nvidia-smi") else "none: everything runs on the CPU",
         "sandbox": _sandbox(),

@@ -9,26 +9,28 @@ The run continues while engines come and go. It ends when none answers for long,
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.config import EngineConfig, ModelConfig
+from shoal.config import Config
 from shoal.engine.detect_server import connect
+from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
-from shoal.net.process import GRACE_S
-from shoal.run.standstill import OwnEngines
-from shoal.types import Sampling
+from shoal.net.process import GRACE_S, Child
+from shoal.run.prepared import Prepared, sampling_of
 
 START_TIMEOUT_S = 300.0
 PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
 SHORT_LIFE_S = 60.0
 SHORT_LIVES = 3  # in a row, after which an engine is not started again
 ASK_AGAIN_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+"""Seconds that an engine may take to report its state."""
 
 OnEvent: TypeAlias = Callable[[str], None]
 """Callback that gets a sentence about a lost or missing engine."""
@@ -38,46 +40,58 @@ OnEvent: TypeAlias = Callable[[str], None]
 class EngineSettings:
     """Settings that every engine of a run is started with or checked against."""
 
-    engine: EngineConfig
-    model: ModelConfig
-    model_dir: Path
-    max_model_len: int
-    sampling: Sampling
+    config: Config
+    prepared: Prepared
+    run_dir: Path
     threads: int
     """Cores that all engines of this machine have together."""
-    logs: Path
-    weights: Path
-    """Folder of all Versions of the run."""
-    gpus: Sequence[str] = ()
-    """GPUs of this run's engine processes, one each; none on the CPU."""
     recovered: int = 0
     """Newest Version of the run so far."""
     ask_again_s: float = ASK_AGAIN_S
     """Seconds until a remote engine that could not join is asked again."""
 
 
+@dataclass(slots=True)
+class OwnEngines:
+    """Engine processes of this run, which it may resume or restart."""
+
+    running: dict[str, tuple[Child, HttpEngine]] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """Engines that are starting, which have a deadline of their own."""
+
+    async def helped(self) -> list[str]:
+        """Resumes paused engines and kills silent ones, which then start again; returns a sentence for each."""
+        actions = [f"{name} is starting" for name in sorted(self.starting)]
+        for name, (child, engine) in list(self.running.items()):
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await engine.alive()
+                    if await engine.paused():
+                        await engine.resume()
+                        actions.append(f"{name} was paused and is resumed")
+            except (EngineError, TimeoutError):
+                child.kill()
+                actions.append(f"{name} does not answer and is started again")
+        return actions
+
+
 @asynccontextmanager
-async def engines(
-    settings: EngineSettings, on_event: OnEvent, own: OwnEngines | None = None
-) -> AsyncIterator[EnginePool]:
+async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) -> AsyncIterator[EnginePool]:
     """Opens the pool once it has all own engines, or one remote engine.
 
     Raises `ChildDied` when an engine cannot be started or kept. Raises `ConfigError` for a remote engine that lacks
     what is needed, and `EngineUnavailable` when no remote engine answers.
     """
-    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.model_dir, recovered=settings.recovered)
-    names = settings.engine.urls or _own_names(settings.engine.count)
+    engine = settings.config.engine
+    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.prepared.model_dir, recovered=settings.recovered)
+    names = engine.urls or _own_names(engine.count)
     failures: list[str] = []
-    keep = (
-        _Remote(settings, pool, on_event, failures)
-        if settings.engine.urls
-        else _Own(settings, pool, on_event, own or OwnEngines())
-    ).keep
+    keeper = _Remote(settings, pool, on_event, failures) if engine.urls else _Own(settings, pool, on_event, own)
     ready = [asyncio.Event() for _ in names]
     try:
         async with asyncio.TaskGroup() as tasks:
-            keepers = [
-                tasks.create_task(keep(name, event), name=f"keeping {name}")
+            keeping = [
+                tasks.create_task(keeper.keep(name, event), name=f"keeping {name}")
                 for name, event in zip(names, ready, strict=True)
             ]
             for event in ready:
@@ -86,10 +100,10 @@ async def engines(
                 raise EngineUnavailable("; ".join(failures))
             for failure in failures:
                 on_event(failure)
-            keepers.append(tasks.create_task(pool.watch(), name="watching the engines"))
+            keeping.append(tasks.create_task(pool.watch(), name="watching the engines"))
             yield pool
-            for keeper in keepers:
-                keeper.cancel()
+            for task in keeping:
+                task.cancel()
     finally:
         await pool.aclose()
 
@@ -145,17 +159,18 @@ class _Own:
                 await self.pool.leave(name)
 
     def _child(self, name: str) -> EngineChild:
-        settings = self.settings
+        config, prepared, run_dir = self.settings.config, self.settings.prepared, self.settings.run_dir
+        gpus = dict(zip(_own_names(config.engine.count), prepared.devices.engines, strict=False))  # none on the CPU
         return engine_child(
-            settings.model_dir,
-            settings.engine,
-            settings.model,
-            max_model_len=settings.max_model_len,
-            threads=max(1, settings.threads // settings.engine.count),
-            log=settings.logs / f"{name}.log",
+            prepared.model_dir,
+            config.engine,
+            config.model,
+            max_model_len=prepared.max_model_len,
+            threads=max(1, self.settings.threads // config.engine.count),
+            log=run_dir / "logs" / f"{name}.log",
             name=name,
-            gpu=settings.gpus[_own_names(settings.engine.count).index(name)] if settings.gpus else None,
-            weights=settings.weights,
+            gpu=gpus.get(name),
+            weights=run_dir / "weights",
         )
 
 
@@ -175,15 +190,12 @@ class _Remote:
         Raises `ConfigError` or `RequestRefused` for an unusable engine at the start; later, other engines serve the
         run.
         """
-        reported = False
+        reported, config, prepared = False, self.settings.config, self.settings.prepared
+        sampling, model_dir = sampling_of(config, prepared), prepared.model_dir
         while True:
             try:
-                engine = await connect(
-                    url,
-                    on_update=self.settings.engine.on_update,
-                    model_dir=self.settings.model_dir,
-                    sampling=self.settings.sampling,
-                )
+                on_update = config.engine.on_update
+                engine = await connect(url, on_update=on_update, model_dir=model_dir, sampling=sampling)
                 await self.pool.join(url, engine)
                 return
             except EngineUnavailable as error:

@@ -15,8 +15,8 @@ from shoal.interfaces import Environment, Exchange, Scorer
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import PER_ADDRESS, uvicorn_config
 from shoal.reward.service import RewardService
-from shoal.run.assemble_rollouts import own_scorer
-from shoal.run.plan import Prepared
+from shoal.run.prepared import Prepared
+from shoal.run.rewards import own_scorer
 from shoal.swarm.answerers import ChatModel, ModelAt, RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import Generator, GeneratorPace
@@ -27,7 +27,6 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node, NodeDeps
 from shoal.swarm.options import NatsOptions
 from shoal.tasks.library import library_of
-from shoal.tasks.mixture import Mixture
 from shoal.types import Split
 
 FOLDER = "swarm"
@@ -65,13 +64,13 @@ async def swarm_node(
     if exchange is None and not config.swarm.servers:
         yield None
         return
-    service, folder = prepared.service, run_dir / FOLDER
-    services = service.services if isinstance(service, Mixture) else [service]
+    services, folder = list(prepared.environments.values()), run_dir / FOLDER
     async with AsyncExitStack() as stack:
         joined = await stack.enter_async_context(_joined(config, folder, services, exchange))
         if apart and config.swarm.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
-            scorer = await stack.enter_async_context(own_scorer(alone, prepared, run_dir / "logs" / "peers.log"))
+            log = run_dir / "logs" / "peers.log"
+            scorer = await stack.enter_async_context(own_scorer(alone, prepared, log, resumable=True))
         deps = NodeDeps(
             *joined[:2],
             prepared.renderer,
@@ -81,8 +80,8 @@ async def swarm_node(
             max(config.rollout.group_size, 2),
             config.train.groups_per_step,
         )
-        with snapshot(run_dir) as log:
-            trained = external_groups(log, MOST_REMEMBERED)
+        with snapshot(run_dir) as connection:
+            trained = external_groups(connection, MOST_REMEMBERED)
         yield Node(deps, config.swarm, joined[2], folder, seed=config.seed, trained=trained)
 
 

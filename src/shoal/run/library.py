@@ -5,45 +5,20 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from pydantic import JsonValue
 
-from shoal.config import Config, Section, parse
+from shoal.config import Config, parse
 from shoal.errors import ConfigError, TaskError
 from shoal.plugins import name_of
-from shoal.run.demo import DEMO_TASK
+from shoal.run.demo_model.warm_start import DEMO_TASK
+from shoal.run.result import Result
 from shoal.tasks.sdk import Definition
 
 TaskSource: TypeAlias = str | Path | Mapping[str, object] | Definition | type
 """Reasoning-gym dataset by name, JSONL file, table of `[[tasks]]`, or environment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Figures and directory of a finished run. Accuracies are held-out; rewards are means of a tenth."""
-
-    accuracy_before: float
-    accuracy_after: float
-    greedy_before: float
-    greedy_after: float
-    reward_first: float
-    reward_last: float
-    steps: int
-    run_dir: Path
-
-    @property
-    def model(self) -> Path:
-        """Path of the trained model, a Hugging Face directory."""
-        return self.run_dir / "model"
-
-    def report(self) -> Path:
-        """Writes report.png and report.html into the run directory; returns the page's path."""
-        from shoal.observe.report import write_report
-
-        return write_report(self.run_dir)[1]
 
 
 def train(
@@ -65,25 +40,21 @@ def train(
     >>> from shoal import train
     >>> result = train(steps=50, lr=3e-4, max_tokens=12)  # doctest: +SKIP
     """
+    config = config_of(model, tasks, reward, **settings)
+    if progress:
+        return train_with_progress(config, resume=resume)
+    from shoal.run.training import run_training
+
+    return run_training(config, resume=resume)
+
+
+def train_with_progress(config: Config, *, resume: bool = False) -> Result:
+    """Trains as a configuration says and shows the progress. Raises a `ShoalError`."""
     from shoal.observe.progress import LiveProgress
     from shoal.run.training import run_training
 
-    config = config_of(model, tasks, reward, **settings)
-    if not progress:
-        outcome = run_training(config, resume=resume)
-    else:
-        with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as shown:
-            outcome = run_training(config, resume=resume, listeners=[shown.update])
-    return Result(
-        outcome.accuracy_before,
-        outcome.accuracy_after,
-        outcome.greedy_before,
-        outcome.greedy_after,
-        outcome.reward_first,
-        outcome.reward_last,
-        outcome.steps,
-        Path(outcome.run_dir),
-    )
+    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as shown:
+        return run_training(config, resume=resume, listeners=[shown.update])
 
 
 def config_of(
@@ -98,17 +69,12 @@ def config_of(
     4
     """
     tree: dict[str, JsonValue] = {"run_dir": str(Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))}
-    for keyword, value in settings.items():
-        path = _setting(keyword, value)
-        node: dict[str, JsonValue] = tree
-        for part in path[:-1]:
-            inner = node.setdefault(part, {})
-            assert isinstance(inner, dict), f"{part} is a section"
-            node = inner
-        node[path[-1]] = _plain(keyword, value)
-    section = tree.setdefault("model", {})
-    assert isinstance(section, dict), "model is a section"
-    section["path"] = os.fspath(model)
+    for keyword, value in {**settings, "path": os.fspath(model)}.items():
+        home = _home(keyword)
+        section = tree.setdefault(home, {}) if home else tree
+        if not isinstance(section, dict):
+            raise ConfigError(f"{home}: expected a table of settings, got {section!r}")
+        section[keyword] = _plain(keyword, value)
     scorer: dict[str, JsonValue] = {}
     if reward is not None:
         scorer["scorer"] = {"name": "function", "path": name_of("reward", reward)}
@@ -116,24 +82,18 @@ def config_of(
     return parse(tree)
 
 
-def _setting(keyword: str, value: object) -> list[str]:
-    """Path of a keyword in the configuration: the top, [train], or the one section that has it."""
-    fields = Config.model_fields
-    if keyword in fields and not (keyword == "train" and not isinstance(value, dict)):
-        return [keyword]
-    sections = {name: kind for name, field in fields.items() if (kind := _section(field.annotation)) is not None}
-    homes = [name for name, kind in sections.items() if keyword in kind.model_fields]
+def _home(keyword: str) -> str | None:
+    """Section of a keyword: [train], or the one section that has it; None for a setting at the top, and a section."""
+    if keyword in Config.model_fields:
+        return None
+    homes = [name for name, section in Config.sections().items() if keyword in section.model_fields]
     if "train" in homes:
-        return ["train", keyword]
-    if len(homes) == 1:
-        return [homes[0], keyword]
+        return "train"
     if not homes:
         raise ConfigError(f"{keyword}: no setting has this name; see docs/configuration.md")
-    raise ConfigError(f"{keyword}: {', '.join(homes)} have it; say which, as in {homes[0]}={{{keyword!r}: ...}}")
-
-
-def _section(annotation: object) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    if len(homes) > 1:
+        raise ConfigError(f"{keyword}: {', '.join(homes)} have it; say which, as in {homes[0]}={{{keyword!r}: ...}}")
+    return homes[0]
 
 
 def _plain(keyword: str, value: object) -> JsonValue:

@@ -1,21 +1,20 @@
-"""The training loop takes groups, trains them, writes Versions, saves checkpoints and evaluates.
+"""The training loop takes groups, trains them, and brings each new Version to the engines.
 
     step         consumes groups; waits for the buffer, then for the trainer
-    write        waits for the trainer to write a Version, and for nothing else
+    write        has the trainer write a Version, and records it in the log; waits for nothing else
     load         has engines load the newest Version; waits for them; unblocks admission
     evaluation   runs beside the others and waits for the engine only
 
-Generation continues during each of them.
+Generation continues during each of them. `recover` brings the loop to where an ended run stopped: the log is the truth,
+and a checkpoint saves repeated computation.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -26,17 +25,14 @@ from shoal.experience.buffer import STALE, Buffer
 from shoal.experience.schema import StepRecord
 from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
 from shoal.observe.metrics import Trackers
-from shoal.reward.service import FULL
 from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.assemble_rollouts import scorer_values
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
-from shoal.run.learning import Learning
-from shoal.run.totals import RunTotals
+from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
-from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
+from shoal.trainer.messages import StepStats
 from shoal.trainer.packing import mixed
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import Group, Sample, Task
@@ -47,7 +43,6 @@ MOST_GROUPS = 16
 """Multiple of the groups that fill the engine: most rollouts may wait for tools."""
 PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
 CANARY_TOKENS = 64
-RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +75,24 @@ class TrainLoop:
         self.totals = RunTotals()
         self._engine_info: EngineInfo | None = None
         self._engine_shares: list[float] = []  # busy ones, since the step before
-        self._to_serve: WrittenVersion | None = None
-        self._new_version = asyncio.Event()
-        self._served = asyncio.Event()
-        self._served.set()
+        self._newest: WrittenVersion | None = None  # which engines have loaded, or will load
+        self._to_load = asyncio.Event()
+        self._loaded = asyncio.Event()
+        self._loaded.set()
         self._evaluation: asyncio.Task[None] | None = None
         self._archiving: asyncio.Task[None] | None = None
         self._archived = -1
         self._busy_s = 0.0
         self._recorded_s = time.monotonic()
-        self._lost = self._losses()
+        self._counted = self._counts()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Trains the remaining steps, then waits until engines serve the last Version."""
+        """Trains the remaining steps, then waits until engines have loaded the last Version."""
         train = self._config.train
         self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
-            await self._step(step, push=last or (step + 1) % train.push_every == 0)
+            await self._step(step, new_version=last or (step + 1) % train.push_every == 0)
             if last or (step + 1) % self._config.checkpoint.every_steps == 0:
                 await self._save(step)
                 await self._archive(step, tasks)
@@ -107,20 +102,20 @@ class TrainLoop:
         for beside in (self._evaluation, self._archiving):
             if beside is not None:
                 await beside
-        await self._served.wait()
+        await self._loaded.wait()
 
-    async def serve_versions(self) -> None:
+    async def load_versions(self) -> None:
         """Has engines load each newest Version, for ever."""
         while True:
-            await self._new_version.wait()
-            self._new_version.clear()
-            written = self._to_serve
+            await self._to_load.wait()
+            self._to_load.clear()
+            written = self._newest
             assert written is not None
             await self._parts.engine.update_weights(written.version, written.path)
             self._parts.buffer.on_loaded(written.version)
             self._parts.store.remove_before(written.version)
-            if not self._new_version.is_set():
-                self._served.set()
+            if not self._to_load.is_set():
+                self._loaded.set()
 
     async def watch_engine(self) -> None:
         """Polls the engine for ever, and lets more groups run while it has little to do."""
@@ -150,7 +145,24 @@ class TrainLoop:
         if evaluated.failure:
             self._parts.trackers.log_event("rollout_failed", reason=evaluated.failure)
 
-    async def replay(self, record: StepRecord) -> None:
+    async def recover(self) -> None:
+        """Brings the trainer to the log's end: the newest intact checkpoint, then every recorded step after it."""
+        parts, recovered = self._parts, self._parts.buffer.recovered
+        damages: list[str] = []
+        saved = await asyncio.to_thread(checkpoint.intact, parts.run_dir, damages.append)
+        for damage in damages:
+            parts.trackers.log_event("checkpoint_damaged", reason=damage)
+        if saved is not None:
+            await parts.trainer.load(saved.path)
+        await asyncio.to_thread(parts.store.keep_only, recovered.version)  # a resume needs no more disk than a run
+        for record in await parts.buffer.steps_after(saved.step if saved else -1):
+            await self._replay(record)
+        if recovered.version > 0:
+            await self.load_recovered(recovered.version)
+            counts = {"waiting": float(recovered.waiting), "interrupted": float(recovered.interrupted)}
+            parts.trackers.log_event("resumed", step=self.first_step, **counts)
+
+    async def _replay(self, record: StepRecord) -> None:
         """Repeats a step that the log has but the checkpoint lacks, on the same groups, with a new Version if it had
         one.
 
@@ -167,7 +179,7 @@ class TrainLoop:
         else:
             await self._parts.trainer.write_version(None)
 
-    async def _step(self, step: int, *, push: bool) -> None:
+    async def _step(self, step: int, *, new_version: bool) -> None:
         parts, version = self._parts, self.version
         train = self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
@@ -179,7 +191,7 @@ class TrainLoop:
             encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = self._rows([*groups, *external], version)
-        after = version + 1 if push else version
+        after = version + 1 if new_version else version
         ids = [group.id for group in groups]
         async with asyncio.TaskGroup() as both:
             recorded = both.create_task(
@@ -191,9 +203,10 @@ class TrainLoop:
         self._busy_s += stats.seconds
         if stats.refused_updates:
             parts.trackers.log_event("updates_refused", step=step + 1, reason="the gradient is not finite")
-        if push:
+        if new_version:
             await self._write_version(after)
-            self._serve_newest()
+            self._loaded.clear()
+            self._to_load.set()
         values = self._step_values(version, groups, stats, late_tokens)
         if parts.swarm is not None:
             values |= parts.swarm.stepped(groups, external)
@@ -234,7 +247,7 @@ class TrainLoop:
         exact = await self._parts.buffer.record_version(version, written.checksum)
         if not exact:
             self._parts.trackers.log_event("replay_not_exact", version=version)
-        self._to_serve, self.version = written, version
+        self._newest, self.version = written, version
 
     async def _write_canary(self, directory: Path) -> None:
         """Writes the logprobs of the new weights on one prompt; engines of other projects are checked by them."""
@@ -243,23 +256,19 @@ class TrainLoop:
         bound = PARITY_BOUND_NATS[self._config.model.dtype]
         await asyncio.to_thread(canary.write, canary.Canary(tuple(row), logprobs, bound), directory)
 
-    def _serve_newest(self) -> None:
-        self._served.clear()
-        self._new_version.set()
-
-    async def serve_recovered(self, version: int) -> None:
+    async def load_recovered(self, version: int) -> None:
         """Has engines load `version` from the ended run's files.
 
-        Without these files the trainer's weights serve; they differ only if steps without a Version followed.
+        Without these files the trainer writes its weights; they differ only if steps without a Version followed.
         """
-        if self._to_serve is None:
+        if self._newest is None:
             kept = await asyncio.to_thread(self._parts.store.kept, version)
             if kept is not None and await self._parts.buffer.record_version(version, kept.checksum):
-                self._to_serve = kept
+                self._newest = kept
             else:
                 await self._write_version(version, push=False)
-        assert self._to_serve is not None
-        await self._parts.engine.update_weights(version, self._to_serve.path)
+        assert self._newest is not None
+        await self._parts.engine.update_weights(version, self._newest.path)
 
     async def _save(self, step: int) -> None:
         """Saves a checkpoint up to `step`. The log is synced first: it must know every step of a checkpoint."""
@@ -291,12 +300,11 @@ class TrainLoop:
         self.totals.samples += len(finished)
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
         self.totals.rewards.append(reward)
-        measured = asdict(stats)
         engine_shares = self._engine_shares or [self._engine_info.busy_share if self._engine_info else 0.0]
         values = {
             "version": version,
             "reward": reward,
-            **_task_values(groups, elapsed_s),
+            **task_values(groups, elapsed_s),
             "staleness_mean": fmean(staleness),
             "staleness_max": max(staleness),
             "tokens_per_s": sum(rollout.drawn_tokens for rollout in finished) / elapsed_s,
@@ -304,43 +312,30 @@ class TrainLoop:
             "engine_busy": fmean(engine_shares),
             "trainer_busy": min(1.0, self._busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},
-            **{name: measured[name] for name in STATS_MEANINGS if measured[name] is not None},
-            **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
+            **stats_values(stats),
             "informative_share": fmean(is_informative(group, self._returns) for group in groups),
             "length_mean": fmean(rollout.drawn_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
             **scorer_values(self._parts.single_turn.scorer),
-            **self._losses_since(),
+            **self._counts_since(),
         }
         self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
         return values
 
-    def _losses_since(self) -> dict[str, float]:
+    def _counts_since(self) -> dict[str, float]:
         """Groups lost since the step before, by cause."""
-        before, self._lost = self._lost, self._losses()
-        return {name: count - before.get(name, 0) for name, count in self._lost.items()}
+        before, self._counted = self._counted, self._counts()
+        return {name: count - before.get(name, 0) for name, count in self._counted.items()}
 
-    def _losses(self) -> dict[str, int]:
-        counts = self._parts.buffer.counts.values()
-        wasted = self._parts.buffer.wasted_tokens
+    def _counts(self) -> dict[str, int]:
+        counts, wasted = self._parts.buffer.counts, self._parts.buffer.wasted_tokens
         return {
             "wasted_tokens": wasted.total(),
             **{f"wasted_tokens/{name}": count for name, count in wasted.items()},
-            **{f"dropped_late/{name}": task.dropped[STALE] for name, task in self._parts.buffer.counts.items()},
-            "dropped_late": sum(task.dropped[STALE] for task in counts),
-            "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts),
-            "failed": sum(task.failed.total() for task in counts),
+            **{f"dropped_late/{name}": task.dropped[STALE] for name, task in counts.items()},
+            "dropped_late": sum(task.dropped[STALE] for task in counts.values()),
+            "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts.values()),
+            "failed": sum(task.failed.total() for task in counts.values()),
         }
-
-
-def _task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
-    """Metrics of a step's groups by task."""
-    values: dict[str, float] = {}
-    for name in dict.fromkeys(group.task.service for group in groups):
-        finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]
-        values[f"reward/{name}"] = fmean(rollout.reward.value for rollout in finished)
-        values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
-        values[f"tokens_per_s/{name}"] = sum(rollout.drawn_tokens for rollout in finished) / elapsed_s
-    return values

@@ -3,20 +3,20 @@
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from shoal.config import Config
 from shoal.experience.gate import AdmissionGate
 from shoal.interfaces import Engine, Purpose, Runner
 from shoal.rollout.evaluation import evaluation
-from shoal.run.assemble_rollouts import playing
+from shoal.run.assemble import playing, serving, start_trainer
+from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
-from shoal.run.plan import Prepared, prepare
-from shoal.run.training import compute_threads, sampling_of, serving, start_trainer
+from shoal.run.plan import prepare
+from shoal.run.prepared import Prepared
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
 from shoal.trainer.worker import TrainerProcess
@@ -115,18 +115,6 @@ class Policy:
 
 
 @asynccontextmanager
-async def _prepared(config: Config) -> AsyncIterator[tuple[Prepared, Path]]:
-    """The checked parts of a run and a folder for its files; checks run in a thread, for they may run coroutines."""
-    with tempfile.TemporaryDirectory(prefix="shoal-policy-") as folder:
-        preparing = prepare(config)
-        prepared = await asyncio.to_thread(preparing.__enter__)
-        try:
-            yield prepared, Path(folder)
-        finally:
-            await asyncio.to_thread(preparing.__exit__, *sys.exc_info())
-
-
-@asynccontextmanager
 async def open_policy(
     model: str | os.PathLike[str] = "demo",
     tasks: Sequence[TaskSource] | TaskSource | None = None,
@@ -143,13 +131,15 @@ async def open_policy(
     ...             await policy.push()
     >>> asyncio.run(loop())  # doctest: +SKIP
     """
-    config, threads = config_of(model, tasks, reward, **settings), compute_threads()
-    async with _prepared(config) as (prepared, folder):
+    config, threads = config_of(model, tasks, reward, **settings), Threads()
+    with tempfile.TemporaryDirectory(prefix="shoal-policy-") as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        prepared = await asyncio.to_thread(stack.enter_context, prepare(config))  # its checks may run coroutines
         log = folder / "logs" / "trainer.log"
         async with (
             TrainerProcess.child(log, threads.trainer, prepared.devices.ranks) as child,
             serving(config, prepared, folder, threads=threads) as (engine, single_turn),
-            playing(config, prepared, engine, single_turn, sampling_of(config, prepared)) as runner,
+            playing(config, prepared, engine, single_turn) as runner,
         ):
             trainer = await start_trainer(child, config, prepared, threads)
             policy = Policy(config, prepared, engine, trainer, runner, folder)

@@ -21,6 +21,7 @@ from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.process import Child, collect_rarely
 from shoal.net.server import uvicorn_config
 from shoal.run.engines import START_TIMEOUT_S
+from shoal.types import Message, Role
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
 PATIENCE_S = 10.0
@@ -76,6 +77,6 @@ async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child:
 
 def _check_template(renderer: ChatRenderer, directory: Path) -> None:
     try:
-        renderer.self_test()
+        renderer.prompt_ids([Message(Role.USER, "question")])
     except SessionError as error:
         raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error

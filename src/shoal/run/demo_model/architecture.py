@@ -15,28 +15,10 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 ROLES = ("system", "user", "assistant", "tool")
 END = "<|end|>"
 UNKNOWN = "<|unknown|>"
-PAIRS = (
-    "th",
-    "he",
-    "in",
-    "er",
-    "an",
-    "re",
-    "on",
-    "at",
-    "en",
-    "nd",
-    "ti",
-    "es",
-    "or",
-    "te",
-    "of",
-    "ed",
-    "is",
-    "it",
-    "al",
-    "ar",
-)
+PAIRS = [
+    *("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd"),
+    *("ti", "es", "or", "te", "of", "ed", "is", "it", "al", "ar"),
+]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     + END
@@ -58,37 +40,26 @@ class Shape:
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per printable ASCII character and newline, and an unknown token."""
-    specials = [UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)]
-    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        unk_token=UNKNOWN,
-        extra_special_tokens=specials[2:],
-    )
-    wrapped.chat_template = TEMPLATE
-    return wrapped
+    return _tokenizer([UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)], CHARACTERS, [], TEMPLATE)
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a second tokenizer: frequent pairs of letters are one token; names, ids and template differ."""
-    specials = ["<unk>", "</s>", *(f"<{role}>" for role in ROLES)]
-    vocabulary = {token: i for i, token in enumerate([*specials, *reversed(CHARACTERS), *PAIRS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*PAIRS, r"[\s\S]"])), "isolated")
+    template = TEMPLATE.replace(END, "</s>").replace("<|", "<").replace("|>", ">")
+    return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], PAIRS, template)
+
+
+def _tokenizer(specials: list[str], characters: str, pairs: list[str], template: str) -> PreTrainedTokenizerFast:
+    """Builds a tokenizer of characters and pairs; the special tokens begin with those of the unknown and the end."""
+    unknown, end, *roles = specials
+    vocabulary = {token: i for i, token in enumerate([*specials, *characters, *pairs])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pairs, r"[\s\S]"])), "isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="</s>",
-        pad_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens=specials[2:],
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, unk_token=unknown, extra_special_tokens=roles
     )
-    wrapped.chat_template = TEMPLATE.replace(END, "</s>").replace("<|", "<").replace("|>", ">")
+    wrapped.chat_template = template
     return wrapped
 
 

@@ -14,12 +14,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
+from pydantic import JsonValue
 
 from shoal.config import TaskConfig
 from shoal.environments.lessons import played_turns
@@ -33,7 +34,16 @@ from shoal.tasks.library import Library
 from shoal.types import Split, seed_for
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Lesson: TypeAlias = tuple[list[int], list[int]]
+"""Prompt and answer tokens of one example."""
 REWRITE = [(r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1")]
+DEMO_TASK: dict[str, JsonValue] = {
+    "name": "spell_backward",
+    "params": {"min_word_len": 3, "max_word_len": 5},
+    "rewrite": [list(pair) for pair in REWRITE],
+    "reward": "correct",
+}
+"""Task that the embedded model was made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +88,6 @@ class DemoModel:
     warm_start_s: float
 
 
-def words(name: str, shortest: int, longest: int) -> TaskConfig:
-    """Task configuration: reasoning-gym's spell_backward with a shortened question."""
-    return TaskConfig(
-        name=name, params={"min_word_len": shortest, "max_word_len": longest}, rewrite=REWRITE, reward="correct"
-    )
-
-
 def demo_model(recipe: Recipe | None = None) -> DemoModel:
     """Makes the embedded model unless it is in the cache. Raises `ModelError`."""
     recipe = recipe or Recipe()
@@ -111,24 +114,19 @@ def slip(generator: random.Random, answer: str) -> str:
     return answer[:i] + generator.choice(LETTERS) + answer[i + 1 :]
 
 
-def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer tokens of every step's examples, in order."""
-    match recipe.lesson:
-        case "fill_in":
-            return _fill_in_lessons(recipe, renderer)
-        case "hanoi":
-            return _tower_lessons(recipe, renderer)
-        case "spell_backward":
-            return _word_lessons(recipe, renderer)
+def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
+    """Lessons of every step, in order."""
+    kinds = {"fill_in": _fill_in_lessons, "hanoi": _tower_lessons, "spell_backward": _word_lessons}
+    return kinds[recipe.lesson](recipe, renderer)
 
 
-def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     turns = itertools.islice(played_turns(recipe.seed, recipe.slip_share), recipe.steps * recipe.batch)
     stop = renderer.stop_token_ids[0]
     return [(renderer.prompt_ids(messages), [*renderer.token_ids(said), stop]) for messages, said in turns]
 
 
-def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     generator = random.Random(seed_for("warm start", recipe.seed))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "questions.jsonl"
@@ -139,25 +137,35 @@ def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[
         rare = programs.RARE
         kept = (task for task in drawn if task.answer not in rare or generator.random() < recipe.long_share)
         tasks = list(itertools.islice(kept, recipe.steps * recipe.batch))
-    rows = []
-    for task in tasks:
-        answer = task.answer or ""
-        shown = programs.slip(generator, answer) if generator.random() < recipe.slip_share else answer
-        rows.append((renderer.prompt_ids(task.messages), [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
-    return rows
+    questions = ((renderer.prompt_ids(task.messages), task.answer or "") for task in tasks)
+    return _taught(recipe, renderer, generator, questions, programs.slip)
 
 
-def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[tuple[list[int], list[int]]]:
+def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     generator = random.Random(seed_for("warm start", recipe.seed))
     pools = []
-    for longest, count in ((4, recipe.pool), (5, recipe.pool // 2)):
-        shortest = 3 if longest == 4 else 5
-        with Library([words("spell_backward", shortest, longest)], recipe.seed) as library:
+    for shortest, longest, count in ((3, 4, recipe.pool), (5, 5, recipe.pool // 2)):
+        config = TaskConfig(
+            name="spell_backward", params={"min_word_len": shortest, "max_word_len": longest}, rewrite=REWRITE
+        )
+        with Library([config], recipe.seed) as library:
             tasks = [library.draw(Split.TRAIN, index) for index in range(count)]
         pools.append([(renderer.prompt_ids(task.messages), task.answer or "") for task in tasks])
+    rows = range(recipe.steps * recipe.batch)
+    questions = (generator.choice(pools[generator.random() < recipe.long_share]) for _ in rows)
+    return _taught(recipe, renderer, generator, questions, slip)
+
+
+def _taught(
+    recipe: Recipe,
+    renderer: ChatRenderer,
+    generator: random.Random,
+    questions: Iterable[tuple[list[int], str]],
+    slip: Callable[[random.Random, str], str],
+) -> list[Lesson]:
+    """Answers of the careless teacher, who slips in some. Each question is drawn after the answer before it."""
     rows = []
-    for _ in range(recipe.steps * recipe.batch):
-        prompt_ids, answer = generator.choice(pools[generator.random() < recipe.long_share])
+    for prompt_ids, answer in questions:
         shown = slip(generator, answer) if generator.random() < recipe.slip_share else answer
         rows.append((prompt_ids, [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
     return rows

@@ -1,6 +1,9 @@
-"""Each task gets its runner: the built-in single turn, or a conversation with the model through a session."""
+"""The parts of a run, each opened from its configuration: scorer, engines, runners, orchestrator, trainer.
 
-from collections.abc import AsyncIterator, Mapping
+A task's runner is the built-in single turn, or an agent that talks to the model through a session.
+"""
+
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -9,68 +12,83 @@ from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
+from shoal.net.process import Child
 from shoal.observe.metrics import Trackers
-from shoal.reward.service import BinaryScorer, RewardService
-from shoal.rollout.agents.clients import Agent
+from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster
 from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
-from shoal.run.plan import Prepared
-from shoal.tasks.mixture import Mixture
-from shoal.tasks.remote_environment import EnvironmentScorer
-from shoal.types import Sampling
-
-
-def environments_of(prepared: Prepared) -> Mapping[str, Environment]:
-    """Environments of a run, by name."""
-    service = prepared.service
-    return {one.name: one for one in (service.services if isinstance(service, Mixture) else (service,))}
+from shoal.run.devices import Threads
+from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
+from shoal.run.prepared import Prepared, sampling_of
+from shoal.run.rewards import own_scorer
+from shoal.trainer.worker import TrainerProcess
 
 
 @asynccontextmanager
-async def own_scorer(config: Config, prepared: Prepared, log: Path) -> AsyncIterator[Scorer]:
-    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`."""
-    async with RewardService(config.reward, log) as rewards:
-        correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
-        yield BinaryScorer(EnvironmentScorer(environments_of(prepared), rewards), correct_only)
+async def serving(
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    *,
+    scorer: Scorer | None = None,
+    single_turn: type[SingleTurn] = SingleTurn,
+    threads: Threads | None = None,
+    recovered: int | None = None,
+    on_event: OnEvent = lambda how: None,
+    own: OwnEngines | None = None,
+) -> AsyncIterator[tuple[Engine, SingleTurn]]:
+    """Starts the engines as one, a scorer, and the runner over both; `on_event` gets the loss of an engine.
+
+    `recovered` is the newest Version of a run, which engines may serve already; None outside of runs.
+    """
+    settings = EngineSettings(config, prepared, run_dir, (threads or Threads()).engine, recovered or 0)
+    async with AsyncExitStack() as stack:
+        if scorer is None:
+            log, resumable = run_dir / "logs" / "reward.log", recovered is not None
+            scorer = await stack.enter_async_context(own_scorer(config, prepared, log, resumable=resumable))
+        pool = await stack.enter_async_context(engines(settings, on_event, own or OwnEngines()))
+        yield pool, single_turn(pool, prepared.renderer, scorer, sampling_of(config, prepared))
 
 
-def _words(reward: str | list[str]) -> list[str]:
-    return [reward] if isinstance(reward, str) else reward
-
-
-def scorer_values(scorer: Scorer) -> Mapping[str, float]:
-    """Figures of the run's own scorer; empty for any other."""
-    inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
-    inner = inner.others if isinstance(inner, EnvironmentScorer) else inner
-    return inner.values if isinstance(inner, RewardService) else {}
+async def start_trainer(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
+    """Starts the trainer with the model loaded."""
+    trainer, rollout = TrainerProcess(child), config.rollout
+    sections = (prepared.model_dir, config.model, config.train)
+    await trainer.start(
+        *sections, temperature=rollout.temperature, threads=threads.trainer, max_tokens=rollout.max_tokens
+    )
+    return trainer
 
 
 @asynccontextmanager
-async def playing(
-    config: Config, prepared: Prepared, engine: Engine, single_turn: SingleTurn, sampling: Sampling
-) -> AsyncIterator[Runner]:
+async def playing(config: Config, prepared: Prepared, engine: Engine, single_turn: SingleTurn) -> AsyncIterator[Runner]:
     """Combines the runners of all tasks. Sessions are served where workers register, else on loopback."""
-    environments = environments_of(prepared)
+    environments, agents = prepared.environments, _agents(config)
     plays: dict[str, Play] = {name: one.rollout for name, one in environments.items() if one.converses}
-    if not plays and not prepared.agents:
+    if not plays and not agents:
         yield single_turn
         return
     async with AsyncExitStack() as stack:
-        for name, agent in prepared.agents.items():
+        for name, agent in agents.items():
             plays[name] = await stack.enter_async_context(agent.play())
         at, _ = config.services_at or ("127.0.0.1", 0)
         hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, at=at)
         host = await stack.enter_async_context(hosted)
-        runners = {}
+        runners, sampling = {}, sampling_of(config, prepared)
         for name, play in plays.items():
-            whose = prepared.agents.get(name, environments[name])
+            whose = agents.get(name, environments[name])
             runners[name] = AgentRunner(
                 host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=whose.max_running
             )
         yield Runners(runners, single_turn)
+
+
+def _agents(config: Config) -> dict[str, Agent]:
+    """Agents of tasks that name one."""
+    return {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
 
 
 def _groups_at_once(environment: Environment, agent: Agent | None, group_size: int) -> int | None:
@@ -90,19 +108,19 @@ def orchestrator(
         trackers.log_event("service", task=name, state="there" if present else "away")
 
     weights = {task.name: task.weight for task in config.tasks}
-    weights = {name: weights.get(name, 1.0) for name in environments_of(prepared)}
+    weights = {name: weights.get(name, 1.0) for name in prepared.environments}
     bounds = BOUNDS if config.rollout.ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
-    size, served = config.rollout.group_size, getattr(prepared.service, "task_server", None)
+    agents, size, served = _agents(config), config.rollout.group_size, getattr(prepared.service, "task_server", None)
     drawn = [
         Source(
             one,
             partial(runner.rollouts, n=size),
             presence,
-            partial(_groups_at_once, one, prepared.agents.get(name), size),
+            partial(_groups_at_once, one, agents.get(name), size),
             Health() if served is not None and name in served.served else None,
         )
-        for name, one in environments_of(prepared).items()
+        for name, one in prepared.environments.items()
     ]
     made = Orchestrator(
         drawn,

@@ -1,14 +1,46 @@
-"""Model files tell settings and shapes of a model without torch."""
+"""Parts of a run that need no process of their own, and what model files tell of a model without torch."""
 
 import json
 from collections.abc import Mapping
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 
+from shoal.config import Config
 from shoal.errors import ModelError
+from shoal.interfaces import Environment
+from shoal.model.chat_template import ChatRenderer
+from shoal.run.devices import Devices
+from shoal.tasks.mixture import Mixture
+from shoal.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Checked parts of a run."""
+
+    model_dir: Path
+    renderer: ChatRenderer
+    service: Environment
+    max_model_len: int
+    longest_prompt: int
+    """Tokens of the longest prompt among the probed tasks."""
+    devices: Devices = field(default_factory=Devices)
+
+    @property
+    def environments(self) -> Mapping[str, Environment]:
+        """Environments of the run, by name."""
+        services = self.service.services if isinstance(self.service, Mixture) else (self.service,)
+        return {one.name: one for one in services}
+
+
+def sampling_of(config: Config, prepared: Prepared) -> Sampling:
+    """Sampling of a run's training."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    settings = config.rollout.model_dump(include=set(names))
+    return Sampling(**settings, stop_token_ids=prepared.renderer.stop_token_ids, seed=config.seed)
 
 
 def settings_of(model_dir: Path) -> Mapping[str, JsonValue]:
@@ -60,8 +92,3 @@ def shapes_of(model_dir: Path) -> dict[str, list[int]]:
     if not shapes:
         raise ModelError(f"{files[0]}: expected weights, got no tensor")
     return shapes
-
-
-def parameter_count(model_dir: Path) -> int:
-    """Counts the numbers of the weights."""
-    return sum(prod(shape) for shape in shapes_of(model_dir).values())

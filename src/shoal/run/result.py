@@ -1,0 +1,170 @@
+"""The result of a run and of its steps: figures, sums over the steps, and a warning when the run cannot learn."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import inf, nan
+from pathlib import Path
+from statistics import fmean
+
+from shoal.interfaces import Scorer
+from shoal.observe.metrics import Record
+from shoal.reward.service import FULL, BinaryScorer, RewardService
+from shoal.tasks.remote_environment import EnvironmentScorer
+from shoal.trainer.advantage import is_informative
+from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
+from shoal.types import Group, Role, Rollout
+
+EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
+STEPS = 20
+"""Uninformative steps in a row after which the warning is given, and again after each as many."""
+SHOWN, SHOWN_CHARACTERS = 3, 80
+RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Figures and directory of a finished run. Accuracies are held-out; times are of the last process."""
+
+    accuracy_before: float
+    accuracy_after: float
+    greedy_before: float
+    greedy_after: float
+    eval_reward_before: float
+    eval_reward_after: float
+    """Mean reward of the held-out questions, sampled."""
+    reward_first: float
+    reward_last: float
+    """Means over the first and the last tenth of the steps."""
+    wall_s: float
+    steps: int
+    samples_per_s: float
+    staleness_max: int
+    parity: float
+    run_dir: Path
+    warning: str
+    """Reason why the run may have learned nothing; empty without a sign of it."""
+
+    @property
+    def model(self) -> Path:
+        """Path of the trained model, a Hugging Face directory."""
+        return self.run_dir / "model"
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """Values that JSON knows, by name."""
+        return {**asdict(self), "run_dir": str(self.run_dir)}
+
+    def report(self) -> Path:
+        """Writes report.png and report.html into the run directory; returns the page's path."""
+        from shoal.observe.report import write_report
+
+        return write_report(self.run_dir)[1]
+
+
+@dataclass(slots=True)
+class RunTotals:
+    """Sums of a run over its steps, those of earlier processes included."""
+
+    samples: int = 0
+    staleness_max: int = 0
+    """Largest staleness of the consumed groups."""
+    rewards: list[float] = field(default_factory=list)  # one per step
+    evals: list[Mapping[str, float]] = field(default_factory=list)  # as `EVALS` names them, in order
+
+    @classmethod
+    def earlier(cls, records: Iterable[Record], steps: int) -> "RunTotals":
+        """Sums the records of earlier processes up to step `steps`; rates are of each process alone."""
+        of_step: dict[float, Record] = {}
+        totals = cls()
+        for record in records:
+            step = _known(record, "step")
+            if record["kind"] == "step" and step <= steps:
+                of_step[step] = record
+            elif record["kind"] == "eval" and step <= steps:
+                totals.evals.append({name: _known(record, name) for name in EVALS})
+        totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
+        totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
+        return totals
+
+
+def _known(record: Record, name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else nan
+
+
+@dataclass(slots=True)
+class Learning:
+    """Counter of consecutive steps whose rewards compare nothing, so that their gradient is zero."""
+
+    returns: Callable[[Rollout], list[float]]
+    within_groups: bool
+    """True if rewards are compared within each group, rather than over the step."""
+    steps: int = 0
+    """Steps of this process."""
+    useless: int = 0
+    """Uninformative steps in a row, up to now."""
+    shown: str = ""
+
+    def stepped(self, groups: Sequence[Group]) -> bool:
+        """Counts one trained step; returns True when `warning` is due."""
+        self.steps += 1
+        if self._teaches(groups):
+            self.useless = 0
+            return False
+        self.useless += 1
+        self.shown = _shown(groups)
+        return self.useless % STEPS == 0
+
+    @property
+    def warning(self) -> str:
+        """Warning that the last steps taught nothing; empty otherwise."""
+        if not self.useless or self.useless < min(STEPS, self.steps):
+            return ""
+        return f"no group of the last {self.useless} steps had differing rewards, so they taught nothing; {self.shown}"
+
+    def _teaches(self, groups: Sequence[Group]) -> bool:
+        if self.within_groups:
+            return any(is_informative(group, self.returns) for group in groups)
+        returns = [self.returns(rollout) for group in groups for rollout in group.finished]
+        return any(one != returns[0] for one in returns)
+
+
+def _shown(groups: Sequence[Group]) -> str:
+    """Quotes some answers with their rewards, which mostly show the cause."""
+    rollouts = [rollout for group in groups for rollout in group.finished]
+    chosen = rollouts[:: max(1, len(rollouts) // SHOWN)][:SHOWN]
+    return "some answers: " + ", ".join(f"{_last_answer(one)} (reward {one.reward.value:g})" for one in chosen)
+
+
+def _last_answer(rollout: Rollout) -> str:
+    """Quotes a rollout's last answer, cut off at the end."""
+    answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
+    return repr(answer if len(answer) <= SHOWN_CHARACTERS else f"{answer[:SHOWN_CHARACTERS]}...")
+
+
+def stats_values(stats: StepStats) -> dict[str, float]:
+    """Metrics of the trainer's part of a step."""
+    measured = asdict(stats)
+    return {
+        **{name: measured[name] for name in STATS_MEANINGS if measured[name] is not None},
+        **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
+    }
+
+
+def scorer_values(scorer: Scorer) -> Mapping[str, float]:
+    """Figures of the run's own scorer; empty for any other."""
+    inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
+    inner = inner.others if isinstance(inner, EnvironmentScorer) else inner
+    return inner.values if isinstance(inner, RewardService) else {}
+
+
+def task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
+    """Metrics of a step's groups by task."""
+    values: dict[str, float] = {}
+    for name in dict.fromkeys(group.task.service for group in groups):
+        finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]
+        values[f"reward/{name}"] = fmean(rollout.reward.value for rollout in finished)
+        values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
+        values[f"tokens_per_s/{name}"] = sum(rollout.drawn_tokens for rollout in finished) / elapsed_s
+    return values

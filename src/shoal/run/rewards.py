@@ -1,0 +1,38 @@
+"""The scorer of a run: workers, environments that score their own tasks, and rewards of exactly 1 or 0 where asked."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ChildDied
+from shoal.interfaces import Scorer
+from shoal.reward.service import BinaryScorer, RewardService
+from shoal.run.prepared import Prepared
+from shoal.tasks.remote_environment import EnvironmentScorer
+from shoal.types import Reward, Task
+
+
+class ResumableRewards(RewardService):
+    """Scorer of a run: when its workers end for good, the run does, with a sentence that tells how to continue."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
+        try:
+            return await super().score(task, answers)
+        except ChildDied as error:
+            raise ChildDied(f"{error}; go on with --resume") from error
+
+
+@asynccontextmanager
+async def own_scorer(
+    config: Config, prepared: Prepared, log: Path, *, resumable: bool = False
+) -> AsyncIterator[Scorer]:
+    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`."""
+    async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
+        correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
+        yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
+
+
+def _words(reward: str | list[str]) -> list[str]:
+    return [reward] if isinstance(reward, str) else reward

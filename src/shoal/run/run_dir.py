@@ -1,0 +1,162 @@
+"""A run directory is checked, opened with its log and metrics, and gets the configuration of each start."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import TypeAlias
+
+from shoal.config import Config, OwnLoss, credentials, load, to_toml
+from shoal.errors import ConfigError, LogBehind, RunDirError
+from shoal.experience.buffer import Buffer
+from shoal.experience.schema import RunMeta
+from shoal.observe.metrics import JsonlTracker, Record, Trackers, trackers_of
+from shoal.plugins import source_hash
+
+QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
+FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model")
+
+Listener: TypeAlias = Callable[[Record], None]
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Raises `RunDirError` unless a run can be written (or resumed) there. Leaves nothing behind."""
+    try:
+        _check_run_dir(run_dir, resume=resume)
+    except OSError as error:
+        raise RunDirError(
+            f"run_dir: expected a folder that can be made, got {str(run_dir)!r}: {error.strerror}"
+        ) from None
+
+
+def _check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    log = run_dir / "log.sqlite"
+    if resume and not log.is_file():
+        raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
+    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
+    for inner in FOLDERS:
+        if (run_dir / inner).exists() and not (run_dir / inner).is_dir():
+            raise RunDirError(f"{run_dir / inner}: expected a folder, got a file; move it away")
+    parent = run_dir
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise RunDirError(f"{run_dir} cannot be written: {parent} is no folder")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror} in {parent}") from None
+
+
+def own_mathematics(config: Config) -> dict[str, str]:
+    """Names of the user's own loss and advantage, by setting."""
+    loss, advantage = config.train.loss, config.train.advantage
+    own = {"train.loss": loss.function if isinstance(loss, OwnLoss) else "", "train.advantage": advantage}
+    return {setting: name for setting, name in own.items() if ":" in name}
+
+
+def run_meta(config: Config) -> RunMeta:
+    """Part of a configuration that the log keeps."""
+    return RunMeta(
+        max_staleness=config.asynchrony.max_staleness,
+        late=config.asynchrony.late,
+        groups_per_step=config.train.groups_per_step,
+        push_every=config.train.push_every,
+        own_code=" ".join(f"{name}@{source_hash(field, name)}" for field, name in own_mathematics(config).items()),
+    )
+
+
+@asynccontextmanager
+async def opened_run(
+    config: Config, listeners: Sequence[Listener], *, resume: bool
+) -> AsyncIterator[tuple[Buffer, Trackers]]:
+    """Opens the log and the metrics of a run.
+
+    A new run that fails before its first group is removed. Only the process with the open log may do so: any other
+    might remove a run in progress.
+    """
+    run_dir = Path(config.run_dir)
+    buffer = open_buffer(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(buffer.close)
+        try:
+            changed = changed_settings(config, run_dir)
+            write_resolved(config, run_dir)
+            with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
+                stack.callback(buffer.on_locked, lambda locked: None)
+                buffer.on_locked(partial(_report_lock, trackers))
+                if changed:
+                    trackers.log_event("settings_changed", settings=", ".join(changed))
+                if trackers.prometheus_port is not None:
+                    trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
+                yield buffer, trackers
+        except BaseException:
+            if not resume and not any(counts.started for counts in buffer.counts.values()):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+
+
+def open_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
+    """Opens the buffer of a run directory. Raises `RunDirError`; a log behind its checkpoint is an event too."""
+    try:
+        return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)
+    except LogBehind as error:
+        with closing(JsonlTracker(run_dir / "metrics.jsonl")) as metrics:
+            metrics.write("event", {"name": "log_behind_checkpoint", "reason": str(error)})
+        raise
+
+
+def _groups_at_once(config: Config) -> int:
+    """Groups that fill the engine, and a few more."""
+    sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
+    return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
+
+
+def _report_lock(trackers: Trackers, locked: bool) -> None:
+    """Reports that another program's write holds the run up, and later that the run continues."""
+    if locked:
+        trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
+    else:
+        trackers.log_event("log_unlocked")
+
+
+def changed_settings(config: Config, run_dir: Path) -> list[str]:
+    """Settings that differ from the run's last start: each may, but the run then trains under two configurations."""
+    try:
+        before, now = load(run_dir / "resolved.toml").model_dump(), config.model_dump()
+    except ConfigError:
+        return []
+    sections = [name for name in now if isinstance(now[name], dict)]
+    changed = [f"{name}.{key}" for name in sections for key in now[name] if before[name].get(key) != now[name][key]]
+    return changed + [name for name in now if name not in sections and before[name] != now[name]]
+
+
+def write_resolved(config: Config, run_dir: Path) -> None:
+    """Writes the resolved configuration, with credentials in a file of their own. Raises `RunDirError`."""
+    hidden: dict[str, str] = {}
+    text = to_toml(config, hidden)
+    try:
+        if hidden:
+            _write(run_dir / credentials.FILE, json.dumps(hidden))
+        else:
+            (run_dir / credentials.FILE).unlink(missing_ok=True)
+        _write(run_dir / "resolved.toml", text)
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces a file whole, readable by its owner only."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
