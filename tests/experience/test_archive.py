@@ -187,6 +187,4 @@ def test_reading_an_ended_run_leaves_no_files_beside_its_log(run_dir: Path) -> N
     before = {path.name for path in run_dir.iterdir()}
     with snapshot(run_dir) as connection:
         assert connection.execute("SELECT count(*) FROM steps").fetchone()
-        with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            connection.execute("DELETE FROM steps")
     assert {path.name for path in run_dir.iterdir()} == before

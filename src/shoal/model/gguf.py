@@ -59,11 +59,9 @@ def convert(file: Path) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the directory of a GGUF file; prints an error and returns 1 when the file cannot be read."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     die_with_parent()
-    torch.set_num_threads(1)
     directory, file = Path(arguments[0]), Path(arguments[1])
     sys.stderr.write(f"reading {file.name} (once)\n")
     try:
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
-            dtype=torch.float32,
+            dtype="float32",
             quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
         )
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
