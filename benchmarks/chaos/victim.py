@@ -68,9 +68,10 @@ class Delays:
             return
         now: dict[Path, int] = {}
         for process in processes():
-            for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):
-                    now[thread] = int(thread.read_text().split()[1])
+            with contextlib.suppress(OSError):  # it ended just now
+                for thread in Path(f"/proc/{process.pid}/task").iterdir():
+                    with contextlib.suppress(OSError):
+                        now[thread] = int((thread / "schedstat").read_text().split()[1])
         longest_ns = max((waited - self._before.get(thread, 0) for thread, waited in now.items()), default=0)
         self.waited_s += min(passed_s, longest_ns / 1e9)
         self._before, self._looked_s = now, time.monotonic()

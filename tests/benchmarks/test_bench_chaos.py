@@ -92,14 +92,16 @@ IDLE = "import time; time.sleep(600)"
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count delays")
 def test_waiting_for_a_processor_is_told_from_waiting_for_an_event() -> None:
-    children = [subprocess.Popen([sys.executable, "-c", code]) for code in (BUSY, BUSY, IDLE)]
+    children = [subprocess.Popen([sys.executable, "-c", code]) for code in (BUSY, BUSY, IDLE, IDLE)]
     try:
-        first, second, idle = (psutil.Process(child.pid) for child in children)
+        first, second, idle, ended = (psutil.Process(child.pid) for child in children)
+        children[-1].kill()
+        children[-1].wait()
         wanting, waiting = Delays(), Delays()
         while wanting.waited_s < 1.0:
             time.sleep(0.1)
             wanting.look(lambda: [first, second])
-            waiting.look(lambda: [idle])
+            waiting.look(lambda: [idle, ended])
         assert waiting.waited_s < wanting.waited_s
     finally:
         for child in children:
