@@ -46,6 +46,13 @@ def test_a_draw_depends_on_its_arguments_alone() -> None:
     assert [backward.draw(Split.TRAIN, index) for index in reversed(range(300))] == first[::-1]
 
 
+def test_a_turn_as_far_as_a_random_number_takes_no_memory_of_those_before() -> None:
+    mixed = mixture(3, 0.5)
+    number, own_index = mixed.turn(7 * 10**9 + 2)
+    assert (number, own_index) == (mixed.turn(2)[0], 10**9 * (6, 1)[number] + mixed.turn(2)[1])
+    assert len(mixed._turns) <= 7
+
+
 def test_weights_are_relative() -> None:
     assert [mixture(1, 3).draw(Split.EVAL, i) for i in range(40)] == [
         mixture(0.1, 0.3).draw(Split.EVAL, i) for i in range(40)

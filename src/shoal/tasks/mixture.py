@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
+from math import lcm
 
 from shoal.errors import TaskError
 from shoal.interfaces import Environment
@@ -23,18 +24,22 @@ class Mixture(Environment):
         if not services or len(services) != len(weights) or min(weights) <= 0:
             raise TaskError(f"a mixture needs a weight > 0 for each service, got {list(weights)} for {len(services)}")
         self.services = tuple(services)
-        self._pace = [1 / Fraction(repr(float(weight))) for weight in weights]
-        self._next = [(pace / 2, number, 0) for number, pace in enumerate(self._pace)]
+        exact = [Fraction(repr(float(weight))) for weight in weights]
+        common = lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * common) for weight in exact]
+        self._next = [(Fraction(1, 2 * weight), number, 0) for number, weight in enumerate(self._weights)]
         heapq.heapify(self._next)
-        self._turns: list[tuple[int, int]] = []  # as far as they were needed
+        self._turns: list[tuple[int, int]] = []  # the first period, as far as it was needed
 
     def turn(self, index: int) -> tuple[int, int]:
         """The number of the environment of turn `index`, and its number of turns before."""
-        while len(self._turns) <= index:
+        periods, position = divmod(index, sum(self._weights))
+        while len(self._turns) <= position:
             at, number, before = self._next[0]
-            heapq.heapreplace(self._next, (at + self._pace[number], number, before + 1))
+            heapq.heapreplace(self._next, (at + Fraction(1, self._weights[number]), number, before + 1))
             self._turns.append((number, before))
-        return self._turns[index]
+        number, before = self._turns[position]
+        return number, periods * self._weights[number] + before
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`, which names its own environment. Raises `TaskError`."""
