@@ -2,15 +2,16 @@
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
 
 import pytest
 
-from shoal.checker import Code
+from shoal.checker import Code, task_spec
 from shoal.reward import code
-from shoal.reward.code import Job, Runs, code_of, equal, reward, verdicts
+from shoal.reward.code import Job, Runs, code_of, equal, jobs_of, reward, verdicts
 from shoal.reward.code_runner import CodeScorer
 from shoal.sandbox.program import Backend, Ended, Finished
 from shoal.sandbox.runner import why_not
@@ -318,6 +319,23 @@ def test_a_line_that_is_of_the_program_s_own_making_fails_its_test_and_nothing_e
     found = verdicts(Job("call", tuple(tests), (b"",), 1.0, 1, count=2), Runs((run,)), 1e-9)
     assert len(found) == 2
     assert reward(found, partial=True).value == 0.0
+
+
+def test_nothing_of_a_task_s_tests_is_kept_after_its_group() -> None:
+    tracemalloc.start()
+    try:
+        for number in range(16):
+            tests = [
+                {"stdin": "x" * (1 << 20), "stdout": str(number)},
+                {"code": f"assert f({number}) # {'x' * 100_000}"},
+            ]
+            task = Task("t", "t", (), None, json.dumps({"scorer": "code", "tests": tests}))
+            assert len(jobs_of(Code(), code.tests_in(task.info))) == 2
+            assert task_spec(task) == Code()
+        del tests, task
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_last_fenced_block_is_the_program() -> None:
