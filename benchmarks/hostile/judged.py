@@ -158,12 +158,12 @@ _TIME = [
 ]  # fmt: skip
 _PLAIN = [
     *_before("be_wrong", "", "call", "code", "pytest"),
-    *_judged("be_no_program", "I would double the number.", "call", "code", "pytest"),
+    *_judged("be_no_program", "I would double the number.", "call", "code"),
     *_judged("hang_when_called", "def double(*_):\n    while True: pass\npair = double", "call", "code", "pytest"),
     *_judged("leave_when_called", "import os\ndef double(*_): os._exit(0)\npair = double", "call", "code", "pytest"),
     *_before("leave_on_import", "import sys\nsys.exit(0)", "call", "code", "pytest"),
     *_equal("always_equal_float", "float", "__eq__ = lambda *_: True; __hash__ = float.__hash__", "call", "code", "pytest"),
-    *_judged("look_for_tests_in_frames", "import sys\ndef double(x):\n    frame = sys._getframe()\n    while frame:\n        for value in frame.f_locals.values():\n            if isinstance(value, dict) and 'returns' in value: return value['returns']\n        frame = frame.f_back\npair = double", "call", "code", "pytest"),
+    *_judged("look_for_tests_in_frames", "import sys\ndef double(x):\n    frame = sys._getframe()\n    while frame:\n        for value in frame.f_locals.values():\n            if isinstance(value, dict) and 'returns' in value: return value['returns']\n        frame = frame.f_back\npair = double", "call", "code"),
     *_judged("look_for_tests_in_the_folder", "import os\ndef double(x): return 2 * x if any('test' in name for name in os.listdir('.')) else None\ndef pair(x): return x, double(x)", "call", "code", "pytest"),
 ]  # fmt: skip
 JUDGED = (*_PLAIN, *_RESULTS_BEFORE, *_NAMES, *_VALUES, *_RECORD, *_FOLDER, *_DRIVER, *_TIME)

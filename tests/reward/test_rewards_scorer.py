@@ -82,13 +82,19 @@ def values(rewards: list[Reward]) -> list[float | str]:
     return [reward.value if reward.status is RewardStatus.SCORED else reward.status.value for reward in rewards]
 
 
-def test_the_truth_of_every_dataset_scores_one_and_an_empty_answer_nothing(
+ENDING = ("__import__('os')._exit(7)", "[__import__('os')._exit(7)]", "[[__import__('os')._exit(7)]]")
+"""Nothing refuses them once they run: the worker would be gone."""
+
+
+def test_every_truth_scores_one_an_empty_answer_nothing_and_no_answer_ends_the_worker(
     drawn: Callable[[str], Task], scored: Callable[[Task, list[str]], list[Reward]]
 ) -> None:
+    """That no worker was lost is asserted where the shared scorer ends."""
     tasks = [drawn(name) for name in names()]
-    scores = {task.service: values(scored(task, [task.answer or "", " "])) for task in tasks}
+    scores = {task.service: values(scored(task, [task.answer or "", " ", *ENDING])) for task in tasks}
     assert {task.service for task in tasks if task.answer is None} == {"boxnet", "rush_hour"}
-    assert {name for name, score in scores.items() if score != [1.0, 0.0]} == {"boxnet", "rush_hour"}
+    assert {name for name, score in scores.items() if score[:2] != [1.0, 0.0]} == {"boxnet", "rush_hour"}
+    assert [name for name, score in scores.items() if any(isinstance(value, str) for value in score)] == []
     assert len(scores) > 100
 
 
@@ -151,6 +157,31 @@ def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], 
         return [value for rewards in honest for value in values(rewards)]
 
     assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
+
+
+def test_two_hung_answers_on_two_workers_change_none_of_a_hundred_verdicts(
+    drawn: Callable[[str], Task],
+) -> None:
+    coin = drawn("coin_flip")
+
+    async def work(scorer: WorkerScorer) -> None:
+        async def hundred() -> list[float | str]:
+            groups = [score(scorer, NUMBER, ["42", "41"]) for _ in range(50)]
+            return [value for rewards in await asyncio.gather(*groups) for value in values(rewards)]
+
+        assert await hundred() == [1.0, 0.0] * 50
+        hung = [asyncio.create_task(score(scorer, coin, [HANG])) for _ in range(2)]
+        await asyncio.sleep(0.2)  # both workers are busy now, and every honest answer is behind a hung one
+        assert await hundred() == [1.0, 0.0] * 50
+        assert [values(await one) for one in hung] == [[0.0]] * 2
+        assert await hundred() == [1.0, 0.0] * 50
+        assert scorer.values["scorer_restarts"] == 0  # stopped, not killed
+
+    async def main() -> None:
+        async with WorkerScorer(RewardConfig(workers=2, timeout_s=2)) as scorer:
+            await work(scorer)
+
+    asyncio.run(main())
 
 
 def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Task]) -> None:
