@@ -63,11 +63,11 @@ tito: $(VENV)/dev-installed
 
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
 PURE := turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
-	engine/scheduler engine/sampling swarm/strategy swarm/trust
+	engine/scheduler engine/batch swarm/strategy swarm/trust
 PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \
 	trainer/test_train_packing.py trainer/test_train_objective.py trainer/test_train_turns.py \
-	engine/test_engine_scheduler.py engine/test_engine_sampling.py swarm/test_swarm_strategy.py \
+	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py swarm/test_swarm_strategy.py \
 	swarm/test_swarm_trust.py)
 comma := ,
 empty :=

@@ -188,7 +188,7 @@ FLOWS = {
     "A push of weights": WEIGHTS,
 }
 MOST_FILES = 25
-"""Files that a reader opens on the way of one token. May only shrink; the aim is 25."""
+"""Files that a reader opens on the way of one token. May only shrink."""
 
 
 @dataclass(frozen=True, slots=True)
