@@ -35,7 +35,10 @@ class JsonlService(Environment):
         self.name = config.name
         rows = _rows(Path(config.path or ""))
         tasks = [_task(config, f"{config.path}:{number}", number, row) for number, row in rows]
-        self._epochs = Epochs(config.name, tasks, config.eval_share, seed)
+        try:
+            self._epochs = Epochs(config.name, tasks, config.eval_share, seed)
+        except TaskError as error:
+            raise TaskError(f"{config.path}: {error}") from None
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, in the order of the file."""
