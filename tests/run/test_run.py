@@ -1,5 +1,6 @@
 """Whole runs through the command line: real engine, trainer, scorer and log."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.cli import main
 from shoal.experience.audit import audit
 
 CONFIG = """
@@ -201,15 +203,17 @@ def test_a_reward_that_fails_in_a_run_is_told_with_its_line_while_it_runs_and_af
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_and_leaves_nothing(
-    config: Path, overrides: list[str], sentence: str
+    config: Path, overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (config.parent / "full").mkdir()
     (config.parent / "full" / "something").touch()
     before = sorted(config.parent.rglob("*"))
-    done = shoal("train", str(config), "--run_dir=run", *overrides, cwd=config.parent)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+    with contextlib.chdir(config.parent), pytest.raises(SystemExit) as ended:
+        main(["train", str(config), "--run_dir=run", *overrides])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert sentence in said
+    assert said.count("\n") == 1, said
     assert sorted(config.parent.rglob("*")) == before
 
 

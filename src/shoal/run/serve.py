@@ -15,7 +15,6 @@ from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway.server import Gateway
-from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.process import Child, collect_rarely
@@ -39,7 +38,10 @@ async def serve(
     admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     directory = local_directory(model.path)
     renderer = load_renderer(directory)
-    _check_template(renderer, directory)
+    try:
+        renderer.prompt_ids([Message(Role.USER, "question")])
+    except SessionError as error:
+        raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
     with listening_socket(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
         log = Path(logs) / "engine.log"
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
@@ -73,10 +75,3 @@ async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child:
         raise ChildDied(str(died.result()))
     died.cancel()
     await served
-
-
-def _check_template(renderer: ChatRenderer, directory: Path) -> None:
-    try:
-        renderer.prompt_ids([Message(Role.USER, "question")])
-    except SessionError as error:
-        raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
