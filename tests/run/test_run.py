@@ -142,6 +142,26 @@ def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many
     assert audit(config.parent / "run").ok
 
 
+def test_a_run_whose_trainer_is_ahead_of_the_last_version_goes_on_with_resume(config: Path) -> None:
+    options = ("--run_dir=run", "--train.push_every=1000", "--train.lr=0.01", "--train.entropy_bonus=0.1")
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "shoal.cli", "train", str(config), *options, "--train.steps=900"], cwd=config.parent
+    )
+    metrics = config.parent / "run" / "metrics.jsonl"
+    while not (metrics.exists() and '"kind":"step"' in metrics.read_text()):
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    steps = metrics.read_text().count('"kind":"step"') + 9
+    resumed = shoal("train", str(config), *options, f"--train.steps={steps}", "--resume", cwd=config.parent)
+    assert resumed.returncode == 0, resumed.stderr
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    same, ahead = (one["mismatch"] for one in records if one.get("name") == "parity")
+    assert same < 1e-3 < ahead
+    assert audit(config.parent / "run").ok
+
+
 def test_a_dry_run_calls_each_reward_once_and_names_the_line_that_fails(config: Path) -> None:
     (config.parent / "mine.py").write_text("def boom(completions, **columns):\n    return [1 / 0]\n")
     (config.parent / "broken.py").write_text("def f()\n    pass\n")
