@@ -18,8 +18,9 @@ PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
-test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried
-	$(PYTEST)
+# The tests of the pure cores run once, in `coverage`.
+test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried coverage
+	$(PYTEST) $(PURE_TESTS:%=--ignore=%)
 
 # vLLM wants its own torch and transformers, and so an environment of its own: 3.4 GB.
 VLLM := .venv-vllm
@@ -71,10 +72,13 @@ PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_rat
 	swarm/test_swarm_trust.py)
 comma := ,
 empty :=
+PURE_FILES := $(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py))
 coverage: $(VENV)/dev-installed
-	$(BIN)/python -m coverage run --rcfile= --data-file=build/coverage-pure \
-		--include=$(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py)) -m pytest -q --hypothesis-seed=0 $(PURE_TESTS)
-	$(BIN)/python -m coverage report --rcfile= --data-file=build/coverage-pure --show-missing --fail-under=100
+	rm -f build/coverage-pure*
+	$(BIN)/python -m coverage run --rcfile=tools/pure.coveragerc --include=$(PURE_FILES) \
+		-m pytest -n $(TEST_JOBS) --dist loadfile -q --hypothesis-seed=0 $(PURE_TESTS)
+	$(BIN)/python -m coverage combine -q --rcfile=tools/pure.coveragerc
+	$(BIN)/python -m coverage report --rcfile=tools/pure.coveragerc --include=$(PURE_FILES) --show-missing --fail-under=100
 
 # The whole suite, with the processes that it starts: slow.
 coverage-all: $(VENV)/dev-installed
@@ -83,9 +87,7 @@ coverage-all: $(VENV)/dev-installed
 	$(BIN)/python -m coverage combine --data-file=build/coverage-all build/coverage-all.*
 	$(BIN)/python -m coverage report --data-file=build/coverage-all --skip-covered --fail-under=90
 
-check: lint coverage
-	$(BIN)/python -m pytest tests/house/test_layers.py
-	$(PYTEST)
+check: lint test
 
 # Changes one call, argument or condition at a time; results add up in benchmarks/results/mutants.jsonl, so a second call goes on.
 SEED ?= 0

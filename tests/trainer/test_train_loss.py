@@ -105,8 +105,8 @@ def defined(case: Case, definition: Callable[[list[Tensor]], Tensor]) -> tuple[f
 
 
 def assert_equal(got: tuple[float, list[float]], wanted: tuple[float, list[float]]) -> None:
-    assert got[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-6)
-    assert got[1] == pytest.approx(wanted[1], rel=1e-6, abs=1e-6)
+    assert got[0] == pytest.approx(wanted[0], rel=1e-9, abs=1e-9)
+    assert got[1] == pytest.approx(wanted[1], rel=1e-9, abs=1e-9)
 
 
 @given(cases())

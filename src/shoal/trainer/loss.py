@@ -165,7 +165,7 @@ def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
     m = streams.mask_T
     A_T = _where(m, streams.advantage_T)
     ratio_T = _ratio(streams.logp_T, streams.behav_T, m)
-    tau_T = torch.where(A_T > 0, config.tau_positive, config.tau_negative).to(A_T.dtype)
+    tau_T = torch.where(A_T > 0, A_T.new_tensor(config.tau_positive), A_T.new_tensor(config.tau_negative))
     loss_T = -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * A_T
     none_T = torch.zeros_like(m)
     return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
