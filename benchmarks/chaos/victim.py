@@ -17,7 +17,6 @@ import psutil
 from benchmarks import on_path
 from benchmarks.chaos.schedule import Role
 from shoal.config import Config, to_toml
-from shoal.errors import ChildDied
 from shoal.net.process import PARENT
 
 STANDSTILL_S = 60.0
@@ -46,8 +45,8 @@ MODULES = {
 BOXED_WORKER = MODULES[Role.REWARDS].encode().hex()
 """In the command line of a box, when it is no program's, but a reward worker's."""
 WATCHED = ("metrics.jsonl", "log.sqlite", "log.sqlite-wal")
-MOST_BEGINNINGS = 10
-"""Starts without a log."""
+MOST_BARREN = 10
+"""Starts in a row that make no step, and are not killed on purpose."""
 MOST_WORDS = 3000
 """Kept of what an unnamed end said."""
 
@@ -96,6 +95,7 @@ class Victim:
     killed: bool = False
     """Whether the main process was killed on purpose."""
     ending: bool = False
+    most_barren: int = MOST_BARREN
     _process: subprocess.Popen[bytes] | None = None
     _began_s: float = 0.0
     _steps_before: int = 0
@@ -148,14 +148,11 @@ class Victim:
     async def live(self) -> None:
         """Starts the run and starts it again, until `ending`; then interrupts it."""
         (self.folder / "config.toml").write_text(to_toml(self.config))
-        first, beginnings = True, 0
+        first, barren = True, 0
         while not self.ending:
             terminal = self.folder / "terminal"
             self.killed, self._steps_before = False, self.steps
             begun = (self.run_dir / "log.sqlite").exists()
-            beginnings += not begun
-            if beginnings > MOST_BEGINNINGS:
-                raise ChildDied(f"chaos: the run never begins: {self.sentences[-1:] or self.unnamed[-1:]}")
             with terminal.open("wb") as output:
                 self._process, self._began_s = self._started(output.fileno(), resume=begun), time.monotonic()
             try:
@@ -167,6 +164,10 @@ class Victim:
             self.resumed += not first
             first = False
             await asyncio.to_thread(self.on_end)
+            barren = 0 if self.steps > self._steps_before or self.killed else barren + 1
+            if barren == self.most_barren:
+                self.standstills.append(f"no step in {barren} starts; {self.sentences[-1:]} {self.unnamed[-1:]}")
+                return
 
     def _started(self, output: int, *, resume: bool) -> subprocess.Popen[bytes]:
         arguments = ["train", str(self.folder / "config.toml"), *(["--resume"] if resume else [])]

@@ -20,8 +20,9 @@ from benchmarks.chaos import QUICK_FAULTS, lines, next_seed, summed
 from benchmarks.chaos.campaign import LAST_STEPS, Report, as_values, campaign
 from benchmarks.chaos.faults import DISK, PLACE, SHIFT, false_clock, workplace
 from benchmarks.chaos.schedule import LONGEST_HOLD_S, PROCESS_KINDS, Kind, Role, schedule
-from benchmarks.chaos.victim import STANDSTILL_S, Delays
+from benchmarks.chaos.victim import STANDSTILL_S, Delays, Victim
 from benchmarks.chaos.witness import Witness
+from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
@@ -205,6 +206,15 @@ def test_the_witness_sees_a_step_that_the_loop_took_twice_and_one_that_the_log_l
     witness.look(tmp_path)
     assert witness.doubled == ["step 2 was taken 2 times"]
     assert witness.lost == ["step 8, which metrics.jsonl tells of"]
+
+
+def test_a_run_that_ends_again_and_again_without_a_step_stands_still(tmp_path: Path) -> None:
+    nothing = {"run_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "none")}, "tasks": [{"name": "gcd"}]}
+    victim = Victim(parse(nothing), tmp_path, {}, lambda: None, most_barren=2)
+    asyncio.run(victim.live())
+    assert len(victim.sentences) == 2
+    (why,) = victim.standstills
+    assert why.startswith("no step in 2 starts")
 
 
 @pytest.mark.timeout(900)
