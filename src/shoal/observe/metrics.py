@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
 from shoal.trainer.messages import STATS_MEANINGS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from shoal.config import MetricsConfig
+
+WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
+"""Events that say why nothing is learned."""
 Record: TypeAlias = Mapping[str, float | str | None]
 _record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
 
@@ -332,7 +335,9 @@ class Trackers:
             listener(record)
 
 
-def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
+def trackers_of(
+    settings: "MetricsConfig", run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()
+) -> Trackers:
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:

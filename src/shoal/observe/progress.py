@@ -13,14 +13,12 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from shoal.observe.metrics import Record
+from shoal.observe.metrics import WARNINGS, Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
-"""Events that stay in the panel: the newest tells why nothing is learned."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
-from shoal.observe.progress import WARNINGS
+from shoal.observe.metrics import WARNINGS
 from shoal.observe.report.records import RunRecords, read_run
 
 MOST_WARNINGS = 8
