@@ -241,16 +241,15 @@ def test_weights_change_under_requests_in_flight(
     server: Server, roomy: Server, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path)
+    paths = {version: changed_weights(tiny_model_dir, store, version, factor=1.0) for version in (4, 5)}
 
     async def ask(server: Server) -> list[Completion]:
         async with server.engine() as engine:
             answering = asyncio.create_task(engine.generate(PROMPT, Sampling(240, seed=4), n=3))
             await until(lambda: running(engine, 3))
-            for version in (4, 5):
-                path = changed_weights(tiny_model_dir, store, version, factor=1.0)
+            for version, path in paths.items():
                 await engine.update_weights(version, path)
                 assert (await engine.weight_info()).checksum == checksum(path)
-                await asyncio.sleep(0.05)
             completions = await answering
             bad = changed_weights(tiny_model_dir, store, 6)
             bad.write_bytes(bad.read_bytes()[:-4] + b"\0\0\0\1")
