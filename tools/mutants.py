@@ -32,11 +32,13 @@ from mutmut.mutation import mutators
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
 TESTS = ROOT / "tests"
-SAMPLE = {"run": 92, "trainer": 62, "experience": 50, "swarm": 104, "tasks": 72, "rollout": 20}
+SAMPLE = {"run": 92, "trainer": 62, "experience": 50, "swarm": 104, "tasks": 48, "environments": 24, "rollout": 20}
 """Mutants to try of each room, by how many it has."""
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 QUICK_S, AT_MOST_S, AGAIN_S = 1.0, 6.0, 30.0
 """Processor seconds of tests that meet a mutant, quickest first: at once, then in the first pass, and in the second."""
+TESTS_ROOM = {"environments": "tasks"}
+"""Folder of the tests of a room, where it has another name."""
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -281,17 +283,23 @@ def ordered(room: str, seed: int) -> list[Mutant]:
     return sorted(found, key=lambda mutant: blake2b(f"{seed} {mutant.key}".encode(), digest_size=8).digest())
 
 
+def room_tests(room: str) -> list[Path]:
+    """The test files of a room."""
+    return sorted((TESTS / TESTS_ROOM.get(room, room)).glob("test_*.py"))
+
+
 def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, again: bool) -> str:
     """The test that kills a mutant, "timed out", or "" when it lives."""
     tried: set[str] = set()
     text = (SOURCE / mutant.module).read_text()
-    importing = tests_of(mutant.module)
-    others = importing if again else ()
-    room = sorted((TESTS / mutant.module.split("/")[0]).glob("test_*.py"))
+    others = tests_of(mutant.module) if again else ()
+    room = room_tests(mutant.module.split("/")[0])
     for files, at_most_s in (((), QUICK_S), (others, AGAIN_S if again else AT_MOST_S)):
         coverage.measure(files)
         tests, total_s, longest_s = [], 0.0, 0.0
-        running = coverage.tests(mutant.module, text, mutant.line) or coverage.whole(importing) or coverage.whole(room)
+        running = coverage.tests(mutant.module, text, mutant.line) or (
+            coverage.whole(tests_of(mutant.module)) or coverage.whole(room)
+        )
         for test, seconds in running.items():
             if test not in tried and (total_s + seconds <= at_most_s or not tests):
                 tests.append(test)
@@ -315,7 +323,7 @@ def hunt(arguments: argparse.Namespace) -> dict[str, object]:
         for room in arguments.rooms or SAMPLE:
             rooms[room] = ordered(room, arguments.seed)
             for mutant, source in _to_try(rooms[room], results, known, arguments.again, SAMPLE[room]):
-                coverage.measure(sorted((TESTS / room).glob("test_*.py")))
+                coverage.measure(room_tests(room))
                 if time.monotonic() > deadline:
                     break
                 began = time.monotonic()

@@ -116,7 +116,11 @@ def test_a_program_is_repaired_when_its_tests_pass_in_the_sandbox() -> None:
     rollout = played(game, task, "def f(", f"```python\n{cheat}\n```", f"Sorry:\n```python\n{task.answer}```")
     assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 3)
     assert "SyntaxError" in rollout.messages[2].content
-    assert played(game, task, *["def f(*a):\n    return None"] * 4).reward.value == 0
+    lost = played(game, task, *["def f(*a):\n    return None"] * 4)
+    assert lost.reward.value == 0
+    call, value = json.loads(task.info)["info"][0]
+    said = f"f({', '.join(map(json.dumps, call))}) should be {json.dumps(value)}, got null"
+    assert lost.messages[2].content == f"A test fails: {said}"
 
 
 def test_a_right_program_that_waits_for_the_machine_is_repaired_all_the_same() -> None:
