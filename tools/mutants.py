@@ -9,6 +9,7 @@ test could see are named with a reason in tools/mutants_equivalent.toml.
 
 import argparse
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutants_coverage import Coverage
 from mutants_runner import TIMED_OUT, Runner
 from mutmut.mutation import mutators
@@ -60,8 +61,9 @@ class Mutant:
     after: str
     number: int
     """Which of the equal changes of one function."""
-    index: int
-    """Which change of the module."""
+    span: tuple[int, int]
+    """Begin and end of what is replaced, in the module's text."""
+    text: str
 
     @property
     def key(self) -> str:
@@ -70,15 +72,13 @@ class Mutant:
 
     def source(self) -> str:
         """The whole module with the change; "" when that is no Python."""
-        tree, found = changes_of(self.module)
-        node, changed, _, _ = found[self.index]
-        replaced = tree.deep_replace(node, changed)
-        assert isinstance(replaced, cst.Module)
+        text, (begin, end) = (SOURCE / self.module).read_text(), self.span
+        code = text[:begin] + self.text + text[end:]
         try:
-            compile(replaced.code, self.module, "exec")
+            compile(code, self.module, "exec")
         except SyntaxError:
             return ""
-        return replaced.code
+        return code
 
 
 def negated(node: cst.BaseExpression) -> Iterable[cst.BaseExpression]:
@@ -104,8 +104,8 @@ OPERATORS: mutators.OPERATORS_TYPE = [
 ]
 
 
-Change: TypeAlias = tuple[cst.CSTNode, cst.CSTNode, str, int]
-"""A node, what replaces it, its function and its line."""
+Change: TypeAlias = tuple[cst.CSTNode, cst.CSTNode, str, CodeRange]
+"""A node, what replaces it, its function and its place."""
 
 
 class Changes(cst.CSTVisitor):
@@ -139,8 +139,8 @@ class Changes(cst.CSTVisitor):
         if not self._inside:
             return  # constants and tables
         position = self.get_metadata(PositionProvider, node, None)
-        for one in changed:
-            self.found.append((node, one, ".".join(self._inside), position.start.line if position else 0))
+        if isinstance(position, CodeRange):
+            self.found += [(node, one, ".".join(self._inside), position) for one in changed]
 
 
 def is_log(value: cst.BaseExpression) -> bool:
@@ -153,29 +153,26 @@ def is_log(value: cst.BaseExpression) -> bool:
     )
 
 
-@cache
-def changes_of(module: str) -> tuple[cst.Module, list[Change]]:
-    """A module's tree and all its changes, in the order of its text."""
-    wrapper = MetadataWrapper(cst.parse_module((SOURCE / module).read_text()), unsafe_skip_copy=True)
-    visitor = Changes()
-    wrapper.visit(visitor)
-    return wrapper.module, visitor.found
-
-
 def mutants_of(module: str) -> list[Mutant]:
     """Every mutant of a module, in the order of its text; kept for as long as the text is the same."""
-    text = (SOURCE / module).read_bytes() + Path(__file__).read_bytes()
-    kept = ROOT / "build" / "mutants" / f"{blake2b(text, digest_size=8).hexdigest()}.json"
+    text = (SOURCE / module).read_text()
+    digest = blake2b(text.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
+    kept = ROOT / "build" / "mutants" / f"{digest}.json"
     if kept.is_file():
-        return [Mutant(**one) for one in json.loads(kept.read_bytes())]
-    tree, found = changes_of(module)
+        return [Mutant(**{**one, "span": tuple(one["span"])}) for one in json.loads(kept.read_bytes())]
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    wrapper.visit(visitor := Changes())
+    lines = [0, *itertools.accumulate(len(line) for line in text.splitlines(keepends=True))]
     numbers: Counter[tuple[str, str, str]] = Counter()
     mutants = []
-    for index, (node, changed, function, line) in enumerate(found):
-        before, after = (" ".join(tree.code_for_node(part).split()) for part in (node, changed))
+    for node, changed, function, place in visitor.found:
+        before, after = (" ".join(wrapper.module.code_for_node(part).split()) for part in (node, changed))
         number = numbers[function, before, after]
         numbers[function, before, after] += 1
-        mutants.append(Mutant(module, function, line, before, after, number, index))
+        begin, end = (lines[at.line - 1] + at.column for at in (place.start, place.end))
+        inner = changed.with_changes(lpar=[], rpar=[]) if getattr(node, "lpar", ()) else changed  # place is inside them
+        code = wrapper.module.code_for_node(inner)
+        mutants.append(Mutant(module, function, place.start.line, before, after, number, (begin, end), code))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps([asdict(one) for one in mutants]))
     return mutants
