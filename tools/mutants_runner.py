@@ -21,7 +21,7 @@ import pytest
 
 WARM = (
     *("torch", "numpy", "pytest", "hypothesis", "pydantic", "msgspec", "aiohttp", "starlette", "uvicorn", "pyarrow"),
-    *("transformers.models.qwen2.modeling_qwen2", "datasets", "openai"),
+    "transformers.models.qwen2.modeling_qwen2",
 )
 """Imported once, before the forks, since they take longer than most tests."""
 TIMED_OUT = "timed out"
