@@ -51,6 +51,7 @@ def played(
     max_model_len: int = CONTEXT,
     delay_s: float = 0.0,
     real_scorer: bool = False,
+    max_at_once: int | None = 32,
 ) -> list[Rollout]:
     """The rollouts of an agent at a scripted engine, over HTTP."""
 
@@ -64,7 +65,9 @@ def played(
                 scorer = await stack.enter_async_context(RewardService(RewardConfig()))
             host = await stack.enter_async_context(hosting)
             play = await stack.enter_async_context(playing)
-            runner = AgentRunner(host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, max_at_once=32)
+            runner = AgentRunner(
+                host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, max_at_once=max_at_once
+            )
             rollouts = list(await runner.rollouts(task, n))
             assert len(host.gateway.sessions) == 0, "every session was ended"
         drawn = sorted(len(completion.token_ids) for completion in engine.drawn)
@@ -114,6 +117,13 @@ async def hang(task: Task, client: openai.AsyncOpenAI) -> None:
     await asyncio.sleep(60)
 
 
+async def wait_for_the_cancelled(task: Task, client: openai.AsyncOpenAI) -> None:
+    await one_answer(task, client)
+    waiting = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(waiting.cancel)
+    await waiting
+
+
 async def talk_on(task: Task, client: openai.AsyncOpenAI) -> None:
     messages: list[Any] = []
     while True:
@@ -127,10 +137,33 @@ async def say_nothing(task: Task, client: openai.AsyncOpenAI) -> float:
 
 
 def test_an_agent_that_crashes_hangs_or_never_asks_gives_a_failed_rollout_with_its_reason() -> None:
-    for agent, reason in ((crash, "agent: KeyError"), (hang, "deadline: "), (say_nothing, "agent: it asked the model")):
+    reasons = {
+        crash: "agent: KeyError",
+        hang: "deadline: ",
+        say_nothing: "agent: it asked the model",
+        wait_for_the_cancelled: "agent: cancelled from inside",
+    }
+    for agent, reason in reasons.items():
         (rollout,) = played(function_play(agent), timeout_s=1.5)
         assert rollout.status is RolloutStatus.FAILED
         assert rollout.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("max_at_once", "most"), [(2, 2), (None, 4)])
+def test_no_more_rollouts_play_at_once_than_may(max_at_once: int | None, most: int) -> None:
+    playing: list[int] = []
+
+    async def looks_around(task: Task, client: openai.AsyncOpenAI) -> str:
+        playing.append(1)
+        seen.append(len(playing))
+        said = await ask_twice(task, client)
+        playing.pop()
+        return said
+
+    seen: list[int] = []
+    rollouts = played(function_play(looks_around), *["it is 5"] * 8, n=4, max_at_once=max_at_once, delay_s=0.05)
+    assert [one.status for one in rollouts] == [RolloutStatus.FINISHED] * 4
+    assert max(seen) == most
 
 
 def test_a_conversation_that_fills_the_context_is_truncated_and_trained_with() -> None:

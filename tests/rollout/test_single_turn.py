@@ -1,11 +1,23 @@
 """One turn's requests: what they ask of the engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.clock import run_virtual
 from shoal.interfaces import Purpose
 from shoal.rollout.single_turn import SingleTurn, priority_of, sampled_for
-from shoal.types import Completion, FinishReason, Message, Role, Sampling, Task
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Reward,
+    RewardStatus,
+    Role,
+    RolloutStatus,
+    Sampling,
+    Task,
+    Turn,
+    seed_for,
+)
 
 ASKED = Sampling(4, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, stop_token_ids=(2,), seed=5)
 TASK = Task("t", "chain_sum", (Message(Role.USER, "1 + 1 ="),))
@@ -20,6 +32,33 @@ class Asked:
     async def generate(self, prompt_ids, sampling, *, n=1, priority=0):
         self.asked.append((prompt_ids, sampling, n, priority))
         return [Completion((1,), (-0.5,), (0,), FinishReason.STOP)] * n
+
+
+class Plain:
+    """A renderer for which each token is a letter, and a scorer that cannot score the second answer."""
+
+    def prompt_ids(self, messages):
+        return [7, 8]
+
+    def message(self, token_ids, prompt_ids):
+        return Message(Role.ASSISTANT, "x" * len(token_ids))
+
+    async def score(self, task, answers):
+        assert answers == ["x", "x"]
+        return [Reward(0.5), Reward(0.0, RewardStatus.TIMED_OUT)]
+
+
+def test_a_rollout_is_the_question_its_answer_and_reward_and_fails_where_nothing_could_score_it() -> None:
+    engine, plain = Asked(), Plain()
+    first, second = run_virtual(SingleTurn(engine, plain, plain, ASKED).rollouts(TASK, 2))
+    assert [(one.id, one.status, one.reason) for one in (first, second)] == [
+        ("t#0", RolloutStatus.FINISHED, ""),
+        ("t#1", RolloutStatus.FAILED, "scorer: timed out"),
+    ]
+    assert first.messages == (*TASK.messages, Message(Role.ASSISTANT, "x"))
+    assert first.turns == (Turn((7, 8), Completion((1,), (-0.5,), (0,), FinishReason.STOP)),)
+    assert first.reward == Reward(0.5)
+    assert engine.asked == [((7, 8), replace(ASKED, seed=seed_for("rollout", 5, "t")), 2, 0)]
 
 
 def test_a_greedy_rollout_keeps_of_the_settings_only_how_an_answer_ends() -> None:

@@ -252,6 +252,26 @@ def test_shares_of_tokens_are_met_when_one_task_says_four_times_as_much() -> Non
     assert "tokens per group" in run.changes[0]["reason"]
 
 
+def test_a_source_that_can_run_more_says_so_and_is_asked_at_once() -> None:
+    shop = Workshop("grows", 1000.0, max_running=1)
+
+    async def main() -> list[int]:
+        shop.buffer = buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=200)
+        orchestrator = Orchestrator([shop], {"grows": 1.0}, buffer)
+        running = asyncio.create_task(orchestrator.run())
+        seen = []
+        for most in (1, 3):
+            shop.max_running = most
+            orchestrator.wake()
+            await asyncio.sleep(1.0)
+            seen.append(buffer.counts_of("grows").in_flight)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return seen
+
+    assert run_virtual(main()) == [1, 3]
+
+
 class Cancelling(Workshop):
     """A workshop whose first groups end because something that they wait for is cancelled."""
 
