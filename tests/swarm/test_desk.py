@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -272,6 +273,18 @@ def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_path: Pa
             async with ann.http.get(f"{at.url}/api/state/{first['id']}") as reply:
                 assert await reply.json() == {"state": "shared"}
             assert (await ann.ask())["id"] != first["id"]
+
+    asyncio.run(main())
+
+
+def test_who_passes_a_question_over_is_asked_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with site(tmp_path, rates=Rates(lambda: 0.0, burst=30)) as at, Visitor(at.url) as ann:
+            asked = [await ann.ask()]
+            for _ in range(20):
+                asked.append(await ann.ask(asked[-1]["id"]))
+            texts = [one["question"] for one in asked]
+            assert all(before != after for before, after in pairwise(texts)), texts
 
     asyncio.run(main())
 

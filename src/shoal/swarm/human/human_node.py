@@ -23,13 +23,15 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Peer, PeerCounts
 from shoal.swarm.trust import Recogniser, VerifiedMessage
-from shoal.types import RewardStatus, Task
+from shoal.types import Message, RewardStatus, Task
 
 MOST_OFFERED = 64
 """Newest offers of peers that may be asked."""
 SHOWN_OTHERS = 8
 MOST_SCORING = 32
 """Answers that wait for a verdict at once."""
+DRAWS = 8
+"""Draws at most until a question differs from the one before."""
 SHARE_EVERY_S = 0.25
 MODEL = "people"
 
@@ -72,6 +74,7 @@ class HumanNode(Peer):
         self.tally: HumanNodeCounts = HumanNodeCounts()
         self._deps = deps
         self._rng = random.Random(seed)
+        self._last_asked: tuple[Message, ...] = ()
         self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=MOST_OFFERED)
         self._peers_turn = True
         self._opening = asyncio.Lock()
@@ -130,7 +133,12 @@ class HumanNode(Peer):
                     self._unscored.put_nowait((question, content))
                 return question
             self.ingress.refuse(message.peer_id, task)
-        return await self._question(await asyncio.to_thread(self._deps.draw, self._rng.getrandbits(32)))
+        for _ in range(DRAWS):
+            own = await asyncio.to_thread(self._deps.draw, self._rng.getrandbits(32))
+            if own.messages != self._last_asked:
+                break
+        self._last_asked = own.messages
+        return await self._question(own)
 
     async def _question(self, task: Task) -> OpenQuestion:
         claim = await self._deps.recogniser.claim(task)
