@@ -216,7 +216,7 @@ def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":
 def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to() -> None:
     with (
         TaskServer(["fast"], token="secret") as server,
-        serving("service_tasks:Fast", server.url, SHOAL_TASKS_TOKEN="secret") as other,
+        serving("service_tasks:Fast", f"{server.url}/", SHOAL_TASKS_TOKEN="secret") as other,
     ):
         service = RemoteEnvironment("fast", server)
         service.await_worker(30.0)
@@ -226,6 +226,11 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         assert asyncio.run(service.score(asked, ["a", "bb"])) == [Reward(1.0), Reward(0.0)]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/v1/status")
+        told = urllib.request.Request(f"{server.url}/v1/status", headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(told) as answer:
+            status = json.load(answer)["fast"]
+        assert (status["members"], status["max_running"], status["running"]) == (1, 64, 0)
+        assert status["jobs"] == {"draw done": 2, "score done": 1}
         other.terminate()
         assert other.wait(10) == 0
         with pytest.raises(ServiceLate, match="nothing came of a draw"):

@@ -17,6 +17,7 @@ from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.tasks.library import GAMES, written
+from shoal.tasks.sdk import Definition, Question
 from shoal.trainer.advantage import rows
 from shoal.types import Role, Rollout, RolloutStatus, Sampling, Split, Task
 
@@ -107,6 +108,23 @@ def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
 def test_the_calculator_computes_nothing_but_arithmetic(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         value_of(text)
+
+
+@pytest.mark.parametrize(("outcome", "reward"), [("5", 1.0), ("6", 0.0), (0.25, 0.25), (None, None)])
+def test_an_answer_of_a_rollout_is_scored_by_the_task_and_a_reward_stays_as_it_is(outcome: Any, reward: Any) -> None:
+    class Sums:
+        def draw(self, rng):
+            return Question("2 + 3 = ?", answer="5")
+
+        async def rollout(self, task, model):
+            return outcome
+
+        def score(self, task, answer):
+            return float(answer == task.answer)
+
+    game = Definition("sums", Sums(), eval_share=0.0)
+    unasked: Any = None
+    assert asyncio.run(game.rollout(game.draw(Split.TRAIN, 0), unasked)).reward == reward
 
 
 def test_a_program_is_repaired_when_its_tests_pass_in_the_sandbox() -> None:
