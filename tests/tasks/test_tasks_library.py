@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from shoal.config import SwarmConfig, TaskConfig
-from shoal.errors import TaskError
+from shoal.errors import OtherRelease, TaskError
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
@@ -124,6 +125,15 @@ def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> N
         assert drawer.pid is not None
         os.kill(drawer.pid, signal.SIGKILL)
         assert service.draw(Split.TRAIN, 7) == before
+
+
+def test_a_question_of_another_release_is_told_from_one_that_cannot_be() -> None:
+    with ProceduralClient() as drawer:
+        service = ReasoningGymService(task_configs({"name": "chain_sum"})[0], 0, drawer)
+        receipt = service.draw(Split.TRAIN, 7).receipt
+        assert receipt is not None
+        with pytest.raises(OtherRelease, match=r"drawn with reasoning-gym 0\.0\.1"):
+            drawer.redraw(service.spec, replace(receipt, dataset_version="0.0.1"))
 
 
 def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -41,7 +42,7 @@ from shoal.tasks.remote_protocol import (
 from shoal.tasks.remote_server import NO_PROCESS, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, definition_at
-from shoal.types import Message, Reward, Role, Split, Task
+from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 
 ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
 SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
@@ -223,7 +224,7 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         assert (service.converses, service.scores, service.max_running) == (True, True, 64)
         assert service.draw(Split.TRAIN, 7) == service_tasks.Fast.draw(Split.TRAIN, 7)
         asked = service.draw(Split.EVAL, 0)
-        assert asyncio.run(service.score(asked, ["a", "bb"])) == [Reward(1.0), Reward(0.0)]
+        assert asyncio.run(service.score(asked, ["a", "b" * 5_000_000])) == [Reward(1.0), Reward(0.0)]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/v1/status")
         told = urllib.request.Request(f"{server.url}/v1/status", headers={"Authorization": "Bearer secret"})
@@ -296,6 +297,19 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
         asyncio.run(main(server))
 
 
+def test_a_process_that_scores_too_few_answers_scored_none() -> None:
+    class Absent:
+        async def call(self, name, job, kind, timeout_s):
+            return JobScores("", [Reward(1.0)])
+
+        done = staticmethod(asyncio.ensure_future)
+
+    server: Any = Absent()
+    why = "fast: expected 2 rewards, got 1"
+    rewards = asyncio.run(RemoteEnvironment("fast", server).score(ASKED, ["2", "3"]))
+    assert rewards == [Reward(0.0, RewardStatus.FAILED, evidence=why)] * 2
+
+
 HELLO = b'{"name":"fast","version":"1"}'
 HOSTILE = (b"", b"{", b"[" * 5000, b"\x00", HELLO.replace(b"fast", b"slow"), b'{"name":"fast","version":1}')
 
@@ -308,7 +322,7 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
             await (socket.send_bytes(first) if binary else socket.send_str(first.decode()))
             said = [json.loads(one.data) async for one in _answered(socket, first == HELLO and not binary)]
             assert said[-1]["type"] == "refused"
-            assert said[-1]["reason"]
+            assert said[-1]["reason"] not in ("", "None")
         async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
             await socket.send_str(HELLO.decode())
             assert await socket.receive_json() == {"type": "welcome"}

@@ -11,6 +11,7 @@ from pyarrow import parquet
 from shoal.config import RewardConfig, TaskConfig
 from shoal.errors import TaskError
 from shoal.reward.service import RewardService
+from shoal.tasks.dataset_formats import assertion_test
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Json, Reward, RewardStatus, Split, Task
 
@@ -76,6 +77,18 @@ def test_mbpp_and_apps_rows_become_tasks_with_unit_tests(tmp_path: Path, name: s
     assert [test["call"] for test in json.loads(call.info)["tests"]] == ["Solution.add"] * 2
     assert [test["returns"] for test in json.loads(call.info)["tests"]] == [3, 7]
     assert call.messages[0].content.endswith("def add(self, a, b):")
+
+
+@pytest.mark.parametrize(
+    ("assertion", "test"),
+    [
+        ('assert f([1]) == {"a": (1, [2])}', {"call": "f", "args": [[1]], "returns": {"a": [1, [2]]}}),
+        ("assert f((1, 2)) == 3", {"code": "x = 1\nassert f((1, 2)) == 3"}),
+        ("assert f({1: 2}) == 3", {"code": "x = 1\nassert f({1: 2}) == 3"}),
+    ],
+)
+def test_an_assertion_becomes_a_call_where_json_carries_its_values(assertion: str, test: Json) -> None:
+    assert assertion_test(assertion, "x = 1") == test
 
 
 @pytest.mark.parametrize(
