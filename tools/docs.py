@@ -8,7 +8,6 @@ import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -130,8 +129,6 @@ def _kind(annotation: object) -> str:
         return f"pair of {_plural(_kind(arguments[0]))}"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return " or ".join(f"`{json.dumps(choice.value)}`" for choice in annotation)
     words = {str: "string", int: "integer", float: "number", bool: "`true` or `false`"}
     return words[annotation] if isinstance(annotation, type) and annotation in words else str(annotation)
 

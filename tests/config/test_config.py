@@ -125,9 +125,9 @@ def test_every_section_says_what_it_is_about() -> None:
         ),
         ("rollout.top_k=2147483648", "rollout.top_k: input should be less than or equal to 2147483647, got 2147483648"),
         ("rollout.max_tokens=0", "rollout.max_tokens: input should be greater than or equal to 1, got 0"),
-        ("tasks.1.name=x", "override 'tasks.1.name': expected an index below 1, got '1'"),
-        ("seed.x=1", "override 'seed.x': 'seed' is a value, not a section"),
-        ("seed.x.y=1", "override 'seed.x.y': 'x' is inside a value, not a section"),
+        ("tasks.1.name=x", "tasks.1.name: expected an index below 1, got '1'"),
+        ("seed.x=1", "seed.x: 'seed' is a value, not a section"),
+        ("seed.x.y=1", "seed.x.y: 'seed' is a value, not a section"),
         ("train", "override 'train': expected --section.key=value"),
     ],
 )
@@ -301,7 +301,7 @@ def key_of(config: Config, key: str) -> Any:
         ("swarm.fresh_s=1e300", "swarm.fresh_s: expected at most 1000000000, got 1e+300"),
         ("train.betas=[1, 2]", "train.betas.0: input should be less than 1, got 1"),
         ("train.lr=inf", "train.lr: expected a finite number, got inf"),
-        (f"train.lr={'[' * 3000}", "override 'train.lr' is nested too deeply"),
+        (f"train.lr={'[' * 3000}", "train.lr is nested too deeply"),
         (f"tasks.0.params.x={'[' * 40}{']' * 40}", "tasks is nested too deeply: expected at most 32 levels"),
     ],
 )

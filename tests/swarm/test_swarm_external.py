@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 
 from shoal import wire
-from shoal.config import Credit
 from shoal.swarm.external import external_rows, own_likelihood
 from shoal.swarm.offer import OfferedRollout
 from shoal.trainer.advantage import rows
@@ -48,7 +47,7 @@ def of_drawn(row: Sample) -> set[float]:
 
 def test_one_right_answer_teaches_a_node_that_is_mostly_wrong_as_much_as_its_skill_is_low() -> None:
     alone = group(rollout(1.0, -4.0, External(skill=0.1)))
-    (row,) = external_rows(alone, trained(alone, 0.0), Credit.SKILL)
+    (row,) = external_rows(alone, trained(alone, 0.0), "skill")
     assert of_drawn(row) == {3.0}
     assert {a for a, drawn in zip(row.advantages, row.mask, strict=True) if not drawn} == {0.0}
 
@@ -57,9 +56,9 @@ def test_negatives_are_kept_dropped_or_weighed_by_how_likely_the_node_is_to_say_
     usual = External(usual_logprob=-0.5)
     both = group(rollout(1.0, -2.0, usual), rollout(0.0, -5.0, usual))
     samples = trained(both, 0.5, -0.5)
-    assert [of_drawn(row) for row in external_rows(both, samples, Credit.GROUP)] == [{0.5}, {-0.5}]
-    assert [of_drawn(row) for row in external_rows(both, samples, Credit.GROUP_DROP)] == [{0.5}, {-0.0}]
-    weighed = external_rows(both, samples, Credit.GROUP_WEIGHT)
+    assert [of_drawn(row) for row in external_rows(both, samples, "group")] == [{0.5}, {-0.5}]
+    assert [of_drawn(row) for row in external_rows(both, samples, "group_drop")] == [{0.5}, {-0.0}]
+    weighed = external_rows(both, samples, "group_weight")
     assert of_drawn(weighed[0]) == {0.5}
     assert of_drawn(weighed[1]) == {round(-0.5 * math.exp(-2), 9)}
 

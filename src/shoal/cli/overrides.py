@@ -53,5 +53,5 @@ def _value_after(name: str, value: str | None, options: dict[str, bool]) -> str:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{name}: expected an option of this command or --section.key=value{hint}")
     if value is None or value.startswith("--"):
-        raise ConfigError(f"override {key!r}: expected --section.key=value, got no value")
+        raise ConfigError(f"{key}: expected --section.key=value, got no value")
     return value

@@ -7,18 +7,14 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from math import isfinite
 from pathlib import Path
-from typing import cast
 
 import tomli_w
 from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
-from shoal.config.credentials import hidden_beside, masked, restored
+from shoal.config.credentials import masked, restored
 from shoal.config.presets import set_preset
-from shoal.config.section import NoTruth
 from shoal.config.section import Section as Section
 from shoal.config.settings import EMBEDDED
 from shoal.config.settings import Config as Config
@@ -42,10 +38,9 @@ from shoal.config.training import PositiveOnlyLoss as PositiveOnlyLoss
 from shoal.config.training import ReinforceLoss as ReinforceLoss
 from shoal.config.training import SoftAdaptiveLoss as SoftAdaptiveLoss
 from shoal.config.training import TrainConfig as TrainConfig
+from shoal.config.tree import MOST_LEVELS, checked, place_of
 from shoal.errors import ConfigError
 
-MOST_LEVELS = 32
-"""Number of levels of tables and lists within each other."""
 RENAMED = {
     "asynchrony.eta": "asynchrony.max_staleness",
 }
@@ -67,21 +62,17 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config file {path} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    _check_values(data)  # before anything goes down into it
-    whole = restored(data, hidden_beside(path))
-    assert isinstance(whole, dict)
+    whole = restored(data, path)
     _make_absolute(whole, path.parent)
     return parse(whole, overrides)
 
 
 def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     """The config that a tree of plain values describes. Raises `ConfigError` naming the field."""
-    _check_values(data)  # before anything goes down into it
-    tree = deepcopy(data)
+    tree = checked(data)
     for override in overrides:
         _apply(tree, override)
-    _check_values(tree)
-    _refuse_renamed(tree)
+    tree = checked(tree)
     _make_absolute(tree, Path())
     set_preset(tree)
     try:
@@ -102,47 +93,13 @@ def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
             model["path"] = str(directory)
 
 
-def _check_values(tree: dict[str, JsonValue]) -> None:
-    """Raises `ConfigError` for values that no setting may have, wherever they stand."""
-    waiting: list[tuple[tuple[str, ...], JsonValue]] = [((), tree)]
-    while waiting:
-        path, value = waiting.pop()
-        if len(path) > MOST_LEVELS:
-            raise ConfigError(f"{path[0]} is nested too deeply: expected at most {MOST_LEVELS} levels")
-        if isinstance(value, dict):
-            waiting += [((*path, key), one) for key, one in value.items()]
-        elif isinstance(value, list):
-            waiting += [((*path, str(index)), one) for index, one in enumerate(value)]
-        elif isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ConfigError(
-                f"{'.'.join(path)}: expected a number of at most 64 bits, got one of {value.bit_length()}"
-            )
-        elif isinstance(value, str) and ("\0" in value or not _is_utf8(value)):
-            raise ConfigError(f"{'.'.join(path)}: expected text in UTF-8 without NUL, got {value!r}")
-        elif not isinstance(value, str | int | float | bool | None):
-            raise ConfigError(f"{'.'.join(path)}: expected text or a number, got the {type(value).__name__} {value}")
-
-
-def _refuse_renamed(tree: dict[str, JsonValue]) -> None:
-    """Raises `ConfigError` for the first setting of `RENAMED` that the tree has."""
-    for old, new in RENAMED.items():
-        *path, last = old.split(".")
-        node: JsonValue = tree
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last in node:
-            raise ConfigError(f"{old}: this setting is now {new}; rename it")
-
-
 def to_toml(config: Config, hidden: dict[str, str] | None = None) -> str:
     """Every setting with its value, in the form that `load` reads; with `hidden`, credentials of urls go there."""
     tree = config.model_dump(mode="json", exclude_none=True)
-    return tomli_w.dumps(tree if hidden is None else cast("dict[str, object]", masked(tree, hidden)))
+    return tomli_w.dumps(tree if hidden is None else masked(tree, hidden))
 
 
-def _apply(data: dict[str, JsonValue], override: str) -> None:
+def _apply(tree: dict[str, JsonValue], override: str) -> None:
     """Sets one dotted key, as in `train.lr=1e-4` or `--tasks.0.weight=2`."""
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
@@ -152,39 +109,11 @@ def _apply(data: dict[str, JsonValue], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     except RecursionError:
-        raise ConfigError(f"override {key!r} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
+        raise ConfigError(f"{key} is nested too deeply: expected at most {MOST_LEVELS} levels") from None
     except ValueError as error:  # more digits than Python reads
-        raise ConfigError(f"override {key!r}: {error}") from None
-    *path, last = key.split(".")
-    node: JsonValue = data
-    for part in path:
-        node = _child(node, part, key)
-    if isinstance(node, list):
-        _child(node, last, key)
-        node[int(last)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        raise ConfigError(f"override {key!r}: {path[-1]!r} is a value, not a section")
-
-
-def _is_utf8(text: str) -> bool:
-    """False for what came as other bytes and was kept as surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _child(node: JsonValue, part: str, key: str) -> JsonValue:
-    if isinstance(node, list):
-        if not part.isdigit() or int(part) >= len(node):
-            raise ConfigError(f"override {key!r}: expected an index below {len(node)}, got {part!r}")
-        return node[int(part)]
-    if isinstance(node, dict):
-        return node.setdefault(part, {})
-    raise ConfigError(f"override {key!r}: {part!r} is inside a value, not a section")
+        raise ConfigError(f"{key}: {error}") from None
+    node, at = place_of(key, tree)
+    node[at] = value
 
 
 def _sentence(error: ValidationError, tree: JsonValue) -> str:
@@ -195,17 +124,18 @@ def _sentence(error: ValidationError, tree: JsonValue) -> str:
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(named[-1], _siblings([str(part) for part in first["loc"]]), n=1, cutoff=0.5)
         hint = f"; did you mean {'.'.join([*named[:-1], close[0]])!r}?" if close else ""
+        if where in RENAMED:
+            return f"{where}: this setting is now {RENAMED[where]}; rename it"
         return f"unknown setting {where!r}{hint}"
     if first["type"] == "value_error":
-        wrong = first["ctx"]["error"]
-        where = ".".join([*named, wrong.key]) if isinstance(wrong, NoTruth) else where
-        return f"{where}: {wrong}" if where else str(wrong)
+        return ".".join([*named, str(first["ctx"]["error"])])
     if first["type"] == "missing":
         return f"{where}: missing"
     complaints = dict.fromkeys(
         f"{one['msg'][0].lower()}{one['msg'][1:]}" for one in errors if _named(one, tree) == named
     )
-    return f"{where}: {' or '.join(complaints)}, got {_short(first['input'])}"
+    got = repr(first["input"])
+    return f"{where}: {' or '.join(complaints)}, got {got if len(got) <= 80 else f'{got[:77]}...'}"
 
 
 def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
@@ -221,12 +151,6 @@ def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
             continue
         path.append(str(part))
     return path
-
-
-def _short(value: object) -> str:
-    """A value as it came, short enough for a sentence."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _siblings(path: Sequence[str]) -> list[str]:

@@ -1,20 +1,12 @@
 """What every table of settings is."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST = 10**9
 """The largest number that a setting may be; more is a slip of the keyboard, and too much for what computes with it."""
 UNBOUNDED = ("seed",)
-
-
-class NoTruth(ValueError):
-    """True or false for a setting that is neither, which would be taken for 1 or 0."""
-
-    def __init__(self, key: str, value: bool) -> None:
-        super().__init__(f"expected no true or false, got {str(value).lower()}")
-        self.key = key
 
 
 class Section(BaseModel):
@@ -31,17 +23,17 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, values: object) -> object:
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bool) and key in cls.model_fields and cls.model_fields[key].annotation is not bool:
-                raise NoTruth(key, value)
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name}: expected no true or false, got {str(value).lower()}")
         return values
 
-    @field_validator("*")
-    @classmethod
-    def _bounded(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, int | float) and value > MOST and info.field_name not in UNBOUNDED:
-            raise ValueError(f"expected at most {MOST}, got {value}")
-        return value
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int | float) and value > MOST and name not in UNBOUNDED:
+                raise ValueError(f"{name}: expected at most {MOST}, got {value}")
+        return self
 
 
 OwnName: TypeAlias = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]

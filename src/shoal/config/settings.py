@@ -5,9 +5,8 @@ Every field has a default that works, a sentence and a unit. What can be derived
 
 import re
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -21,6 +20,8 @@ EMBEDDED = ("demo", "demo-code", "demo-turns")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
+Credit: TypeAlias = Literal["group", "group_drop", "group_weight", "skill", "skill_drop", "skill_weight"]
+"""Baseline of peers' answers, and the treatment of negative advantages."""
 
 
 class ModelConfig(Section):
@@ -158,32 +159,6 @@ class MetricsConfig(Section):
     wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
 
 
-class Credit(StrEnum):
-    """Baseline of peers' answers, and the treatment of negative advantages."""
-
-    GROUP = "group"
-    GROUP_DROP = "group_drop"
-    GROUP_WEIGHT = "group_weight"
-    SKILL = "skill"
-    SKILL_DROP = "skill_drop"
-    SKILL_WEIGHT = "skill_weight"
-
-    @property
-    def by_skill(self) -> bool:
-        """Whether the baseline is the node's own mean reward, and not the mean of the peer's group."""
-        return self.startswith("skill")
-
-    @property
-    def drops(self) -> bool:
-        """Whether negative advantages are left out."""
-        return self.endswith("_drop")
-
-    @property
-    def weighs(self) -> bool:
-        """Whether negative advantages are scaled by how likely the node itself is to say the text."""
-        return self.endswith("_weight")
-
-
 class SwarmConfig(Section):
     """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
 
@@ -204,7 +179,7 @@ class SwarmConfig(Section):
         "15 % at most) or module:function.",
     )
     credit: Credit = Field(
-        Credit.GROUP_WEIGHT,
+        "group_weight",
         description="Baseline of peers' answers: their group, or the node's own mean in such tasks (skill); "
         "negative advantages as they are (as in SAPO), 0 (drop), or scaled by the text's likelihood (weight).",
     )
@@ -256,13 +231,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if complaint := next(
-            chain(_in_training(self), _in_credit(self), _in_critic(self), _in_tasks(self.tasks)), None
-        ):
+        if complaint := next(chain(_in_training(self), _in_advantages(self), _in_tasks(self.tasks)), None):
             raise ValueError(complaint)
-        for field, urls in (("engine.urls", self.engine.urls), ("reward.urls", self.reward.urls)):
-            for url in urls:
-                checked_url(field, url)
+        for url in self.engine.urls:
+            checked_url("engine.urls", url)
+        for url in self.reward.urls:
+            checked_url("reward.urls", url)
         for url in self.swarm.servers:
             checked_url("swarm.servers", url, NATS)
         return self
@@ -286,14 +260,12 @@ def _in_training(config: Config) -> Iterator[str]:
         )
     if (overlong := train.overlong_tokens) >= rollout.max_tokens:
         yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"
-    off = {"top_p": 1, "top_k": 0, "min_p": 0}
-    for name in (name for name, value in off.items() if getattr(rollout, name) != value):
-        if not isinstance(
-            train.loss, PositiveOnlyLoss
-        ):  # the trainer computes other logprobs than tokens were drawn with
+    for name, off in {"top_p": 1, "top_k": 0, "min_p": 0}.items():
+        # The trainer would compute other logprobs than tokens were drawn with.
+        if (value := getattr(rollout, name)) != off and not isinstance(train.loss, PositiveOnlyLoss):
             yield (
-                f"rollout.{name}: expected {off[name]}, which is off, got {getattr(rollout, name):g}: the loss "
-                f"{train.loss.name!r} compares logprobs of whole distributions"
+                f"rollout.{name}: expected {off}, which is off, got {value:g}: the loss {train.loss.name!r} compares "
+                "logprobs of whole distributions"
             )
     if config.asynchrony.late == "mask_tokens" and (train.kl.coefficient or train.entropy_bonus):
         yield (
@@ -302,31 +274,26 @@ def _in_training(config: Config) -> Iterator[str]:
         )
 
 
-def _in_credit(config: Config) -> Iterator[str]:
-    """Complaints about a credit that changes advantages which the trainer computes later."""
+def _in_advantages(config: Config) -> Iterator[str]:
+    """Complaints about settings that advantages made late, of a critic or after a penalty, cannot go with."""
     train, swarm = config.train, config.swarm
-    penalised = train.kl.coefficient > 0 and train.kl.where == "reward"
-    if not swarm.external_groups or swarm.credit is Credit.GROUP:
-        return
-    if train.advantage == "gae" or (train.advantage == "batch" and penalised):
-        after = "are the critic's" if train.advantage == "gae" else "come after the KL penalty"
+    late = {"gae": "are the critic's"}
+    if train.kl.coefficient > 0 and train.kl.where == "reward":
+        late["batch"] = "come after the KL penalty"
+    if swarm.external_groups and swarm.credit != "group" and train.advantage in late:
         yield (
-            f"swarm.credit: expected 'group' with train.advantage = {train.advantage!r}, whose advantages {after}, "
-            f"got {swarm.credit.value!r}"
+            f"swarm.credit: expected 'group' with train.advantage = {train.advantage!r}, whose advantages "
+            f"{late[train.advantage]}, got {swarm.credit!r}"
         )
-
-
-def _in_critic(config: Config) -> Iterator[str]:
-    """Complaints about settings that a critic cannot work with."""
-    gae = "with train.advantage = 'gae', whose"
-    if config.train.advantage != "gae":
+    if train.advantage != "gae":
         return
+    gae = "with train.advantage = 'gae', whose"
     if config.asynchrony.late == "mask_tokens":
         yield f"asynchrony.late: expected 'drop' or 'train' {gae} critic learns from every token, got 'mask_tokens'"
-    if config.train.ranks > 1:
-        yield f"train.ranks: expected 1 {gae} critic is not sharded, got {config.train.ranks}"
-    if config.train.turn_discount != 1:
-        yield f"train.turn_discount: expected 1 {gae} critic sees whole rows, got {config.train.turn_discount:g}"
+    if train.ranks > 1:
+        yield f"train.ranks: expected 1 {gae} critic is not sharded, got {train.ranks}"
+    if train.turn_discount != 1:
+        yield f"train.turn_discount: expected 1 {gae} critic sees whole rows, got {train.turn_discount:g}"
 
 
 def _in_tasks(tasks: Sequence[TaskConfig]) -> Iterator[str]:

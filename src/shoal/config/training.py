@@ -7,29 +7,25 @@ from pydantic import Field, field_validator
 
 from shoal.config.section import OwnName, Section
 
-_DUAL_CLIP = Field(
-    3.0,
-    gt=1,
-    description="Ratio above which a token of negative advantage gives no gradient (dual clip); a huge number is off.",
-)
+
+class _Clipped(Section):
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = Field(
+        3.0, gt=1, description="Ratio above which negative advantages give no gradient (dual clip); a huge one is off."
+    )
 
 
-class GRPOLoss(Section):
+class GRPOLoss(_Clipped):
     """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
 
     name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
-    dual_clip: float = _DUAL_CLIP
 
 
-class DecoupledLoss(Section):
+class DecoupledLoss(_Clipped):
     """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
 
     name: Literal["decoupled"] = "decoupled"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
-    dual_clip: float = _DUAL_CLIP
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
     weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
     weight_level: Literal["token", "sequence"] = Field(
@@ -52,13 +48,12 @@ class DoubleSidedLoss(Section):
     band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
 
 
-class GSPOLoss(Section):
+class GSPOLoss(_Clipped):
     """Clipped ratio of whole rows, the geometric mean over their tokens (GSPO)."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
-    dual_clip: float = _DUAL_CLIP
 
 
 class CISPOLoss(Section):

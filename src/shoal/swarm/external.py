@@ -34,8 +34,8 @@ def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
     if rollout.external is not None and rollout.external.skill is not None:
         against = skill_advantage(rollout.reward.value, rollout.external.skill)
         advantages = tuple(against if drawn else 0.0 for drawn in row.mask)
-    if credit.drops or credit.weighs:
-        factor = 0.0 if credit.drops else own_likelihood(rollout)
+    if credit.endswith(("_drop", "_weight")):
+        factor = 0.0 if credit.endswith("_drop") else own_likelihood(rollout)
         advantages = tuple(a if a >= 0 else a * factor for a in advantages)
     return replace(row, advantages=advantages)
 

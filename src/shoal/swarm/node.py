@@ -349,7 +349,7 @@ class Node(Peer):
 
     def _skill(self, service: str) -> float | None:
         """Mean own reward in a service's tasks, if `credit` compares with it; 0.5 before any."""
-        return self._rewards.get(service, 0.5) if self._settings.credit.by_skill else None
+        return self._rewards.get(service, 0.5) if self._settings.credit.startswith("skill") else None
 
     def _external(self, service: str) -> External:
         """Own record of a service's tasks; the logprob is the mean of all tasks where the service has none."""
