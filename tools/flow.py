@@ -35,7 +35,7 @@ rollout.orchestrator:Orchestrator._start_one
                   engine.step_engine:StepEngine.submit
                     engine.step_engine:StepEngine._drafts
                     engine.scheduler:Scheduler.add
-                engine.routes:response
+                engine.routes:_choice
       model.chat_template:ChatRenderer.message
       reward.service:RewardService.score
         reward.service:RewardService.score_by

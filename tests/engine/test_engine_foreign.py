@@ -10,11 +10,11 @@ import pytest
 from shoal.engine import canary
 from shoal.engine.external_server import ForeignEngine
 from shoal.engine.pool import EnginePool
+from shoal.engine.protocol import VersionSpan
 from shoal.engine.server_adapter import (
     Abilities,
     SampledCompletion,
     ServerCounters,
-    Span,
     StopMode,
     counted,
     finish_reason,
@@ -66,7 +66,9 @@ class Scripted:
             reason = FinishReason.ABORT
         else:
             tokens += [(self.version_, self.logprob)] * (sampling.max_tokens - 1)
-        spans = tuple(Span(str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
+        spans = (
+            tuple(VersionSpan(str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
+        )
         return [SampledCompletion((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * n
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

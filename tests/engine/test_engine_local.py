@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,9 +13,7 @@ from transformers import PreTrainedModel
 from engine_models import plain, saved
 from shoal.engine.batch import SamplingRows, sample
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.protocol import GeneratedChoice
 from shoal.engine.request import Draft, Request, Uniforms, scoring
-from shoal.engine.routes import choice as whole_choice
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
@@ -76,14 +73,6 @@ def finish(engine: StepEngine) -> list[Request]:
     while not engine.idle:
         done += engine.step()
     return done
-
-
-def spans_of(request: Request) -> list[tuple[int, int, int, int | None]]:
-    """The spans of an answer to a request for one completion, as a client decodes them."""
-    (choice,) = msgspec.json.decode(
-        msgspec.json.encode([whole_choice(request.drafts[0], flat=True)]), type=list[GeneratedChoice]
-    )
-    return [msgspec.structs.astuple(span) for span in choice.weight_versions]
 
 
 def drafts(requests: Sequence[Request]) -> list[Draft]:
@@ -205,7 +194,7 @@ def test_tokens_after_an_update_follow_the_new_weights_and_their_versions_say_so
     old, new = plain(directories["Qwen2"]), plain(other_weights)
     assert draft.sampled[:10] == greedy(old, request.prompt_ids, 10)
     assert draft.sampled[10:] == greedy(new, [*request.prompt_ids, *draft.sampled[:10]], 20)
-    assert draft.completion().versions == (0,) * 10 + (3,) * 20
+    assert draft.versions == [0] * 10 + [3] * 20
     assert (served.version, served.interruptions) == (3, 1)
     assert served.checksum == checksum(other_weights / "model.safetensors")
 
@@ -247,11 +236,11 @@ def test_kept_kv_is_counted_and_new_requests_do_not_reuse_it(directories: dict[s
     finish(served)
     assert served.stale_sequences == 1
     assert served.tokens_prefilled - prefilled == 8
-    assert first.drafts[0].completion().versions == (0,) * 10 + (1,) * 20
+    assert first.drafts[0].versions == [0] * 10 + [1] * 20
     assert second.drafts[0].sampled == greedy(plain(other_weights), second.prompt_ids, 10)
 
 
-def test_tokens_drawn_on_kept_kv_say_how_old_it_is(directories: dict[str, Path], other_weights: Path) -> None:
+def test_tokens_drawn_on_kept_kv_are_counted(directories: dict[str, Path], other_weights: Path) -> None:
     served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP)
     first, later = (Request(prompt_of(8, seed), Sampling(30, temperature=0)) for seed in range(2))
     served.submit(first)
@@ -262,29 +251,9 @@ def test_tokens_drawn_on_kept_kv_say_how_old_it_is(directories: dict[str, Path],
         served.submit(Request(prompt_of(9, version), Sampling(1)))
     served.submit(later)
     finish(served)
-    assert spans_of(first) == [(0, 0, 10, None), (3, 10, 20, 0), (5, 20, 30, 0)]
-    assert spans_of(later) == [(5, 0, 30, None)]
+    assert first.drafts[0].versions == [0] * 10 + [3] * 10 + [5] * 10
+    assert later.drafts[0].versions == [5] * 30
     assert (served.stale_sequences, served.stale_tokens) == (2, 20)
-
-
-def test_tokens_drawn_after_kept_kv_was_lost_are_not_labelled(
-    directories: dict[str, Path], other_weights: Path
-) -> None:
-    served = engine(directories["Qwen2"], on_update=OnUpdate.KEEP, kv_tokens=MAX_MODEL_LEN + 140)
-    requests = [Request(prompt_of(100, i), Sampling(50, temperature=0)) for i in range(2)]
-    for request in requests:
-        served.submit(request)
-    while not requests[1].drafts[0].sampled:
-        served.step()
-    served.update(served.slots.staged(1, other_weights, None))
-    finish(served)
-    assert served.preemptions == 1
-    assert [span[3] for span in spans_of(requests[0])] == [None, 0]
-    before, stale, fresh = spans_of(requests[1])
-    assert (before[0], before[3]) == (0, None)
-    assert (stale[0], stale[3]) == (1, 0)
-    assert (fresh[0], fresh[3]) == (1, None)
-    assert before[2] == stale[1] < stale[2] == fresh[1] < fresh[2] == 50
 
 
 def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
@@ -302,8 +271,8 @@ def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
     assert superseded.result(0) == newest.result(0) == late.result(0) == 2
     assert served.update(served.slots.staged(1, directories["Qwen2"], None)).result(0) == served.version == 2
     assert "2 is served, expected no older one, got 1" in str(served.update_refusal(1))
-    assert requests[0].drafts[0].completion().versions == (0,) * 10
-    assert requests[1].drafts[0].completion().versions == (2,) * 10
+    assert requests[0].drafts[0].versions == [0] * 10
+    assert requests[1].drafts[0].versions == [2] * 10
     assert requests[1].drafts[0].sampled == greedy(plain(other_weights), requests[1].prompt_ids, 10)
 
 
@@ -376,10 +345,10 @@ def test_the_stop_token_is_the_last_token_and_has_a_logprob(directories: dict[st
     request = Request(prompt_of(8), Sampling(40, temperature=0, stop_token_ids=(stop, 0)))
     served.submit(request)
     finish(served)
-    completion = request.drafts[0].completion()
-    assert list(completion.token_ids) == expected[: expected.index(stop) + 1]
-    assert len(completion.logprobs) == len(completion.token_ids)
-    assert completion.finish_reason is FinishReason.STOP
+    (draft,) = request.drafts
+    assert draft.sampled == expected[: expected.index(stop) + 1]
+    assert len(draft.logprobs) == len(draft.sampled)
+    assert draft.finish_reason is FinishReason.STOP
 
 
 def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Path]) -> None:
@@ -420,7 +389,7 @@ def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:
     assert served.pause(PauseMode.ABORT).done()
     assert finish(served) == [aborted]
     assert [len(draft.sampled) for draft in aborted.drafts] == [5, 5, 5, 5, 0, 0]
-    assert aborted.drafts[0].completion().finish_reason is FinishReason.ABORT
+    assert aborted.drafts[0].finish_reason is FinishReason.ABORT
 
 
 def test_a_full_queue_is_refused(directories: dict[str, Path]) -> None:
@@ -553,4 +522,4 @@ def test_an_answer_interrupted_up_to_20_times_equals_the_uninterrupted_one(
         assert served.interruptions == interruptions
         assert cut.drafts[0].sampled == whole.drafts[0].sampled
         assert cut.drafts[0].logprobs == pytest.approx(whole.drafts[0].logprobs, abs=1e-4)
-        assert set(cut.drafts[0].completion().versions) == set(range(interruptions + 1))
+        assert set(cut.drafts[0].versions) == set(range(interruptions + 1))

@@ -17,10 +17,13 @@ DEEP = b'{"choices": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001
 
 
 def answer(**changed: object) -> bytes:
-    choice = {"index": 0, "token_ids": [5], "token_logprobs": [-0.5], "finish_reason": "stop"}
-    choice["weight_versions"] = [{"version": 0, "start": 0, "end": 1}]
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return json.dumps({"request_id": "", "choices": [{**choice, **changed}], "usage": usage}).encode()
+    spans = [{"version": 0, "start": 0, "end": 1}]
+    choice = {"index": 0, "token_ids": [5], "logprobs": drawn(-0.5), "finish_reason": "stop", "weight_versions": spans}
+    return json.dumps({"choices": [{**choice, **changed}]}).encode()
+
+
+def drawn(*logprobs: float) -> dict[str, object]:
+    return {"content": [{"token_id": 5, "logprob": logprob} for logprob in logprobs]}
 
 
 @pytest.mark.parametrize(
@@ -31,9 +34,11 @@ def answer(**changed: object) -> bytes:
         (200, DEEP),
         (200, b'{"choices": []}'),
         (200, answer(finish_reason="gone")),
-        (200, answer(token_logprobs=None)),
-        (200, answer(token_logprobs=[-0.5, -0.5])),
-        (200, answer(token_logprobs=[0.5])),
+        (200, answer(weight_versions=None)),
+        (200, answer(weight_versions=[{"version": "default", "start": 0, "end": 1}])),
+        (200, answer(logprobs=None)),
+        (200, answer(logprobs=drawn(-0.5, -0.5))),
+        (200, answer(logprobs=drawn(0.5))),
         (404, b"404 page not found"),
         (429, b"too many"),
         (502, DEEP),

@@ -63,7 +63,7 @@ def test_tokens_follow_the_definition_with_its_logprobs(rows: list[Sampling], se
     steps = 400
     u_N = (torch.arange(steps, dtype=torch.float32) + 0.5) / steps
     grid_BV = logits_BV.repeat_interleave(steps, 0)
-    token_B, logp_B, _ = sample(grid_BV, SamplingRows([s for s in rows for _ in range(steps)]), u_N.repeat(len(rows)))
+    token_B, logp_B = sample(grid_BV, SamplingRows([s for s in rows for _ in range(steps)]), u_N.repeat(len(rows)))
     for i, sampling in enumerate(rows):
         expected_V = distribution(logits_BV[i].numpy(), sampling)
         token_N, logp_N = token_B[i * steps : (i + 1) * steps].numpy(), logp_B[i * steps : (i + 1) * steps].numpy()
@@ -86,7 +86,7 @@ def test_rows_that_keep_more_tokens_than_are_looked_at_first_follow_the_definiti
     expected_V = distribution(logits_BV[0].numpy(), sampling)
     assert (expected_V > 0).sum() > CANDIDATES
     u_N = (torch.arange(4000, dtype=torch.float32) + 0.5) / 4000
-    token_N, logp_N, _ = sample(logits_BV.repeat(4000, 1), SamplingRows([sampling]), u_N)
+    token_N, logp_N = sample(logits_BV.repeat(4000, 1), SamplingRows([sampling]), u_N)
     assert np.abs(np.bincount(token_N.numpy(), minlength=700) / 4000 - expected_V).max() <= 2 / 4000
     np.testing.assert_allclose(logp_N.numpy(), np.log(expected_V[token_N.numpy()]), atol=2e-5)
 
@@ -97,8 +97,8 @@ def test_a_row_draws_the_same_whatever_else_is_in_the_batch(sampling: Sampling) 
     u_B = torch.rand(16, generator=torch.Generator().manual_seed(1))
     others = [Sampling(1, temperature=0), Sampling(1, top_p=0.9), Sampling(1, min_p=0.2, temperature=2.0)]
     mixed = [sampling, *(others[i % 3] for i in range(15))]
-    alone_token, alone_logp, _ = sample(logits_BV[:1], SamplingRows([sampling]), u_B[:1])
-    token_B, logp_B, _ = sample(logits_BV, SamplingRows(mixed), u_B)
+    alone_token, alone_logp = sample(logits_BV[:1], SamplingRows([sampling]), u_B[:1])
+    token_B, logp_B = sample(logits_BV, SamplingRows(mixed), u_B)
     assert token_B[0] == alone_token[0]
     assert logp_B[0].item() == pytest.approx(alone_logp[0].item(), abs=1e-6)
 
@@ -107,7 +107,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn() -> None:
     logits_BV = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).repeat(2, 1)
     u_B = torch.tensor([0.0, 1 - 2**-24])
     for sampling in (Sampling(1), Sampling(1, top_p=0.99)):
-        token_B, logp_B, _ = sample(logits_BV, SamplingRows([sampling] * 2), u_B)
+        token_B, logp_B = sample(logits_BV, SamplingRows([sampling] * 2), u_B)
         assert token_B.tolist() == [1, 2]
         assert logp_B.tolist() == pytest.approx([-math.log(2)] * 2)
 
@@ -115,7 +115,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn() -> None:
 def test_logprobs_are_never_above_zero_and_always_finite() -> None:
     logits_BV = torch.tensor([[80.0, 0.0, -90.0], [1.0, 1.0, 1.0]])
     for sampling in (Sampling(1), Sampling(1, temperature=0), Sampling(1, top_k=1)):
-        _, logp_B, _ = sample(logits_BV, SamplingRows([sampling] * 2), torch.tensor([0.999, 0.5]))
+        _, logp_B = sample(logits_BV, SamplingRows([sampling] * 2), torch.tensor([0.999, 0.5]))
         assert bool((logp_B <= 0).all())
         assert bool(logp_B.isfinite().all())
 

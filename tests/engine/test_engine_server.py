@@ -51,8 +51,7 @@ def test_generation_has_the_shape_of_vllm(server: Server) -> None:
     )
     assert status == 200
     assert answer["request_id"] == "mine"
-    assert answer["prompt_token_ids"] == PROMPT
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
+    assert len(answer["choices"]) == 2
     for index, choice in enumerate(answer["choices"]):
         assert choice["index"] == index
         assert choice["finish_reason"] == "length"

@@ -128,7 +128,7 @@ def engine_target(token: str) -> Target:
     """The routes that control it too."""
     drawn = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 5, "temperature": 1.0, "n": 2, "seed": 3}}
     posts = {
-        "/inference/v1/generate": {**drawn, "request_id": "r", "priority": 1, "logprobs_format": "flat"},
+        "/inference/v1/generate": {**drawn, "request_id": "r", "priority": 1},
         "/score": {"token_ids": [5, 6, 7, 8]},
         "/abort_requests": {"request_ids": ["r"]},
         "/update_weights": {"version": 1, "path": "/tmp/nothing", "checksum": "x"},

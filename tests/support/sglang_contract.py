@@ -110,7 +110,6 @@ class Contract:
                 n=params.get("n", 1),
                 stop_token_ids=params.get("stop_token_ids"),
             ),
-            logprobs_format="flat",
         )
         self.under_way += 1
         try:
@@ -124,10 +123,10 @@ class Contract:
         return JSONResponse(given[0] if len(given) == 1 else given)
 
     def choice(self, choice: protocol.GeneratedChoice, prompt: list, prompt_tokens: int) -> dict:  # type: ignore[type-arg]
-        assert choice.token_logprobs is not None
+        assert choice.logprobs is not None
         spans = [
-            {"version": self.labels.get(span.version, self.label), "start": span.start, "end": span.end}
-            for span in choice.weight_versions
+            {"version": self.labels.get(int(span.version), self.label), "start": span.start, "end": span.end}
+            for span in choice.weight_versions or []
         ]
         meta: dict[str, object] = {
             "id": "rid",
@@ -136,9 +135,7 @@ class Contract:
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": 0,
             "weight_version": self.label,
-            "output_token_logprobs": [
-                (logprob, token, None) for logprob, token in zip(choice.token_logprobs, choice.token_ids, strict=True)
-            ],
+            "output_token_logprobs": [(entry.logprob, entry.token_id, None) for entry in choice.logprobs.content],
             "input_token_logprobs": prompt,
         }
         if self.knows_modes:

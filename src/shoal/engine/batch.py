@@ -118,7 +118,6 @@ class StepBatch:
         own_rows = len(expand) == len(keep) and not self.scored
         self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
-        self.truncates = any(draft.truncates for draft in self.drafts)
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
 
     def logits(self, forward: "Forward") -> Tensor:
@@ -167,32 +166,23 @@ def _chunk_rows(chunks: Sequence[Chunk[Draft]], cache: KVCache, device: torch.de
     return ChunkRows(places[0][0], [slot for _, slot in places], starts, lengths, device)
 
 
-def sample(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Samples a token per row; returns tokens, their logprobs (nats, float32) and the log of the kept mass.
-
-    `uniform_B` in [0, 1) decides. The kept mass is the part of the distribution at the row's temperature that top-k,
-    top-p and min-p keep. A logprob plus the log of the kept mass is the untruncated logprob. The third result is None
-    when no row truncates.
-    """
+def sample(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples a token per row, as `uniform_B` in [0, 1) decides; returns tokens and their logprobs (nats, float32)."""
     logits_BV = logits_BV.float()
     if rows.all_greedy:
-        return *_greedy(logits_BV), None
+        return _greedy(logits_BV)
     scaled_BV = logits_BV if rows.temperature is None else logits_BV / rows.temperature
     if rows.all_truncate:
         return _truncated(scaled_BV, rows.top_p, rows.top_k, rows.min_p, uniform_B)
     token_B, logp_B = _whole(scaled_BV, uniform_B)
-    log_kept_B = None
     if rows.truncating_N is not None:
         n = rows.truncating_N
-        log_kept_B = torch.zeros_like(logp_B)
-        token_B[n], logp_B[n], log_kept_B[n] = _truncated(
-            scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n]
-        )
+        token_B[n], logp_B[n] = _truncated(scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n])
     if rows.greedy_B is not None:
         best_token_B, best_B = _greedy(logits_BV)
         token_B = torch.where(rows.greedy_B, best_token_B, token_B)
         logp_B = torch.where(rows.greedy_B, best_B, logp_B)
-    return token_B, logp_B, log_kept_B
+    return token_B, logp_B
 
 
 def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +206,7 @@ def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 def _truncated(
     scaled_BV: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform_B: Tensor, candidates: int = CANDIDATES
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Samples from each row's kept tokens, found among its `candidates` most likely tokens.
 
     Rows that may keep more tokens than the candidates are sampled again from the whole vocabulary. That decision
@@ -226,9 +216,7 @@ def _truncated(
     total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
     top_BC, id_BC = scaled_BV.topk(candidates, dim=-1)
     kept_BC = _kept((top_BC - total_B1).exp(), top_p, top_k, min_p)
-    masked_BC = top_BC.masked_fill(~kept_BC, -torch.inf)
-    log_kept_B = (masked_BC.logsumexp(-1, keepdim=True) - total_B1)[:, 0].clamp_(max=0.0)
-    logp_BC = masked_BC.log_softmax(-1)
+    logp_BC = top_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(-1)
     choice_B1 = _inverse_transform(logp_BC.exp(), uniform_B)
     token_B, logp_B = id_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
     if candidates < scaled_BV.shape[-1]:
@@ -236,8 +224,8 @@ def _truncated(
         if bool(short_B.any()):
             p, k, m = (column.expand(len(token_B), 1)[short_B] for column in (top_p, top_k, min_p))
             again = _truncated(scaled_BV[short_B], p, k, m, uniform_B[short_B], candidates=scaled_BV.shape[-1])
-            token_B[short_B], logp_B[short_B], log_kept_B[short_B] = again
-    return token_B, logp_B, log_kept_B
+            token_B[short_B], logp_B[short_B] = again
+    return token_B, logp_B
 
 
 def _kept(p_BC: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

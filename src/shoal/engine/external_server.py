@@ -279,7 +279,7 @@ def _directory(path: Path) -> Path:
     return path.absolute().parent if path.suffix == ".safetensors" else path.absolute()
 
 
-def _number(label: str) -> int:
-    if (version := numbered(label)) is None:
+def _number(label: int | str) -> int:
+    if (version := numbered(str(label))) is None:
         raise EngineUnavailable(f"the server calls its weights {label!r}; somebody else gives it weights as well")
     return version

@@ -1,6 +1,7 @@
 """Client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -48,22 +49,16 @@ class HttpEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; higher priority goes first."""
-        params = protocol.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            n=n,
-            seed=sampling.seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-        )
-        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, logprobs_format="flat")
+        params = protocol.SamplingParams(**asdict(sampling), n=n)
+        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority)
         answer = await self._ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
         try:
-            return [_completion(choice) for choice in answer.choices]
+            completions = [_completion(choice) for choice in answer.choices]
         except ValueError as error:
             raise EngineUnavailable(f"{self._url} gave an answer that cannot be: {error}") from error
+        if len(completions) != n:
+            raise EngineUnavailable(f"{self._url} gave {len(completions)} completions, expected {n}")
+        return completions
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
@@ -120,11 +115,11 @@ def _absolute(path: Path) -> str:
 
 
 def _completion(choice: protocol.GeneratedChoice) -> Completion:
-    if choice.token_logprobs is None:
-        raise ValueError("flat logprobs were asked for, and none came")
-    versions: list[int] = []
-    for span in choice.weight_versions:
-        versions += [span.version] * (span.end - span.start)
+    entries = choice.logprobs.content if choice.logprobs else []
+    versions = [int(span.version) for span in choice.weight_versions or [] for _ in range(span.start, span.end)]
     return Completion(
-        tuple(choice.token_ids), tuple(choice.token_logprobs), tuple(versions), FinishReason(choice.finish_reason)
+        tuple(choice.token_ids),
+        tuple(entry.logprob for entry in entries),
+        tuple(versions),
+        FinishReason(choice.finish_reason),
     )

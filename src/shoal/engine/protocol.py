@@ -1,15 +1,12 @@
 """JSON bodies of an engine's HTTP routes: vLLM's `/inference/v1/generate` and the routes that control it.
 
-Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/score`, `/info`, `/update_weights` and the
-`logprobs_format: "flat"` of a generate request. The flat format gives `token_logprobs` as a list instead of an object
-per token.
+Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/score`, `/info` and `/update_weights`.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
-
-LogprobsFormat: TypeAlias = Literal["content", "flat"]
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -22,7 +19,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     min_p: float = 0.0
     n: int = 1
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Sequence[int] | None = None
     logprobs: Literal[0] | None = 0
     """Answers always carry the logprob of each sampled token, and no other logprob."""
 
@@ -34,18 +31,17 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     sampling_params: SamplingParams
     request_id: str = ""
     priority: int = 0
-    logprobs_format: LogprobsFormat = "content"
     model: str | None = None
     """Name accepted for vLLM's clients; the engine has one model."""
     stream: Literal[False] = False
 
 
 class TokenLogprob(msgspec.Struct):
-    """One sampled token: its id, also as the string `token_id:N`, and its logprob in nats."""
+    """One sampled token: its id, its logprob in nats, and the id as the string `token_id:N`."""
 
-    token: str
     token_id: int
     logprob: float
+    token: str = ""
 
 
 class Logprobs(msgspec.Struct):
@@ -54,45 +50,29 @@ class Logprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class VersionSpan(msgspec.Struct, omit_defaults=True):
-    """Tokens `start : end` of a choice, sampled by the weights of `version`."""
+class VersionSpan(msgspec.Struct):
+    """Tokens `start : end` of a choice, sampled by the weights of `version`; other servers name it by a text."""
 
-    version: int
+    version: int | str
     start: int
     end: int
-    kv_version: int | None = None
-    """Version of the oldest KV in the tokens' context, if older than `version`; occurs with `--on-update keep`."""
 
 
-class GeneratedChoice(msgspec.Struct, omit_defaults=True, kw_only=True):
+class GeneratedChoice(msgspec.Struct):
     """One completion."""
 
     index: int
     token_ids: list[int]
-    weight_versions: list[VersionSpan]
-    logprobs: Logprobs | None = None
-    token_logprobs: list[float] | None = None
-    token_log_kept: list[float] | None = None
-    """Log of the probability mass that top-k, top-p and min-p kept; logprob plus this value is the untruncated
-    logprob."""
     finish_reason: str
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class Usage(msgspec.Struct):
-    """Token counts."""
+class GenerateResponse(msgspec.Struct):
+    """Answer to a generate request."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class GenerateResponse(msgspec.Struct, omit_defaults=True):
-    """Answer to a generate request; flat answers have no `prompt_token_ids`."""
-
-    request_id: str
     choices: list[GeneratedChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
+    request_id: str = ""
 
 
 class LogprobsRequest(msgspec.Struct, forbid_unknown_fields=True):

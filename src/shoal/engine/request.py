@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.engine.scheduler import SequenceState
-from shoal.types import Completion, FinishReason, Sampling
+from shoal.types import FinishReason, Sampling
 
 UNIFORM_BLOCK = 64
 
@@ -46,21 +46,10 @@ class Draft(SequenceState):
     """Tokens to score, which follow positions 0, 1, ...."""
     scores: list[float] = field(default_factory=list)
     """Nats: logprobs of the targets at temperature 1."""
-    log_kept: list[float] = field(default_factory=list)
-    """Log of the mass that truncation kept, for each sampled token; empty without truncation."""
     logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (version, end): `version` sampled the tokens between the previous pair's end and `end`."""
-    kv_versions: list[tuple[int, int | None]] = field(default_factory=list)
-    """Pairs (start, version): tokens from `start` on were sampled with a context whose oldest KV is of `version`.
-    None means KV of the sampling version."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
-
-    @property
-    def truncates(self) -> bool:
-        """Whether sampling is truncated to a part of the distribution."""
-        sampling = self.sampling
-        return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
     def token_at(self, position: int) -> int:
         """Token at a position of the prompt or the answer."""
@@ -72,34 +61,6 @@ class Draft(SequenceState):
         """Known tokens `start : end`."""
         split = self.prompt_len
         return [*self.prompt_ids[start:end], *self.sampled[max(start - split, 0) : max(end - split, 0)]]
-
-    def close_span(self, version: int) -> None:
-        """Records that `version` sampled every token since the last span."""
-        if len(self.sampled) > (self.spans[-1][1] if self.spans else 0):
-            self.spans.append((version, len(self.sampled)))
-
-    def keep_kv(self, version: int) -> None:
-        """Records that newer weights come while the KV of `version` or older ones stays."""
-        if self.kv_len and not self.stale:
-            self.kv_versions.append((len(self.sampled), version))
-
-    def forget(self) -> None:
-        """Drops the KV: all known tokens are prefilled again."""
-        if self.stale:
-            self.kv_versions.append((len(self.sampled), None))
-        SequenceState.forget(self)  # a slotted dataclass is another class than the one that `super()` sees
-
-    def kv_version(self, index: int) -> int | None:
-        """Version of the oldest KV in a sampled token's context; None when it is the version that sampled it."""
-        return next((version for start, version in reversed(self.kv_versions) if start <= index), None)
-
-    def completion(self) -> Completion:
-        """Finished completion."""
-        assert self.finish_reason is not None
-        versions: list[int] = []
-        for version, end in self.spans:
-            versions += [version] * (end - len(versions))
-        return Completion(tuple(self.sampled), tuple(self.logprobs), tuple(versions), self.finish_reason)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from shoal.engine.options import PauseMode
 from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.weight_loading import check_below, weight_file
-from shoal.errors import EngineError, EngineUnavailable, RequestRefused, ShoalError
+from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.net.server import HANDLERS, body, decoded, exposition, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
@@ -115,12 +115,6 @@ CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads 
 HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the first one on a GPU as long
 
 
-class EngineFailed(EngineError):
-    """Error of Shoal itself; the log has its traceback."""
-
-    http_status = 500
-
-
 class EngineServer:
     """Routes of one engine. `app` is the ASGI application.
 
@@ -162,7 +156,7 @@ class EngineServer:
             Route("/metrics", self._metrics),
             Route("/info", self._info),
         ]
-        handlers = HANDLERS | {ShoalError: self._counted_refusal, Exception: self._unexpected_error}
+        handlers = HANDLERS | {ShoalError: self._counted_refusal, Exception: HANDLERS[ShoalError]}
         guard = Middleware(guarded, token=token, free=("/health", "/metrics"))
         self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan, exception_handlers=handlers)
 
@@ -195,12 +189,13 @@ class EngineServer:
         return await result(self._thread.call(function))
 
     async def _generate(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.GenerateRequest)
-        request = _request(asked)
+        request = _request(await self._body(http, protocol.GenerateRequest))
         if wrong := self._engine.refusal(request):
             raise wrong
         await self._answered(http, request)
-        return json(response(asked, request)) if request.finished else Response(status_code=CLIENT_GONE)
+        if not request.finished:
+            return Response(status_code=CLIENT_GONE)
+        return json(protocol.GenerateResponse([_choice(draft) for draft in request.drafts], request.name))
 
     async def _answered(self, http: HttpRequest, request: Request) -> None:
         """Returns when a request has ended, or its client has disconnected."""
@@ -298,9 +293,6 @@ class EngineServer:
         self._refused += 1
         return refusal(error)
 
-    async def _unexpected_error(self, _: HttpRequest, error: Exception) -> Response:
-        return refusal(EngineFailed(f"the engine could not answer: {type(error).__name__}: {error}"))
-
 
 def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:
     """Calls `function` on the loop; a closed loop needs no call."""
@@ -320,63 +312,28 @@ async def _disconnected(http: HttpRequest) -> None:
 def _request(body: protocol.GenerateRequest) -> Request:
     """Engine request of a body. Raises `RequestRefused` for values out of range."""
     params = body.sampling_params
+    top_k, stops = 0 if params.top_k == -1 else params.top_k, tuple(params.stop_token_ids or ())
     try:
         sampling = Sampling(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0) if params.top_k >= -1 else params.top_k,
-            min_p=params.min_p,
-            stop_token_ids=tuple(params.stop_token_ids or ()),
-            seed=params.seed,
+            params.max_tokens, params.temperature, params.top_p, top_k, params.min_p, stops, params.seed
         )
     except ValueError as error:
         raise RequestRefused(f"sampling_params.{error}") from error
-    return Request(
-        body.token_ids,
-        sampling,
-        n=params.n,
-        priority=body.priority,
-        name=body.request_id,
-    )
+    return Request(body.token_ids, sampling, n=params.n, priority=body.priority, name=body.request_id)
 
 
-def response(body: protocol.GenerateRequest, request: Request) -> protocol.GenerateResponse:
-    """Answer to a finished generate request; its usage counts the prompt once."""
-    flat = body.logprobs_format == "flat"
-    prompt, sampled = len(request.prompt_ids), sum(len(draft.sampled) for draft in request.drafts)
-    return protocol.GenerateResponse(
-        request_id=body.request_id,
-        choices=[choice(draft, flat=flat) for draft in request.drafts],
-        usage=protocol.Usage(prompt, sampled, prompt + sampled),
-        prompt_token_ids=None if flat else body.token_ids,
-    )
-
-
-def choice(draft: Draft, *, flat: bool) -> protocol.GeneratedChoice:
+def _choice(draft: Draft) -> protocol.GeneratedChoice:
     """Response choice of a finished completion."""
     assert draft.finish_reason is not None
     rows = zip(draft.sampled, draft.logprobs, strict=True)
+    spans: list[protocol.VersionSpan] = []
+    for version, run in groupby(draft.versions):
+        start = spans[-1].end if spans else 0
+        spans.append(protocol.VersionSpan(version, start, start + len(list(run))))
     return protocol.GeneratedChoice(
         index=draft.index,
         token_ids=draft.sampled,
         finish_reason=draft.finish_reason,
-        weight_versions=_version_spans(draft),
-        logprobs=None
-        if flat
-        else protocol.Logprobs([protocol.TokenLogprob(f"token_id:{token}", token, logp) for token, logp in rows]),
-        token_logprobs=draft.logprobs if flat else None,
-        token_log_kept=draft.log_kept if draft.truncates else None,
+        logprobs=protocol.Logprobs([protocol.TokenLogprob(token, logp, f"token_id:{token}") for token, logp in rows]),
+        weight_versions=spans,
     )
-
-
-def _version_spans(draft: Draft) -> list[protocol.VersionSpan]:
-    """Spans of sampled tokens by sampling Version and by Version of their KV."""
-    spans: list[protocol.VersionSpan] = []
-    first = 0
-    for version, last in draft.spans:
-        inner = {since for since, _ in draft.kv_versions if first < since < last}
-        borders = [first, *sorted(inner), last] if first < last else []
-        spans += [protocol.VersionSpan(version, *span, draft.kv_version(span[0])) for span in pairwise(borders)]
-        first = last
-    return spans

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal.engine.protocol import VersionSpan
 from shoal.errors import EngineUnavailable
 from shoal.net.client import Client
 from shoal.types import FinishReason, Sampling
@@ -44,7 +45,7 @@ class SampledCompletion:
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L] nats
     finish_reason: FinishReason
-    spans: Sequence["Span"] | None
+    spans: Sequence[VersionSpan] | None
     """Spans by Version; None when the server does not report it."""
 
 
@@ -98,14 +99,6 @@ class ServerAdapter(Protocol):
 
     async def aclose(self) -> None:
         """Closes the connections."""
-
-
-class Span(msgspec.Struct):
-    """Tokens `start : end` of an answer, sampled by the weights that the server labels `version`."""
-
-    version: str
-    start: int
-    end: int
 
 
 class ListedModel(msgspec.Struct):

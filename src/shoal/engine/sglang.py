@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
+from shoal.engine.protocol import VersionSpan
 from shoal.engine.server_adapter import (
     Abilities,
     HttpAdapter,
     SampledCompletion,
-    Span,
     StopMode,
     finish_reason,
     numbered,
@@ -48,7 +48,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _Generated(msgspec.Struct):

@@ -278,11 +278,7 @@ class StepEngine:
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
-        self._token_B, logp_B, log_kept_B = sample(logits_BV, batch.sampling, self._uniforms(batch))
-        for row, draft in enumerate(batch.drafts) if batch.truncates else ():
-            if draft.truncates:
-                assert log_kept_B is not None
-                draft.log_kept.append(float(log_kept_B[row]))
+        self._token_B, logp_B = sample(logits_BV, batch.sampling, self._uniforms(batch))
         self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
 
     def _next_batch(self) -> StepBatch:
@@ -327,6 +323,7 @@ class StepEngine:
             self.stale_tokens += draft.stale
             draft.sampled.append(token)
             draft.logprobs.append(logprob)
+            draft.versions.append(self.version)
             if token in draft.stop_ids:
                 self._finish(draft, FinishReason.STOP)
             elif len(draft.sampled) >= draft.max_sampled:
@@ -334,7 +331,6 @@ class StepEngine:
 
     def _finish(self, draft: Draft, reason: FinishReason) -> None:
         draft.finish_reason = reason
-        draft.close_span(self.version)
         self._keep_prefix(draft)
         self._scheduler.remove(draft)
         self._cache.release(draft)
@@ -376,16 +372,10 @@ class StepEngine:
             return
         running = self._scheduler.running
         self._scheduler.admitting = True
-        for request in self._requests.values():
-            for draft in request.drafts:
-                if draft.finish_reason is None:
-                    draft.close_span(self.version)
         self.slots.load(self._update)
         self._prefixes.clear()
         self.interruptions += bool(running)
         if self._on_update is OnUpdate.KEEP:
-            for draft in running:
-                draft.keep_kv(self.version)
             self._scheduler.mark_stale()
             self.stale_sequences += sum(draft.stale for draft in running)
         else:

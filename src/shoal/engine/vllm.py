@@ -9,15 +9,16 @@ The adapter sends no seeds: a seeded request whose prompt is computed in more th
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 
+from shoal.engine.protocol import GeneratedChoice, GenerateResponse
 from shoal.engine.server_adapter import (
     Abilities,
     HttpAdapter,
     SampledCompletion,
-    Span,
     StopMode,
     finish_reason,
     numbered,
@@ -42,29 +43,11 @@ PAUSES = {
 }
 
 
-class _TokenLogprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob]
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs | None = None
-    weight_versions: list[Span] | None = None
-
-
 class _PromptLogprob(msgspec.Struct):
     logprob: float
 
 
-class _Generated(msgspec.Struct):
-    choices: list[_Choice]
+class _Scored(msgspec.Struct):
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
@@ -118,7 +101,7 @@ class VLLM(HttpAdapter):
             body["priority"] = -priority  # lower goes first in vLLM
         if salt is not None:
             body["cache_salt"] = salt
-        answer = await self._client.ask("POST", GENERATE, _Generated, body)
+        answer = await self._client.ask("POST", GENERATE, GenerateResponse, body)
         return [_completion(choice) for choice in answer.choices]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -126,7 +109,7 @@ class VLLM(HttpAdapter):
         if self._longest and len(token_ids) >= self._longest:
             raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
         body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        answer = await self._client.ask("POST", GENERATE, _Generated, body)
+        answer = await self._client.ask("POST", GENERATE, _Scored, body)
         given = answer.prompt_logprobs or []
         if len(given) != len(token_ids):
             raise EngineUnavailable(f"vLLM gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
@@ -165,13 +148,8 @@ class VLLM(HttpAdapter):
 
 def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int) -> dict[str, object]:
     params = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        **asdict(replace(sampling, seed=None)),
         "n": n,
-        "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": False,
@@ -179,7 +157,7 @@ def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int
     return {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
 
 
-def _completion(choice: _Choice) -> SampledCompletion:
+def _completion(choice: GeneratedChoice) -> SampledCompletion:
     entries = choice.logprobs.content if choice.logprobs else []
     logprobs = tuple(entry.logprob for entry in entries)
     if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
