@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_letters
 
+from benchmarks.clock import run_virtual
 from benchmarks.work import coin
-from shoal.clock import run_virtual
 from shoal.config import SwarmConfig, TaskConfig
 from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks

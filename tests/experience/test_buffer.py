@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.clock import run_virtual
 from buffer_values import META, group, masked_rows, open_buffer, run_group, train
 from shoal import wire
-from shoal.clock import run_virtual
 from shoal.errors import RunDirError
 from shoal.experience.balance import PATIENCE_S
 from shoal.experience.buffer import STALE, TOO_FEW, Buffer

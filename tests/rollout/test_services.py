@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run_bench
+from benchmarks.clock import run_virtual
 from benchmarks.crew import Process
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
 from services_kill import NAMES, run
-from shoal.clock import run_virtual
 from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.interfaces import Environment

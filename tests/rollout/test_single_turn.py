@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from shoal.clock import run_virtual
+from benchmarks.clock import run_virtual
 from shoal.interfaces import Purpose
 from shoal.rollout.single_turn import SingleTurn, priority_of, sampled_for
 from shoal.types import (

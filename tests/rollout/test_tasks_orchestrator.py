@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.clock import run_virtual
 from buffer_values import group as made_group
-from shoal.clock import run_virtual
 from shoal.experience.balance import PATIENCE_S
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta

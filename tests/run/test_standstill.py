@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.clock import run_virtual
+from benchmarks.clock import run_virtual
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.launch import engine_child
 from shoal.errors import StoodStill

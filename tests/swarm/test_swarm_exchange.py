@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from shoal.clock import run_virtual
+from benchmarks.clock import run_virtual
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from shoal.clock import waits
 from shoal.errors import StoodStill
 
 CHECKS = 8
@@ -73,3 +73,18 @@ def report_waits() -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGUSR1)
+
+
+def waits(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """A line for each task of a loop, by name, with the place where it waits."""
+    return sorted(_whereabouts(task) for task in asyncio.all_tasks(loop))
+
+
+def _whereabouts(task: "asyncio.Task[Any]") -> str:
+    """The innermost line of a task's coroutine, and the awaited object there."""
+    inner: Any = task.get_coro()
+    place = "nowhere"
+    while (frame := getattr(inner, "cr_frame", None)) is not None:
+        place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        inner = inner.cr_await
+    return f"{task.get_name()} waits in {place}" + (f" for {type(inner).__name__}" if inner is not None else "")

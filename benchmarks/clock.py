@@ -9,6 +9,8 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from shoal.run.standstill import waits
+
 T = TypeVar("T")
 
 
@@ -52,18 +54,3 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end under a clock of its own. Raises `NothingCanHappen` at a deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
-
-
-def waits(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """A line for each task of a loop, by name, with the place where it waits."""
-    return sorted(_whereabouts(task) for task in asyncio.all_tasks(loop))
-
-
-def _whereabouts(task: "asyncio.Task[Any]") -> str:
-    """The innermost line of a task's coroutine, and the awaited object there."""
-    inner: Any = task.get_coro()
-    place = "nowhere"
-    while (frame := getattr(inner, "cr_frame", None)) is not None:
-        place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
-        inner = inner.cr_await
-    return f"{task.get_name()} waits in {place}" + (f" for {type(inner).__name__}" if inner is not None else "")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shoal.clock import NothingCanHappen, run_virtual
+from benchmarks.clock import NothingCanHappen, run_virtual
 
 
 def test_an_hour_of_sleeping_takes_no_time_and_ends_on_the_hour() -> None:
