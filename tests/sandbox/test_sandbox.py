@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.sandbox.command import installed_packages, outermost, package_folders
 from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
 from shoal.sandbox.runner import probe, run, run_async, why_not
 from shoal.sandbox.supervisor import run_on
+from until import until
 
 FOREVER = "while True: pass"
 
@@ -87,6 +89,33 @@ def test_a_cancelled_program_is_gone(backend: Backend) -> None:
 
     asyncio.run(main())
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+STARTER = """
+import sys
+from shoal.sandbox.program import Backend, Program, ProgramLimits
+from shoal.sandbox.runner import run
+run(Program("import time; time.sleep(600)"), ProgramLimits(wall_s=600), Backend(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_sandbox_ends_with_its_starter_however_far_it_was(backend: Backend, processes: int) -> None:
+    starter = psutil.Popen([sys.executable, "-c", STARTER, backend.value])
+    most = 1 if backend is Backend.LANDLOCK else processes
+    while len(started := starter.children(recursive=True)) < most or session_of(started[0].pid) != started[0].pid:
+        assert starter.poll() is None
+    session = started[0].pid
+    starter.kill()
+    starter.wait()
+    asyncio.run(until(lambda: session not in map(session_of, psutil.pids())))
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 @pytest.mark.parametrize("backend", [one for one in Backend if one is not Backend.LANDLOCK], indirect=True)

@@ -9,7 +9,6 @@ of Python code.
 import os
 import resource
 import sys
-from pathlib import Path
 
 from shoal.sandbox import files, kernel, seccomp
 from shoal.sandbox.command import installed_packages, own_package, visible
@@ -50,11 +49,9 @@ def confine(*, boxed: bool) -> None:
 
 def _enter_sandbox() -> None:
     """Takes from the running process what the kernel can: system calls always, files where it has Landlock."""
-    caches = [Path(os.path.expanduser(place)) for place in ("~/.cache/matplotlib", "~/.config/matplotlib")]
-    readable = visible(own_package(), *installed_packages(), *(path for path in caches if path.is_dir()))
     kernel.drop_capabilities()
     if files.landlock_version() >= files.OLDEST:
-        files.restrict(readable, "")
+        files.restrict(visible(own_package(), *installed_packages()), "")
     kernel.install_filter(seccomp.program_filter(kernel.MACHINE, os.getpid()))
 
 

@@ -1,18 +1,18 @@
 """Launcher: a fresh process that confines itself and becomes the program.
 
-The launcher starts at the place `outside`. Under Landlock it confines itself and becomes the program. With namespaces
-it makes them, and its child is their first process. Under bubblewrap, which makes the namespaces, the launcher starts
-at the place `inside`. The first process starts the program and reports how the program ended. Its own end kills every
+Under Landlock the launcher confines itself and becomes the program. With namespaces it makes them, and its child is
+their first process, which starts the program and reports how the program ended. The first process' own end kills every
 process that the program left running.
 
-The launcher reports through a pipe. `{"child-pid": N}` names the first process, in bubblewrap's words. `started` and
-`ended STATUS CPU_S` (in wait(2)'s terms) report the program, and `failed WHY` a sandbox that could not be set up.
+The launcher reports through a pipe. `child N` names the first process. `started` and `ended STATUS CPU_S` (in wait(2)'s
+terms) report the program, and `failed WHY` a sandbox that could not be set up.
 """
 
 import _signal  # type: ignore[import-not-found]  # as signal, without the milliseconds
 import marshal
 import os
 import resource
+import select
 import sys
 
 from shoal.sandbox import files, kernel, seccomp
@@ -20,8 +20,6 @@ from shoal.sandbox.kernel import LANDLOCK, NONE, PARENT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # which take milliseconds
-    from collections.abc import Callable
-
     from shoal.sandbox.command import LaunchSpec
 
 NOT_FOUND = 127
@@ -30,18 +28,16 @@ _SIGKILL = 9
 _MOST_DESCRIPTORS = 1 << 16
 
 
-def main(place: str, word: str) -> None:
+def main(word: str) -> None:
     """Confines this process and starts the program; never returns normally."""
     wanted: LaunchSpec = type(sys.implementation)(**marshal.loads(bytes.fromhex(word)))  # type: ignore[assignment]
     try:
         kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
-        if place == "outside" and int(os.environ.get(PARENT, os.getppid())) != os.getppid():
+        if int(os.environ.get(PARENT, os.getppid())) != os.getppid():
             os._exit(1)  # the main process ended before the kernel was asked
         if wanted.status_fd != NONE:
             os.set_inheritable(wanted.status_fd, False)
-        if place == "inside":
-            _be_first_process(wanted)
-        elif wanted.backend == LANDLOCK:
+        if wanted.backend == LANDLOCK:
             _be_program(wanted)
         else:
             _make_namespaces(wanted)
@@ -60,17 +56,6 @@ def _fail(wanted: "LaunchSpec", error: OSError) -> None:
     os._exit(1)
 
 
-def _forked(wanted: "LaunchSpec", work: "Callable[[LaunchSpec], None]") -> int:
-    """Process id of a child that does `work`, which does not return."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work(wanted)
-        except OSError as error:
-            _fail(wanted, error)
-    return pid
-
-
 def _make_namespaces(wanted: "LaunchSpec") -> None:
     """Makes the namespaces. A `uid` implies root's rights; otherwise a user namespace gives them."""
     user, group = os.geteuid(), os.getegid()
@@ -79,15 +64,20 @@ def _make_namespaces(wanted: "LaunchSpec") -> None:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_NOBODY} {user} 1")
         _write("/proc/self/gid_map", f"{_NOBODY} {group} 1")
-    child = _forked(wanted, _in_namespaces)
-    _report(wanted, f'{{"child-pid": {child}}}')
+    launcher = os.pidfd_open(os.getpid())
+    child = os.fork()
+    if child == 0:
+        _in_namespaces(wanted, launcher)
+    _report(wanted, f"child {child}")
     os.closerange(0, _MOST_DESCRIPTORS)
     _, status = os.waitpid(child, 0)
     os._exit(_exit_code(status))
 
 
-def _in_namespaces(wanted: "LaunchSpec") -> None:
+def _in_namespaces(wanted: "LaunchSpec", launcher: int) -> None:
     kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
+    if select.select([launcher], (), (), 0)[0]:
+        os._exit(1)  # the launcher ended before the kernel was asked
     files.enter_own_root(wanted.readable, wanted.folder, wanted.file_bytes)
     _be_first_process(wanted)
 
@@ -98,7 +88,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _be_first_process(wanted: "LaunchSpec") -> None:
-    program = _forked(wanted, _be_program)
+    program = os.fork()
+    if program == 0:
+        _be_program(wanted)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # a first process receives only the signals that it handles
     _close_all_but(wanted.status_fd, 0)  # the program alone holds its pipes: readers wait for their end
     while True:
