@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from gateway_engine import CONTEXT, Served, served
-from shoal.gateway.sessions import SessionLimits
+from shoal.gateway.sessions import OpenRequest, SessionLimits
 from shoal.gateway.token_tree import HistoryPolicy, TokenTree
 from shoal.trainer.advantage import rows
 from shoal.turn_tree import prompt_ids
@@ -35,7 +35,7 @@ def run(scenario: Callable[[Served], Awaitable[None]], *script: str | None, **op
 
 
 def agent(one: Served, **options: Any) -> tuple[openai.AsyncOpenAI, TokenTree]:
-    session = one.gateway.sessions.open(**options)
+    session = one.gateway.sessions.open(OpenRequest(**options))
     return openai.AsyncOpenAI(base_url=f"{one.url}/s/{session.token}/v1", api_key="-"), session.tree
 
 
@@ -130,7 +130,7 @@ def test_a_retry_after_the_client_gave_up_finds_the_call_under_way() -> None:
 
 def test_a_retry_is_answered_when_the_session_s_limit_is_reached() -> None:
     async def scenario(one: Served) -> None:
-        session = one.gateway.sessions.open(limits=SessionLimits(generations=1))
+        session = one.gateway.sessions.open(OpenRequest(limits=SessionLimits(generations=1)))
         url, retry = f"{one.url}/s/{session.token}/v1/chat/completions", {"x-stainless-retry-count": "1"}
         async with aiohttp.ClientSession() as http:
             for headers, status in (({}, 200), (retry, 200), ({}, 410)):
@@ -308,7 +308,7 @@ def test_an_unknown_session_gets_401_and_an_ended_one_410() -> None:
 
 def test_a_strict_session_answers_409_to_another_conversation() -> None:
     async def scenario(one: Served) -> None:
-        client, _ = agent(one, policy=HistoryPolicy.STRICT)
+        client, _ = agent(one, history_policy=HistoryPolicy.STRICT)
         async with client:
             await client.chat.completions.create(model="m", messages=ASK)
             with pytest.raises(openai.ConflictError, match="history_policy"):

@@ -73,7 +73,7 @@ def test_of_closed_sessions_so_many_are_remembered_and_nothing_is_written() -> N
         sessions = one.gateway.sessions
         opened = [sessions.open() for _ in range(CLOSED_KEPT + 5)]
         for session in opened:
-            await sessions.end_and_export(session)
+            await sessions.end(session)
         assert (len(sessions), len(sessions.closed)) == (0, CLOSED_KEPT)
         assert (await posted(http, f"{one.url}/s/{opened[-1].token}/end"))[0] == 410
         assert (await posted(http, f"{one.url}/s/{opened[0].token}/end"))[0] == 401

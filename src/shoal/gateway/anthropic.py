@@ -59,7 +59,6 @@ class MessagesRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/messages` and, without `max_tokens`, of `/v1/messages/count_tokens`."""
 
     messages: list[TurnMessage]
-    max_tokens: int | None = None
     system: str | list[Block] | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -69,9 +68,7 @@ def messages_ask(body: MessagesRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a body. Raises `Refusal`."""
     if body.max_tokens is None:
         raise Refusal("max_tokens", "a number", None)
-    return AnswerRequest(
-        conversation_of(body), max_tokens=body.max_tokens, temperature=body.temperature, top_p=body.top_p
-    )
+    return AnswerRequest(conversation_of(body), body)
 
 
 def conversation_of(body: MessagesRequest) -> Conversation:

@@ -18,16 +18,15 @@ from shoal.gateway.dialects import (
     text_of,
     unicode,
 )
-from shoal.gateway.sessions import AnswerRequest
+from shoal.gateway.sessions import AnswerRequest, SamplingRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.net.chat import Call, wire_of, wire_of_call
-from shoal.types import FinishReason, Json, Message, Role
+from shoal.types import Json, Message, Role
 
 ROLES = {"developer": Role.SYSTEM, **{role.value: role for role in Role}}
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
 """Names of the template arguments that clients may set; the renderer's own, such as the template, are not among
 them."""
-FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
 class ChatMessage(msgspec.Struct):
@@ -48,8 +47,6 @@ class StreamOptions(msgspec.Struct):
 class CompletionRequest(ModelRequest, kw_only=True):
     """Fields that chat and text completions share."""
 
-    max_tokens: int | None = None
-    seed: int | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -63,21 +60,23 @@ class ChatRequest(CompletionRequest, kw_only=True):
     logprobs: bool | None = False
     chat_template_kwargs: dict[str, object] | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+
 
 class TextRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int]
+    max_tokens: int | None = 16
 
 
-class TokenSampling(msgspec.Struct):
+class TokenSampling(SamplingRequest, kw_only=True):
     """Parameters of sampling; a session's own sampling wins."""
 
-    max_tokens: int = 16
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tokens: int | None = 16
     n: Literal[1] = 1
-    seed: int | None = None
     stop: Literal[""] | None = None
 
 
@@ -98,13 +97,7 @@ def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a chat body. Raises `Refusal`."""
     messages = (_message(f"messages[{i}]", message) for i, message in enumerate(body.messages))
     tools = body.tools if body.tool_choice != "none" else None
-    return AnswerRequest(
-        conversation(messages, tools, _template_text(body.chat_template_kwargs or {})),
-        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-    )
+    return AnswerRequest(conversation(messages, tools, _template_text(body.chat_template_kwargs or {})), body)
 
 
 def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
@@ -112,21 +105,13 @@ def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
-    most = 16 if body.max_tokens is None else body.max_tokens
     said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt)
-    return AnswerRequest(max_tokens=most, temperature=body.temperature, top_p=body.top_p, seed=body.seed, prompt=said)
+    return AnswerRequest(sampling=body, prompt=said)
 
 
 def tokens_ask(body: TokensRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a prompt in tokens. Raises `Refusal`."""
-    params = body.sampling_params
-    return AnswerRequest(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        seed=params.seed,
-        prompt=_tokens("token_ids", body.token_ids),
-    )
+    return AnswerRequest(sampling=body.sampling_params, prompt=_tokens("token_ids", body.token_ids))
 
 
 def _tokens(where: str, prompt: list[str | int] | list[int]) -> tuple[int, ...]:
@@ -176,7 +161,7 @@ def chat_chunks(reply: Reply[ChatRequest]) -> Iterator[Body]:
 def _ended(reply: Reply[ChatRequest]) -> Body:
     called = reply.stopped and reply.message.tool_calls
     return {
-        "finish_reason": "tool_calls" if called else _finish_reason(reply),
+        "finish_reason": "tool_calls" if called else reply.finish_reason,
         "logprobs": _logprobs(reply) if reply.request.logprobs else None,
         **reply.token_fields,
         **({"ill_formed": True} if reply.generation.ill_formed else {}),
@@ -185,7 +170,7 @@ def _ended(reply: Reply[ChatRequest]) -> Body:
 
 def text_body(reply: Reply[TextRequest]) -> Body:
     """Body of the answer to a text completion."""
-    finish = _finish_reason(reply)
+    finish = reply.finish_reason
     choice: Body = {"index": 0, "text": reply.message.content, "finish_reason": finish, "logprobs": None}
     head = _head("cmpl", "text_completion", reply)
     return {**head, "choices": [{**choice, **reply.token_fields}], **_tail(reply)}
@@ -205,7 +190,7 @@ def tokens_body(reply: Reply[TokensRequest]) -> Body:
     choice: Body = {
         "index": 0,
         "token_ids": list(reply.token_ids),
-        "finish_reason": _finish_reason(reply),
+        "finish_reason": reply.finish_reason,
         "weight_versions": reply.spans,
         **({"token_logprobs": logprobs} if is_flat else {"logprobs": _logprobs(reply)}),
     }
@@ -237,10 +222,6 @@ def _usage_chunk(head: Body, reply: Reply[C]) -> Iterator[Body]:
 def _usage(reply: Reply[R]) -> Body:
     prompt, sampled = len(reply.prompt_ids), len(reply.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _finish_reason(reply: Reply[R]) -> str:
-    return FINISH[reply.generation.completion.finish_reason]
 
 
 def _logprobs(reply: Reply[R]) -> Body:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from shoal.errors import SessionError
-from shoal.gateway.sessions import AnswerRequest
+from shoal.gateway.sessions import AnswerRequest, SamplingRequest
 from shoal.gateway.token_tree import Conversation, Generation, TokenTree
 from shoal.net.server import decoded
 from shoal.types import FinishReason, Json, Message
@@ -25,12 +25,10 @@ class Refusal(SessionError):
         self.field = field
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
+class ModelRequest(SamplingRequest, kw_only=True):
     """Fields that the requests of all APIs share. Unknown fields are ignored, unserved values refused."""
 
     model: str | None = ""
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = False
     return_token_ids: bool | None = False
 
@@ -43,7 +41,6 @@ class TextPart(msgspec.Struct):
 
 
 R = TypeVar("R", bound=ModelRequest)
-R_contra = TypeVar("R_contra", bound=ModelRequest, contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,14 @@ class Reply(Generic[R]):
         return self.generation.completion.token_ids
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Reason why the engine stopped: `stop` or `length`, since an aborted answer is an error."""
+        return self.generation.completion.finish_reason
+
+    @property
     def stopped(self) -> bool:
         """Whether the model ended the answer itself."""
-        return self.generation.completion.finish_reason is FinishReason.STOP
+        return self.finish_reason is FinishReason.STOP
 
     @property
     def prompt_fields(self) -> Body:
@@ -93,18 +95,13 @@ class Reply(Generic[R]):
         return found
 
 
-class ToAnswer(Protocol[R_contra]):
-    """Function from a request, in a session with this token tree, to the inner form. Raises `Refusal`."""
-
-    def __call__(self, request: R_contra, tree: TokenTree, /) -> AnswerRequest: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[R]):
     """One API: its requests, and the functions from and to the inner form."""
 
     kind: type[R]
-    ask: ToAnswer[R]
+    ask: Callable[[R, TokenTree], AnswerRequest]
+    """Turns a request, in a session with this token tree, into the inner form. Raises `Refusal`."""
     body: Callable[[Reply[R]], Body]
     events: Callable[[Reply[R]], Iterable[Body]]
     """Events that stream a whole answer."""

@@ -11,7 +11,7 @@ import uvicorn
 
 from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
-from shoal.gateway.sessions import AnswerRequest, Session, SessionLimits
+from shoal.gateway.sessions import AnswerRequest, OpenRequest, SamplingRequest, Session, SessionLimits
 from shoal.gateway.token_tree import Conversation
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer
@@ -55,7 +55,7 @@ class HostedSession:
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message, without HTTP; messages that extend an answer are not tokenised again."""
-        asked = AnswerRequest(Conversation(tuple(messages), tools), digest="", max_tokens=max_tokens)
+        asked = AnswerRequest(Conversation(tuple(messages), tools), SamplingRequest(max_tokens=max_tokens))
         generation = await self.session.generation(asked)
         self.session.deliver(generation)
         return generation.message
@@ -96,7 +96,7 @@ class Host:
     def session(self, sampling: Sampling, priority: int, timeout_s: float) -> HostedSession:
         """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
         limits = SessionLimits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s)
-        session = self.gateway.sessions.open(sampling=sampling, limits=limits, priority=priority)
+        session = self.gateway.sessions.open(OpenRequest(sampling, limits), priority)
         root = f"{self.url}/s/{session.token}"
         return HostedSession(session, self.gateway, f"{root}/v1", root, session.token)
 

@@ -1,14 +1,14 @@
 """Registry of open sessions, bounded in their number, idle time and tokens."""
 
-import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from shoal.errors import EngineUnavailable
-from shoal.gateway.sessions import ENDED, Session, SessionContext, SessionLimits
-from shoal.gateway.token_tree import HistoryPolicy, TokenTree
-from shoal.types import Message, Sampling
+from shoal.gateway.sessions import DEFAULTS, ENDED, OpenRequest, Session, SessionContext
+from shoal.gateway.token_tree import TokenTree
+from shoal.types import Message
 
 CLOSED_KEPT = 4096
 
@@ -16,10 +16,10 @@ CLOSED_KEPT = 4096
 class SampledTurn(msgspec.Struct):
     """One generation as it was sampled."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish_reason: str
     ill_formed: bool
     parent: int | None = None
@@ -68,20 +68,13 @@ class Sessions:
         """Tokens that all open sessions hold."""
         return sum(session.tokens_held for session in self._open.values())
 
-    def open(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        limits: SessionLimits | None = None,
-        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
-        priority: int = 0,
-    ) -> Session:
+    def open(self, asked: OpenRequest = DEFAULTS, priority: int = 0) -> Session:
         """Opens a session; see `Session`. Raises `EngineUnavailable` when too many are open."""
         if len(self._open) >= self.bounds.sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        session = Session(new_token(), self.context, sampling=sampling, limits=limits, policy=policy, priority=priority)
+        session = Session(self.context, asked, priority)
         self._open[session.token] = session
         self.context.counted["sessions"] += 1
         return session
@@ -94,15 +87,14 @@ class Sessions:
             session.used_s = self.context.clock()
         return session
 
-    async def end(self, session: Session) -> None:
-        """Closes a session whose owner has its token tree."""
-        await session.end()
-        self._open.pop(session.token, None)
-
-    async def end_and_export(self, session: Session) -> Export:
-        """Closes a session and returns its export."""
-        await self._close(session, ENDED)
-        return export(session.tree)
+    async def end(self, session: Session, reason: str = ENDED) -> None:
+        """Closes a session; later requests to it get the reason."""
+        await session.end(reason)
+        if self._open.pop(session.token, None) is None:  # another request has closed it meanwhile
+            return
+        self.closed[session.token] = session.ended
+        while len(self.closed) > CLOSED_KEPT:
+            del self.closed[next(iter(self.closed))]
 
     async def evict(self) -> None:
         """Closes sessions idle for too long, and the longest unused while too many tokens are held."""
@@ -116,22 +108,9 @@ class Sessions:
             if idle_s <= self.bounds.idle_s:
                 why += f", when open sessions held more than {self.bounds.tokens} tokens"
             held -= session.tokens_held
-            await self._close(session, f"session: it was closed {why}")
+            await self.end(session, f"session: it was closed {why}")
             self.context.counted["evictions"] += 1
         self._is_full = held > self.bounds.tokens
-
-    async def _close(self, session: Session, reason: str) -> None:
-        await session.end(reason)
-        if self._open.pop(session.token, None) is None:  # another request has closed it meanwhile
-            return
-        self.closed[session.token] = session.ended
-        while len(self.closed) > CLOSED_KEPT:
-            del self.closed[next(iter(self.closed))]
-
-
-def new_token() -> str:
-    """Token of a new session."""
-    return secrets.token_urlsafe(18)
 
 
 def export(tree: TokenTree) -> Export:
@@ -139,8 +118,7 @@ def export(tree: TokenTree) -> Export:
     sampled = sorted(tree.exported(), key=lambda generation: generation.id)
     turns = []
     for one, turn in zip(sampled, tree.turns(), strict=True):
-        drawn, prompt = one.completion, list(tree.prompt_ids(one))
-        ids, logprobs, versions = list(drawn.token_ids), list(drawn.logprobs), list(drawn.versions)
-        end = drawn.finish_reason
-        turns.append(SampledTurn(prompt, ids, logprobs, versions, end, one.ill_formed, turn.parent))
+        drawn, prompt = one.completion, tree.prompt_ids(one)
+        streams = (drawn.token_ids, drawn.logprobs, drawn.versions)
+        turns.append(SampledTurn(prompt, *streams, drawn.finish_reason, one.ill_formed, turn.parent))
     return Export(tree.messages(), turns, tree.truncated)

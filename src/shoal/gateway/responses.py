@@ -61,7 +61,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     input: str | list[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    max_tokens: int | None = msgspec.field(default=None, name="max_output_tokens")
     tools: list[FunctionTool] | None = None
     tool_choice: str | None = None
     text: TextFormat | None = None
@@ -84,12 +84,7 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
     said = [Message(Role.USER, body.input)] if isinstance(body.input, str) else _messages(body.input)
     offered = body.tools if body.tool_choice != "none" else None
     tools = [_offered(i, tool) for i, tool in enumerate(offered or ())]
-    return AnswerRequest(
-        conversation((*before, *said), tools),
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-    )
+    return AnswerRequest(conversation((*before, *said), tools), body)
 
 
 def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
@@ -154,7 +149,7 @@ def responses_body(reply: Reply[ResponsesRequest]) -> Body:
         "previous_response_id": request.previous_response_id,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "max_output_tokens": request.max_output_tokens,
+        "max_output_tokens": request.max_tokens,
         "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": msgspec.to_builtins(request.tools or []),

@@ -23,14 +23,13 @@ from shoal.errors import ContextOverflow, SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
-from shoal.gateway.registry import SessionBounds, Sessions, new_token
+from shoal.gateway.registry import SessionBounds, Sessions, export
 from shoal.gateway.responses import RESPONSES
-from shoal.gateway.sessions import Session, SessionContext, SessionLimits, SessionOver
-from shoal.gateway.token_tree import Generation, HistoryPolicy
+from shoal.gateway.sessions import DEFAULTS, OpenRequest, Session, SessionContext, SessionOver
+from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine
 from shoal.net.client import RETRY_HEADER
 from shoal.net.server import body, decoded, exposition, guarded, json
-from shoal.types import Sampling
 
 if TYPE_CHECKING:
     from shoal.model.chat_template import ChatRenderer
@@ -61,14 +60,6 @@ class Unauthorized(SessionError):
     """Error of a token that names no session (HTTP 401)."""
 
     http_status = 401
-
-
-class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /v1/sessions`."""
-
-    sampling: Sampling | None = None
-    limits: SessionLimits | None = None
-    history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 
 class Gateway:
@@ -163,14 +154,15 @@ class Gateway:
 
     async def _open(self, http: Request) -> Response:
         self._admit(http)
-        asked = decoded(await body(http, self._max_body_bytes), OpenRequest)
-        session = self.sessions.open(sampling=asked.sampling, limits=asked.limits, policy=asked.history_policy)
+        session = self.sessions.open(decoded(await body(http, self._max_body_bytes), OpenRequest))
         url = f"{http.base_url}s/{session.token}"
         urls = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url}
         return json({"session_id": session.token[:8], "api_key": session.token, **urls})
 
     async def _end(self, http: Request) -> Response:
-        return json(await self.sessions.end_and_export(self._session(http)))
+        session = self._session(http)
+        await self.sessions.end(session)
+        return json(export(session.tree))
 
     async def _generate(self, dialect: Dialect[R], http: Request) -> Response:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
@@ -268,7 +260,7 @@ class Gateway:
             raise SessionOver(self.sessions.closed[token])
         if named is None and self._is_open:
             self._admit(http)
-            return Session(new_token(), self.sessions.context)
+            return Session(self.sessions.context, DEFAULTS)
         raise Unauthorized(UNKNOWN)
 
     def _admit(self, http: Request) -> None:

@@ -1,11 +1,14 @@
 """Sessions: each answer extends a token tree; threads render text, and the engine samples outside the lock."""
 
 import asyncio
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
 from shoal.gateway.token_tree import (
@@ -49,16 +52,34 @@ class SessionLimits:
     age_s: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """Request for one answer, of any API. A number of None was not asked for."""
+class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions`."""
 
-    conversation: Conversation = NO_MESSAGES
-    digest: str = ""
+    sampling: Sampling | None = None
+    """Sampling parameters that win over a client's, except that the client may ask for fewer tokens."""
+    limits: SessionLimits | None = None
+    history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
+
+
+DEFAULTS = OpenRequest()
+
+
+class SamplingRequest(msgspec.Struct, kw_only=True):
+    """Sampling parameters that a client asks for; None was not asked for."""
+
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """Request for one answer, of any API."""
+
+    conversation: Conversation = NO_MESSAGES
+    sampling: SamplingRequest = field(default_factory=SamplingRequest)
+    digest: str = ""
     is_retry: bool = False
     prompt: str | tuple[int, ...] | None = None
     """Prompt as text or tokens, in place of a conversation."""
@@ -100,30 +121,18 @@ class Session:
     retry finds the generation under way, or the answer.
     """
 
-    def __init__(
-        self,
-        token: str,
-        context: SessionContext,
-        *,
-        sampling: Sampling | None = None,
-        limits: SessionLimits | None = None,
-        policy: HistoryPolicy = HistoryPolicy.PRESERVE,
-        priority: int = 0,
-    ) -> None:
-        """`sampling` wins over the client's parameters, except that the client may ask for fewer tokens.
-
-        `priority` is the priority of its requests.
-        """
-        self.token = token
-        self.tree = TokenTree(policy)
+    def __init__(self, context: SessionContext, asked: OpenRequest, priority: int = 0) -> None:
+        """`priority` is the priority of its requests."""
+        self.token = secrets.token_urlsafe(18)
+        self.tree = TokenTree(asked.history_policy)
         self.ended = ""
         """Reason why the session answers no more; empty while it answers."""
         self.tokens_held = 0
         self.used_s = context.clock()
         """Time of the last request or answer."""
         self._context = context
-        self._sampling = sampling
-        self._limits = limits or SessionLimits()
+        self._sampling = asked.sampling
+        self._limits = asked.limits or SessionLimits()
         self._priority = priority
         self._began_s = context.clock()
         self._lock = asyncio.Lock()
@@ -253,12 +262,12 @@ class Session:
         """Sampling parameters of this generation. Raises `SessionError` for numbers out of range."""
         room = self._context.max_model_len - len(call.prompt_ids)
         stops = self._context.renderer.stop_token_ids
-        own = self._sampling
-        wanted = ask.max_tokens if ask.max_tokens is not None else room
+        own, client = self._sampling, ask.sampling
+        wanted = client.max_tokens if client.max_tokens is not None else room
         try:
             if own is None:
-                least, temperature, top_p = min(wanted, room), _or_one(ask.temperature), _or_one(ask.top_p)
-                return Sampling(least, temperature, top_p, stop_token_ids=stops, seed=ask.seed)
+                least, temperature, top_p = min(wanted, room), _or_one(client.temperature), _or_one(client.top_p)
+                return Sampling(least, temperature, top_p, stop_token_ids=stops, seed=client.seed)
             asked = replace(own, max_tokens=wanted)
         except ValueError as error:
             raise SessionError(str(error)) from error

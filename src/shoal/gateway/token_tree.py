@@ -252,14 +252,12 @@ class TokenTree:
 
     def conversation(self, generation_id: int) -> tuple[Message, ...]:
         """Messages that end in a generation's answer. Raises `KeyError` for an unknown generation."""
-        parts: list[tuple[Message, ...]] = []
-        answered = False
-        at: int | None = generation_id
-        while at is not None:
-            generation = self._generations[at]
-            parts.append((*generation.tail, *(() if answered else (generation.message,))))
-            answered, at = generation.continues, generation.parent
-        return tuple(message for part in reversed(parts) for message in part)
+        path = self._path(generation_id)
+        messages: list[Message] = []
+        for one, later in itertools.zip_longest(path, path[1:]):
+            messages += one.tail
+            messages += () if later and later.continues else (one.message,)
+        return tuple(messages)
 
     def _attached(self, conversation: Conversation, whole: bytes, parent: int, tail: tuple[Message, ...]) -> Attachment:
         roles = {message.role for message in tail}
@@ -298,12 +296,7 @@ class TokenTree:
         return max(ids, key=lambda one: (len(held & self._call_ids(one)), one in self._delivered, one))
 
     def _call_ids(self, generation_id: int) -> set[str]:
-        found: set[str] = set()
-        at: int | None = generation_id
-        while at is not None:
-            found |= {call.id for call in self._generations[at].message.tool_calls}
-            at = self._generations[at].parent
-        return found
+        return {call.id for one in self._path(generation_id) for call in one.message.tool_calls}
 
     def _index(self, generation: Generation, message: Message, before: bytes) -> None:
         keys = {_link(before, message)}
@@ -337,13 +330,18 @@ class TokenTree:
 
     def _path_ids(self, generation_id: int | None) -> tuple[int, ...]:
         """All tokens from the root to the end of a generation's completion."""
-        parts: list[tuple[int, ...]] = []
-        at = generation_id
-        while at is not None:
-            generation = self._generations[at]
-            parts += [generation.completion.token_ids, generation.rendered_ids]
-            at = generation.parent
-        return tuple(itertools.chain.from_iterable(reversed(parts)))
+        path = self._path(generation_id)
+        return tuple(
+            itertools.chain.from_iterable(ids for one in path for ids in (one.rendered_ids, one.completion.token_ids))
+        )
+
+    def _path(self, generation_id: int | None) -> list[Generation]:
+        """Generations from the root to one."""
+        path: list[Generation] = []
+        while generation_id is not None:
+            path.append(self._generations[generation_id])
+            generation_id = path[-1].parent
+        return path[::-1]
 
 
 def chain(conversation: Conversation) -> list[bytes]:
