@@ -158,9 +158,6 @@ def _orchestrator(crew: Crew, services: Mapping[str, RemoteEnvironment]) -> Orch
     load = crew.load
     scorer = EnvironmentScorer(dict(services), CoinScorer())
 
-    def present(name: str, is_there: bool) -> None:
-        (orchestrator.come if is_there else orchestrator.leave)(name)
-
     def at_once(service: RemoteEnvironment) -> int:
         return -(-service.max_running // load.group_size)
 
@@ -168,7 +165,7 @@ def _orchestrator(crew: Crew, services: Mapping[str, RemoteEnvironment]) -> Orch
     for service in services.values():
         runner = AgentRunner(crew.host, service.rollout, scorer, Sampling(64, seed=0), timeout_s=load.timeout_s)
         answer = partial(runner.rollouts, n=load.group_size)
-        sources.append(Source(service, answer, present, partial(at_once, service), Health()))
+        sources.append(Source(service, answer, partial(at_once, service), Health()))
     orchestrator = Orchestrator(sources, load.weights, crew.buffer)
     attend(crew.task_server, sources, orchestrator.wake)
     return orchestrator

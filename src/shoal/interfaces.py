@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from shoal.types import Completion, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task, Turn
+from shoal.types import Completion, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +81,6 @@ class Model(Protocol):
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
-        ...
-
-
-class ModelSession(Model, Protocol):
-    """A rollout's conversation with the model, and the answers sampled in it."""
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The sampled answers, in the order in which they began."""
-        ...
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation that ends in the newest answer; empty when nothing was sampled."""
-        ...
-
-    @property
-    def overflowed(self) -> bool:
-        """True if the newest request did not fit the context."""
-        ...
-
-    async def end(self) -> None:
-        """Refuses further requests, and waits for answers under way."""
         ...
 
 

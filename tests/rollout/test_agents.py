@@ -402,7 +402,7 @@ def test_nothing_that_a_command_started_outlives_it_or_is_waited_for(tmp_path: P
 
 def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: Path) -> None:
     unprivileged = ("setpriv", "--bounding-set=-sys_admin") if os.geteuid() == 0 else ()
-    supervisor = (*unprivileged, sys.executable, "-I", "-S", clients.SUPERVISOR, str(os.getpid()))
+    supervisor = (*unprivileged, *clients.SUPERVISOR, str(os.getpid()))
     waits = "touch FOLDER/$$; while :; do sleep 1; done".replace("FOLDER", str(tmp_path))
 
     async def main() -> None:

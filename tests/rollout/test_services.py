@@ -101,7 +101,9 @@ def test_a_source_lends_its_share_while_it_is_not_served_or_rests() -> None:
 
     async def main() -> None:
         clock, server = asyncio.get_running_loop().time, TaskServer(["x"])
-        source = Source(Broken([]), useless, lambda _, there: told.append((clock(), there)), health=Health())
+        source = Source(
+            Broken([]), useless, on_presence=lambda _, there: told.append((clock(), there)), health=Health()
+        )
         source.environment.name = "x"
         attend(server, [source], lambda: None)
         server.on_workers("x", True)
@@ -138,7 +140,7 @@ async def nothing(task: Task) -> tuple[Rollout, ...]:
 def test_an_environment_that_asks_for_another_attempt_lends_its_share_and_is_asked_ever_less_often() -> None:
     told: list[tuple[str, bool]] = []
     failing = Broken([EnvironmentFailed("the server left", retry=True)] * 9)
-    source = Source(failing, nothing, lambda name, present: told.append((name, present)))
+    source = Source(failing, nothing, on_presence=lambda name, present: told.append((name, present)))
 
     async def main() -> float:
         assert (await source.draw(3)).id == f"broken/train/{3 + 9 * ANOTHER}"

@@ -143,9 +143,9 @@ def noted(wanted: str, into: list[dict[str, object]]):
 async def absences(orchestrator: Orchestrator, shop: Workshop) -> None:
     assert shop.away is not None
     await asyncio.sleep(shop.away[0])
-    orchestrator.leave(shop.name)
+    orchestrator.presence(shop.name, False)
     await asyncio.sleep(shop.away[1] - shop.away[0])
-    orchestrator.come(shop.name)
+    orchestrator.presence(shop.name, True)
 
 
 def off_target(run: Run, weights: dict[str, float]) -> float:

@@ -86,8 +86,6 @@ class TokensRequest(ModelRequest, kw_only=True):
     token_ids: list[int]
     sampling_params: TokenSampling
     request_id: str = ""
-    logprobs_format: Literal["content", "flat"] = "content"
-    """Format of logprobs; `flat` gives a list of numbers, as Shoal's engines do."""
 
 
 C = TypeVar("C", bound=CompletionRequest)
@@ -185,14 +183,12 @@ def text_chunks(reply: Reply[TextRequest]) -> Iterator[Body]:
 
 def tokens_body(reply: Reply[TokensRequest]) -> Body:
     """Body of the answer to a prompt in tokens."""
-    is_flat = reply.request.logprobs_format == "flat"
-    logprobs: list[Json] = list(reply.generation.completion.logprobs)
     choice: Body = {
         "index": 0,
         "token_ids": list(reply.token_ids),
         "finish_reason": reply.finish_reason,
         "weight_versions": reply.spans,
-        **({"token_logprobs": logprobs} if is_flat else {"logprobs": _logprobs(reply)}),
+        "logprobs": _logprobs(reply),
     }
     prompt: list[Json] = list(reply.prompt_ids)
     return {

@@ -28,7 +28,9 @@ IDLE_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class HostedSession:
-    """Implements `interfaces.ModelSession`. Whoever has the key or the URL speaks in this session, and in no other."""
+    """Implements `interfaces.Model`: a rollout's conversation, with the answers sampled in it.
+
+    Whoever has the key or the URL speaks in this session, and in no other."""
 
     session: Session
     gateway: Gateway
@@ -45,7 +47,7 @@ class HostedSession:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation that ends in the newest answer."""
+        """The conversation that ends in the newest answer; empty when nothing was sampled."""
         return self.session.tree.messages()
 
     @property
@@ -61,7 +63,7 @@ class HostedSession:
         return generation.message
 
     async def end(self) -> None:
-        """Refuses further requests; what is being sampled will be in the token tree."""
+        """Refuses further requests, and waits for answers under way."""
         await self.gateway.sessions.end(self.session)
 
 

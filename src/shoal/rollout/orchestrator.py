@@ -61,12 +61,12 @@ class Source:
 
     environment: Environment
     answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
-    on_presence: Callable[[str, bool], None] = lambda name, present: None
-    """Called when the environment's share goes to others (False) and comes back (True)."""
     groups_at_once: Callable[[], int | None] = lambda: None
     """Number of groups that may run at once now; None leaves it to the gate."""
     health: Health | None = None
     """Has it rest after failed groups; None lets failed groups end the run."""
+    on_presence: Callable[[str, bool], None] = lambda name, present: None
+    """Called when the environment's share goes to others (False) and comes back (True); set by an orchestrator."""
     _away: set[str] = field(default_factory=set)
     """Reasons for which its share goes to others."""
 
@@ -141,6 +141,8 @@ class Orchestrator:
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
         self._wake = asyncio.Event()
+        for source in sources:
+            source.on_presence = self.presence
 
     @property
     def shares(self) -> dict[str, float]:
@@ -161,17 +163,15 @@ class Orchestrator:
                 self._look()
                 await self._wake.wait()
 
-    def leave(self, name: str) -> None:
-        """A service is away: its share goes to the others until it comes back."""
-        self._quotas.leave(name)
-        self._buffer.balance(self._quotas.due)
-        self._wake.set()
+    def presence(self, name: str, present: bool) -> None:
+        """Takes a service's coming and going.
 
-    def come(self, name: str) -> None:
-        """A service is back; it gets what it missed out of what comes, within bounds."""
-        self._quotas.come(name)
+        The share of a service that is away goes to the others. Back again, it gets what it missed, within bounds.
+        """
+        (self._quotas.come if present else self._quotas.leave)(name)
         self._buffer.balance(self._quotas.due)
         self._wake.set()
+        self._on_event("service", task=name, state="there" if present else "away")
 
     def wake(self) -> None:
         """A source can run more than before."""
@@ -193,7 +193,8 @@ class Orchestrator:
         self._quotas.grow(self._buffer.budget)
         if self._buffer.room < 1:
             return False
-        name = self._quotas.next(self._taken, [name for name in self._sources if self._startable(name)])
+        ready = [name for name, drawn in self._ready.items() if not drawn.empty() and not self._full(name)]
+        name = self._quotas.next(self._taken, ready)
         if name is None:
             return False
         index, task = self._ready[name].get_nowait()
@@ -208,11 +209,8 @@ class Orchestrator:
         counts = {name: self._buffer.counts_of(name) for name in self._sources}
         return {name: one.finished + one.in_flight for name, one in counts.items()}
 
-    def _startable(self, name: str) -> bool:
-        """True if a question is ready and the source may run one more group."""
-        return not self._full(name) and not self._ready[name].empty()
-
     def _full(self, name: str) -> bool:
+        """True if the source may not run one more group."""
         most = self._sources[name].groups_at_once()
         return most is not None and self._buffer.counts_of(name).in_flight >= most
 
@@ -274,8 +272,7 @@ class Orchestrator:
         growth = {name: quotas[name] - self._quotas_before[name] for name in self._sources}
         self._quotas_before = quotas
         for change in self._adjuster.adjust(growth):
-            details = {"before": change.before, "after": change.after, "reason": change.reason}
-            self._on_event("ratio", task=change.name, **details)
+            self._on_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
         self._quotas.weigh(self._adjuster.weights)
         self._buffer.balance(self._quotas.due)
 

@@ -32,6 +32,7 @@ def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
     ([], 2)
     """
     hooks: list[Hook] = []
+    field = f"tasks.{name}.reward"
     for word in [words] if isinstance(words, str) else words:
         if word in ("score", "correct"):
             continue
@@ -39,12 +40,18 @@ def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
         if kind == "dedup" and not parameter:
             hooks.append(without_duplicates)
         elif kind == "length":
-            hooks.append(partial(shorter_is_better, per_token=_number(name, word, parameter)))
+            try:
+                hooks.append(partial(shorter_is_better, per_token=float(parameter)))
+            except ValueError:
+                raise ConfigError(f"{field}: expected a number after 'length:', got {word!r}") from None
         elif parameter:
-            hooks.append(_own(name, word))
+            own = own_code(field, word)
+            if not callable(own):
+                raise ConfigError(f"{field}: expected a function of a group, got {word!r}")
+            hooks.append(cast(Hook, own))
         else:
             raise ConfigError(
-                f"tasks.{name}.reward: expected score, correct, length:NUMBER, dedup or module:function, got {word!r}"
+                f"{field}: expected score, correct, length:NUMBER, dedup or module:function, got {word!r}"
             )
     return hooks
 
@@ -88,17 +95,3 @@ def without_duplicates(group: Group) -> Group:
 def _failed(rollout: Rollout, reason: str) -> Rollout:
     already = rollout.status is RolloutStatus.FAILED
     return rollout if already else replace(rollout, status=RolloutStatus.FAILED, reason=reason)
-
-
-def _number(name: str, word: str, parameter: str) -> float:
-    try:
-        return float(parameter)
-    except ValueError:
-        raise ConfigError(f"tasks.{name}.reward: expected a number after 'length:', got {word!r}") from None
-
-
-def _own(name: str, path: str) -> Hook:
-    found = own_code(f"tasks.{name}.reward", path)
-    if not callable(found):
-        raise ConfigError(f"tasks.{name}.reward: expected a function of a group, got {path!r}")
-    return cast(Hook, found)

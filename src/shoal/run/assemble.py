@@ -102,11 +102,6 @@ def orchestrator(
     config: Config, prepared: Prepared, runner: Runner, buffer: Buffer, trackers: Trackers
 ) -> Orchestrator:
     """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop."""
-
-    def presence(name: str, present: bool) -> None:
-        (made.come if present else made.leave)(name)
-        trackers.log_event("service", task=name, state="there" if present else "away")
-
     weights = {task.name: task.weight for task in config.tasks}
     weights = {name: weights.get(name, 1.0) for name in prepared.environments}
     bounds = BOUNDS if config.rollout.ratios == "automatic" else None
@@ -116,7 +111,6 @@ def orchestrator(
         Source(
             one,
             partial(runner.rollouts, n=size),
-            presence,
             partial(_groups_at_once, one, agents.get(name), size),
             Health() if served is not None and name in served.served else None,
         )

@@ -21,8 +21,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
 
@@ -49,7 +48,7 @@ PASSED = (
     *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Names of the variables that a command gets of the run's environment; other variables may be keys and tokens."""
-SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+SUPERVISOR = (sys.executable, "-m", "shoal.rollout.agents.supervisor")
 END_S = 5.0
 """Seconds after which a supervisor that was asked to end everything is killed."""
 _TRACEBACK_PLACE = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
@@ -138,24 +137,25 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
     """
 
     async def play(task: Task, model: Model) -> Outcome:
-        with TemporaryFile() as asked, TemporaryFile() as written, _Complaint() as complaint:
+        with TemporaryFile() as asked, TemporaryFile() as written:
             asked.write(msgspec.json.encode(task) + b"\n")
             asked.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command),
+                *(*SUPERVISOR, str(os.getpid()), *command),
                 stdin=asked,
                 stdout=asyncio.subprocess.DEVNULL,
-                stderr=complaint.descriptor,
+                stderr=asyncio.subprocess.PIPE,
                 env=_environment(model, env) | {OUTCOME_FD: str(written.fileno())},
                 pass_fds=[written.fileno()],
                 start_new_session=True,
             )
             try:
+                complaint = await _last_line(process.stderr)
                 code = await process.wait()
             finally:
                 await _ended(process)
             if code:
-                raise AgentFailed(f"agent: its process ended with {_how(code)}{complaint.last_line()}")
+                raise AgentFailed(f"agent: its process ended with {_how(code)}{complaint}")
             return _outcome(os.pread(written.fileno(), MOST_OUTCOME_BYTES + 1, 0))
 
     yield play
@@ -201,31 +201,15 @@ def _outcome(written: bytes) -> Outcome:
         raise AgentFailed(f"agent: expected one outcome as a JSON object in {OUTCOME_FD}: {error}") from error
 
 
-class _Complaint:
-    """A pipe for standard error. It is read as it comes and nobody waits for its end, which a daemon could put off."""
+async def _last_line(stream: asyncio.StreamReader | None) -> str:
+    """Last line of standard error, after a colon, with a Python traceback's place; empty without a line.
 
-    def __enter__(self) -> Self:
-        self._kept = b""
-        self._ours, self.descriptor = os.pipe()
-        os.set_blocking(self._ours, False)
-        asyncio.get_running_loop().add_reader(self._ours, self._read)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        asyncio.get_running_loop().remove_reader(self._ours)
-        os.close(self._ours)
-        os.close(self.descriptor)  # only now: while it is open here, the pipe has no end that would be read for ever
-
-    def _read(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._kept = (self._kept + os.read(self._ours, 1 << 16))[-COMPLAINT_BYTES:]
-
-    def last_line(self) -> str:
-        """The last line of the pipe, after a colon, with a Python traceback's place; empty without a line."""
-        self._read()
-        said = self._kept.decode(errors="replace").strip()
-        places = _TRACEBACK_PLACE.findall(said)
-        where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
-        return f": {said.splitlines()[-1][:300]}{where}" if said else ""
+    The stream ends with the supervisor, which outlives whatever the command started.
+    """
+    kept = b""
+    while stream is not None and (part := await stream.read(1 << 16)):
+        kept = (kept + part)[-COMPLAINT_BYTES:]
+    said = kept.decode(errors="replace").strip()
+    places = _TRACEBACK_PLACE.findall(said)
+    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+    return f": {said.splitlines()[-1][:300]}{where}" if said else ""

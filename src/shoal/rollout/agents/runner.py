@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from shoal.errors import ContextOverflow, EngineError, EngineUnavailable, ShoalError
-from shoal.interfaces import Model, ModelSession, Purpose, Scorer
+from shoal.interfaces import Model, Purpose, Scorer
 from shoal.model.answer import written
 from shoal.plugins import described
 from shoal.rollout.single_turn import failed, priority_of, sampled_for, unscored
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Sampling, Task, seed_for
+
+if TYPE_CHECKING:
+    from shoal.gateway.host import Host, HostedSession
 
 Play: TypeAlias = Callable[[Task, Model], Awaitable[Outcome]]
 """Works on a task with the model until it is done, as `Environment.rollout`. Any exception makes a failed rollout."""
@@ -26,14 +29,6 @@ ATTEMPTS = 4
 
 class AgentFailed(Exception):
     """The rollout failed for a reason that the policy cannot cause; the text is the recorded reason."""
-
-
-class SessionHost(Protocol):
-    """Opens the sessions of rollouts; see `gateway.host`."""
-
-    def session(self, sampling: Sampling, priority: int, timeout_s: float) -> ModelSession:
-        """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ class AgentRunner:
 
     def __init__(
         self,
-        host: SessionHost,
+        host: "Host",
         play: Play,
         scorer: Scorer,
         sampling: Sampling,
@@ -94,7 +89,7 @@ class AgentRunner:
                     break
         return await self._judged(task, i, model, end)
 
-    async def _played(self, task: Task, model: ModelSession) -> _End:
+    async def _played(self, task: Task, model: "HostedSession") -> _End:
         """Runs the agent and returns how it ended."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -119,7 +114,7 @@ class AgentRunner:
                 return _End(Outcome(reward=0.0), OVERFLOW)
             return _End(None, f"agent: {described(error)}")
 
-    async def _judged(self, task: Task, i: int, model: ModelSession, end: _End) -> Rollout:
+    async def _judged(self, task: Task, i: int, model: "HostedSession", end: _End) -> Rollout:
         """The rollout of the conversation, with its reward and status."""
         turns, messages, outcome, reason = model.turns, model.messages, end.outcome, end.reason
         if outcome is not None and model.overflowed:

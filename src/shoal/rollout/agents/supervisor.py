@@ -1,16 +1,15 @@
 """Runs one agent's command and ends with its exit code, once nothing that it started is left.
 
-    python supervisor.py PARENT_PID COMMAND ARGUMENTS...
+    python -m shoal.rollout.agents.supervisor PARENT_PID COMMAND ARGUMENTS...
 
 As root the command is the first process of a PID namespace, and the kernel ends the others with it. Elsewhere this
 process adopts what loses its parent (prctl(2), PR_SET_CHILD_SUBREAPER), and kills all its descendants: one that kills
-this process first can escape. On systems other than Linux only the command's process group is killed.
+this process first can escape. On systems other than Linux a daemon can escape as well.
 
-A file that is run by its path, and imports nothing of Shoal: there is one for each rollout.
+There is one such process for each rollout, so it imports little.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -18,9 +17,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
+import psutil
+
+from shoal.sandbox import kernel
+
+PR_SET_CHILD_SUBREAPER, MS_NOEXEC = 36, 8
+CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
 CANNOT_BE_STARTED = 127
 END_S, POLL_S = 3.0, 0.005
 LINUX = sys.platform == "linux"
@@ -34,12 +36,14 @@ def _become_keeper(parent: int) -> bool:
     """Prepares this process, and returns whether the next child begins its own PID namespace."""
     if not LINUX:
         return False
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    kernel.control(PR_SET_CHILD_SUBREAPER, 1)
+    kernel.control(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was gone before the kernel was asked
         raise SystemExit(1)
-    return os.geteuid() == 0 and libc.unshare(CLONE_NEWNS | CLONE_NEWPID) == 0
+    with contextlib.suppress(OSError):  # only root may
+        kernel.unshare(CLONE_NEWPID)
+        return True
+    return False
 
 
 def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
@@ -47,11 +51,12 @@ def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
     try:
         os.setsid()
         if LINUX:
-            libc = ctypes.CDLL(None)
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if in_namespace:  # what reads /proc is to see the namespace; where it may not be mounted it sees all
-                libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-                libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+            kernel.control(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if in_namespace:
+            with contextlib.suppress(OSError):  # where /proc may not be mounted, its readers see all processes
+                kernel.unshare(CLONE_NEWNS)
+                kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+                kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | MS_NOEXEC)
         for number in (signal.SIGPIPE, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -62,36 +67,17 @@ def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
         os._exit(CANNOT_BE_STARTED)
 
 
-def _descendants() -> list[int]:
-    """Processes below this process that are no zombies, by one look at /proc."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b") ")[2].split(b" ", 2)[:2]
-            if state != b"Z":
-                children.setdefault(int(parent), []).append(int(name))
-    found = [os.getpid()]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
-
-
 def _end_all(command: int) -> None:
     """Kills what is left, and waits until there is nothing; for `END_S` at most, since some may not be killed by us."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(command, signal.SIGKILL)
     ends_s = time.monotonic() + END_S
-    while LINUX and time.monotonic() < ends_s:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        # What a killed one leaves behind becomes a child of this process, and is there at the next look.
-        for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
+    # What a killed one leaves behind becomes a child of this process, and is there at the next look.
+    while time.monotonic() < ends_s and (left := psutil.Process().children(recursive=True)):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=POLL_S)
 
 
 def main(parent: int, command: Sequence[str]) -> int:
