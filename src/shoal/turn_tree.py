@@ -5,33 +5,14 @@ A turn holds the tokens after its parent's only, so that a conversation of n tur
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+
+from shoal.types import Turn
 
 
-class SampledTokens(Protocol):
-    """The tokens of a completion, checked or not."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class TreeTurn(Protocol):
-    """A turn of `shoal.types`, checked or not."""
-
-    @property
-    def rendered_ids(self) -> Sequence[int]: ...
-
-    @property
-    def completion(self) -> SampledTokens: ...
-
-    @property
-    def parent(self) -> int | None: ...
-
-
-def prompt_ids(turns: Sequence[TreeTurn], index: int, after: int | None = None) -> tuple[int, ...]:
+def prompt_ids(turns: Sequence[Turn], index: int, after: int | None = None) -> tuple[int, ...]:
     """Tokens that the engine had in context for a turn, from the end of the ancestor `after` where one is given.
 
-    >>> from shoal.types import Completion, FinishReason, Turn
+    >>> from shoal.types import Completion, FinishReason
     >>> sampled = Completion((5,), (-1.0,), (0,), FinishReason.STOP)
     >>> turns = (Turn((1, 2), sampled), Turn((3,), sampled, parent=0))
     >>> prompt_ids(turns, 1), prompt_ids(turns, 1, after=0)
@@ -44,7 +25,7 @@ def prompt_ids(turns: Sequence[TreeTurn], index: int, after: int | None = None) 
     return tuple(chain.from_iterable(reversed(parts)))
 
 
-def turns_of_rows(turns: Sequence[TreeTurn]) -> list[list[int]]:
+def turns_of_rows(turns: Sequence[Turn]) -> list[list[int]]:
     """Indices of the turns of each row: every turn that sampled a token is in exactly one row.
 
     A turn goes on with the row that ends in its parent; where another turn did so before, it begins a row of its own.

@@ -37,8 +37,10 @@ def test_what_the_gate_gave_while_nobody_was_there_is_given_to_the_first_who_com
     assert (split.quota("a"), split.quota("b")) == (0.0, 0.0)
     split.come("b")
     assert split.shares == {"b": 1.0}
+    split.grow(8.0)
     assert split.quota("b") == 8.0
     split.come("a")
+    split.grow(8.0)
     assert split.quota("a") == 0.0  # given once
 
 

@@ -181,7 +181,12 @@ class TokenTree:
         parent = None if attachment.parent is None else self._generations[attachment.parent]
         whole = message
         if attachment.continues and parent is not None:
-            whole = joined(parent.message, message)
+            whole = replace(
+                parent.message,
+                content=parent.message.content + message.content,
+                tool_calls=parent.message.tool_calls + message.tool_calls,
+                reasoning=parent.message.reasoning + message.reasoning,
+            )
         generation = Generation(
             call.id,
             attachment.parent,
@@ -357,16 +362,6 @@ def minted_id(session: str, generation_id: int, index: int) -> str:
     number = int.from_bytes(_hash(session.encode(), b"%d" % generation_id, b"%d" % index), "big")
     letters = "0123456789abcdefghijklmnopqrstuvwxyz"
     return "".join(letters[number // 36**place % 36] for place in range(9))
-
-
-def joined(first: Message, rest: Message) -> Message:
-    """Truncated answer joined with its continuation."""
-    return replace(
-        first,
-        content=first.content + rest.content,
-        tool_calls=first.tool_calls + rest.tool_calls,
-        reasoning=first.reasoning + rest.reasoning,
-    )
 
 
 def _link(before: bytes, message: Message) -> bytes:

@@ -35,7 +35,6 @@ class Quotas:
         self._lent = dict.fromkeys(weights, 0.0)
         self._lend_at_most = lend_at_most
         self._budget = sum(self._quotas.values())
-        self._unassigned = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -48,16 +47,12 @@ class Quotas:
         return self._quotas[name]
 
     def grow(self, budget: float) -> None:
-        """The gate allows `budget` groups in all now; never fewer than before."""
-        growth, self._budget = budget - self._budget + self._unassigned, max(budget, self._budget)
-        self._unassigned = 0.0
-        if growth <= 0:
-            return
-        self._lend(growth)
-        if not self._present:
-            self._unassigned = growth
-            return
-        self._split(growth - self._repay(growth * REPAID))
+        """The gate allows `budget` groups in all now; never fewer than before. It is split once somebody is there."""
+        growth = budget - self._budget
+        if growth > 0 and self._present:
+            self._budget = budget
+            self._lend(growth)
+            self._split(growth - self._repay(growth * REPAID))
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Uses other weights from now on; what was given stays given."""
@@ -71,9 +66,6 @@ class Quotas:
     def come(self, name: str) -> None:
         """Notes that a service is there, again or for the first time under a name that has a weight."""
         self._present[name] = None
-        if self._unassigned:
-            unassigned, self._unassigned = self._unassigned, 0.0
-            self._split(unassigned)
 
     def next(self, taken: Mapping[str, int], ready: Collection[str]) -> str | None:
         """The service among `ready` that starts a group next: the one furthest below its quota; None when none is.
