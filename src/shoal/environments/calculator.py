@@ -9,26 +9,11 @@ from fractions import Fraction
 
 import msgspec
 
+from shoal.environments.trl import converse
 from shoal.interfaces import Model
 from shoal.tasks.sdk import Question, task
-from shoal.types import Message, Outcome, Role, Task, ToolCall
+from shoal.types import Outcome, Role, Task
 
-TOOLS = msgspec.json.encode(
-    [
-        {
-            "type": "function",
-            "function": {
-                "name": "calculator",
-                "description": "The exact value of an expression of numbers, + - * / and parentheses.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"expression": {"type": "string"}},
-                    "required": ["expression"],
-                },
-            },
-        }
-    ]
-).decode()
 MOST_CHARACTERS = 200
 MOST_DIGITS = 200
 _NUMBER = re.compile(r"-?\d+(?:/\d+)?(?!\d)")
@@ -65,13 +50,19 @@ class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Answers calls until the model makes none."""
         messages = list(task.messages)
-        for _ in range(self.turns):
-            said = await model.answer(messages, tools=TOOLS)
-            if not said.tool_calls:
-                numbers = _NUMBER.findall(said.content.replace(",", "")[-MOST_CHARACTERS:])
-                return Outcome(reward=float(bool(numbers) and numbers[-1] == task.answer))
-            messages += [said, *(Message(Role.TOOL, _result(call), tool_call_id=call.id) for call in said.tool_calls)]
-        return Outcome(reward=0.0)
+        await converse(model, messages, {"calculator": self.calculator}, self.turns)
+        said = messages[-1].content if messages[-1].role is Role.ASSISTANT else ""
+        numbers = _NUMBER.findall(said.replace(",", "")[-MOST_CHARACTERS:])
+        return Outcome(reward=float(bool(numbers) and numbers[-1] == task.answer))
+
+    @staticmethod
+    def calculator(expression: str) -> str:
+        """Gives the exact value of an expression of numbers, + - * / and parentheses.
+
+        Args:
+            expression: The expression.
+        """
+        return value_of(expression)
 
 
 calculator = task("calculator")(Calculator)
@@ -105,17 +96,3 @@ def _value(node: ast.expr) -> Fraction:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(left), _value(right))
     raise ValueError("expected an expression of numbers, + - * / and parentheses")
-
-
-class _Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    expression: str
-
-
-def _result(call: ToolCall) -> str:
-    """The tool's result; an error goes to the model, which may try again."""
-    if call.name != "calculator":
-        return f"error: there is no tool {call.name[:40]!r}, only calculator"
-    try:
-        return value_of(msgspec.json.decode(call.arguments, type=_Arguments).expression)
-    except (msgspec.MsgspecError, ValueError) as error:
-        return f"error: {error}"

@@ -2,37 +2,22 @@
 
 import json
 import random
-import re
-from typing import Any
 
 import msgspec
 
+from shoal.checker import Code, UnitTest, unit_tests
 from shoal.environments.programs import PROGRAMS
+from shoal.errors import SandboxUnavailable
 from shoal.interfaces import Model
 from shoal.net.process import cores
-from shoal.sandbox.program import Ended, Program, ProgramLimits
-from shoal.sandbox.runner import run_async, strongest
+from shoal.reward.code import code_of, jobs_of, verdicts
+from shoal.reward.code_runner import CodeScorer
+from shoal.sandbox.runner import strongest
 from shoal.tasks.sdk import Question, task
 from shoal.types import Json, Message, Outcome, Role, Task
 
-_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-LIMITS = ProgramLimits(wall_s=60.0, cpu_s=5.0, output_bytes=1 << 16, file_bytes=1 << 16)
+CHECKER = Code()
 """Processor time decides, also on a busy machine; wall time ends sleepers."""
-DRIVER = """
-import contextlib, io, json, sys
-source, calls = json.loads(sys.stdin.read())
-scope, quiet = {}, io.StringIO()
-with contextlib.redirect_stdout(quiet):
-    exec(compile(source, "program.py", "exec"), scope)
-for arguments in calls:
-    try:
-        with contextlib.redirect_stdout(quiet):
-            line = json.dumps(scope["f"](*arguments))
-    except Exception as error:
-        line = "!" + type(error).__name__ + ": " + str(error)[:200].replace(chr(10), " ")
-    print(line, flush=True)
-"""
-"""Source that prints the program's value of each call; the comparison happens outside the sandbox."""
 
 
 class Repair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,15 +44,15 @@ class Repair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             f"This program should give {chosen.what}, and does not:\n```python\n{wrong}```\n"
             "Answer with the whole program, repaired."
         )
-        tests: Json = [[call, chosen.value(call)] for call in calls]
+        tests: Json = [{"call": "f", "args": call, "returns": chosen.value(call)} for call in calls]
         return Question(text, chosen.source, info=tests)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Each attempt runs in the sandbox. Raises `SandboxUnavailable`."""
-        tests, messages = json.loads(task.info)["info"], list(task.messages)
+        tests, messages = unit_tests(json.loads(task.info)["info"], "info"), list(task.messages)
         for attempts_left in reversed(range(self.attempts)):
             said = await model.answer(messages)
-            why = await _why_wrong(program_in(said.content), tests)
+            why = await _why_wrong(code_of(said.content), tests)
             if not why:
                 return Outcome(reward=1.0)
             if attempts_left:
@@ -78,26 +63,16 @@ class Repair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 repair = task("repair", max_running=4 * cores())(Repair)
 
 
-async def _why_wrong(source: str, tests: list[list[Any]]) -> str:
-    """The first test that fails; empty when all pass."""
-    program = Program(DRIVER, stdin=json.dumps([source, [call for call, _ in tests]]).encode())
-    ended = await run_async(program, LIMITS)
-    lines = ended.stdout.decode(errors="replace").splitlines()
-    for (call, value), line in zip(tests, lines, strict=False):
-        if line != json.dumps(value):
-            return f"f({', '.join(map(json.dumps, call))}) should be {json.dumps(value)}, got {line[:200]}"
-    if len(lines) == len(tests):
-        return ""
-    if ended.ended is not Ended.EXITED:
-        return f"the program was stopped ({ended.ended})"
-    said = ended.stderr.decode(errors="replace").strip().splitlines()
-    return said[-1][:200] if said else "the program ended before its tests"
-
-
-def program_in(answer: str) -> str:
-    """The last fenced block of an answer, else all of it."""
-    blocks: list[str] = _FENCE.findall(answer)
-    return blocks[-1] if blocks else answer
+async def _why_wrong(program: str, tests: list[UnitTest]) -> str:
+    """The first test that fails; empty when all pass. Raises `SandboxUnavailable`."""
+    (job,) = jobs_of(CHECKER, tests)
+    (runs,) = await CodeScorer(1).run([(job, program)])
+    if isinstance(runs, SandboxUnavailable):
+        raise runs
+    for test, verdict in zip(tests, verdicts(job, runs, CHECKER.tolerance), strict=True):
+        if verdict.why:
+            return f"f({', '.join(map(json.dumps, test.args))}): {verdict.why}"
+    return ""
 
 
 def _argument(rng: random.Random, kind: str) -> Json:

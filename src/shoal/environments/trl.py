@@ -25,7 +25,6 @@ from shoal.tasks.sdk import Definition, EnvironmentFailed, called
 from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
 
 Row = Mapping[str, Json]
-MOST_TOOL_TURNS = 16
 
 
 def trl_task(
@@ -150,10 +149,12 @@ def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
 NOT_TOOLS = frozenset({"reset", "get_reward"})
 
 
-async def converse(model: Model, messages: list[Message], tools: Mapping[str, Callable[..., Any]]) -> None:
-    """Goes on until the model calls no tool, at most `MOST_TOOL_TURNS` times; appends every message to `messages`."""
+async def converse(
+    model: Model, messages: list[Message], tools: Mapping[str, Callable[..., Any]], most_turns: int = 16
+) -> None:
+    """Goes on until the model calls no tool, at most `most_turns` times; appends every message to `messages`."""
     described = tools_json(tools.values())
-    for _ in range(MOST_TOOL_TURNS):
+    for _ in range(most_turns):
         said = await model.answer(messages, tools=described)
         messages.append(said)
         if not said.tool_calls:
