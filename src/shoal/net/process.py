@@ -51,6 +51,13 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def from_parent() -> tuple[socket.socket, list[str]]:
+    """Socket to the parent, and the arguments before it, of a child process, which ends with its parent."""
+    die_with_parent()
+    *arguments, _, fd = sys.argv[1:]
+    return socket.socket(fileno=int(fd)), arguments
+
+
 def collect_rarely() -> None:
     """Makes garbage collection rare, for a process whose event loop must not pause.
 

@@ -1,14 +1,12 @@
 """The process of one of the user's reward functions: `python -m shoal.reward.user_functions_worker --fd N`."""
 
-import argparse
 import json
 import math
-import socket
 from collections.abc import Callable, Sequence
 from typing import SupportsFloat, cast
 
 from shoal import checker, wire
-from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.net.process import from_parent, send_frame, serve
 from shoal.plugins import described, own_code
 from shoal.reward.messages import Batch
 from shoal.reward.user_functions import Values
@@ -45,10 +43,7 @@ def _number(value: SupportsFloat) -> float | None:
 
 def main() -> None:
     """Answers calls until the main process closes the socket."""
-    die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    connection = socket.socket(fileno=parser.parse_args().fd)
+    connection, _ = from_parent()
     send_frame(connection, b"")
     serve(connection, lambda frame: [wire.encode(values_of(wire.decode(frame, Batch)))])
 

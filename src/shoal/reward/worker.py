@@ -5,11 +5,9 @@ judgement may ignore the signal, in one long multiplication of C for instance. T
 a second or two later.
 """
 
-import argparse
 import math
 import resource
 import signal
-import socket
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from shoal import checker, wire
 from shoal.checker import Spec, compiled
 from shoal.errors import TaskError
-from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.net.process import from_parent, send_frame, serve
 from shoal.reward.confinement import confine
 from shoal.reward.mathematics import last_number, mathematics
 from shoal.reward.messages import Batch, exhausted
@@ -212,13 +210,8 @@ def replies(frame: bytes) -> Iterator[bytes]:
 
 def main() -> None:
     """Entry point of the process."""
-    die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--boxed", action="store_true")
-    arguments = parser.parse_args()
-    connection = socket.socket(fileno=arguments.fd)
-    confine(boxed=arguments.boxed)
+    connection, arguments = from_parent()
+    confine(boxed="--boxed" in arguments)
     send_frame(connection, b"")
     serve(connection, replies)
 

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Literal
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -83,21 +83,26 @@ class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
     """Number of characters of question and truth together, for settings of a peer."""
 
 
+class Redrawn(NamedTuple):
+    """The result of a `Redraw`."""
+
+    question: str
+    """The dataset's own question, before it is rewritten."""
+    task: Task
+    split: Split
+
+
 class ProceduralReply(msgspec.Struct, frozen=True):
-    """The config of a `CheckSettings`, the task of a `Draw` or `Redraw`, or an error."""
+    """The config of a `CheckSettings`, the `Task` of a `Draw`, the `Redrawn` of a `Redraw`, or an error."""
 
-    config: str = ""
-    task: Task | None = None
-    question: str = ""
-    """The dataset's own question of a `Redraw`, before it is rewritten."""
-    split: Split | None = None
-    """The split of a `Redraw`'s question."""
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
-    kind: Literal["OtherRelease", "OutOfBounds", "TaskError"] = "TaskError"
-    """The class of an error."""
+    kind: str = ""
+    """The name of the error's class."""
 
 
-_ERRORS = {"OtherRelease": OtherRelease, "OutOfBounds": OutOfBounds, "TaskError": TaskError}
+_ERRORS = {one.__name__: one for one in (OtherRelease, OutOfBounds)}
+R = TypeVar("R")
 
 
 class ProceduralClient:
@@ -133,31 +138,26 @@ class ProceduralClient:
 
     def config_json(self, dataset: str, params: str, level: int | None) -> str:
         """The dataset's checked settings as JSON. Raises `TaskError` naming the wrong setting."""
-        return self._ask(CheckSettings(dataset, params, level), dataset).config
+        return self._ask(CheckSettings(dataset, params, level), dataset, str)
 
     def draw(self, spec: Spec, split: Split, seed: int, index: int) -> Task:
         """The task at an index: a pure function of the arguments. Raises `TaskError` when no such question exists."""
-        task = self._ask(Draw(spec, split, seed, index), spec.dataset).task
-        assert task is not None
-        return task
+        return self._ask(Draw(spec, split, seed, index), spec.dataset, Task)
 
-    def redraw(self, spec: Spec, receipt: Receipt, most_characters: int | None = None) -> tuple[str, Task, Split]:
+    def redraw(self, spec: Spec, receipt: Receipt, most_characters: int | None = None) -> Redrawn:
         """The raw question of a receipt, the task that `spec` makes of it, and its split.
 
         `most_characters` bounds the settings and the question of a peer. Raises `OtherRelease`, `OutOfBounds`, another
         `TaskError` when the receipt gives no question, and `NoReply` when the child cannot tell.
         """
-        reply = self._ask(Redraw(spec, receipt, most_characters), spec.dataset)
-        assert reply.task is not None
-        assert reply.split is not None
-        return reply.question, reply.task, reply.split
+        return self._ask(Redraw(spec, receipt, most_characters), spec.dataset, Redrawn)
 
     def close(self) -> None:
         """Ends the child."""
         with self._turn:
             self._discard()
 
-    def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str) -> ProceduralReply:
+    def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str, kind: type[R]) -> R:
         with self._turn:
             try:
                 reply = self._answer(wire.encode(request))
@@ -170,8 +170,8 @@ class ProceduralClient:
                 self._discard()
                 raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
-            raise _ERRORS[reply.kind](reply.error)
-        return reply
+            raise _ERRORS.get(reply.kind, TaskError)(reply.error)
+        return msgspec.msgpack.decode(reply.value, type=kind)
 
     def _answer(self, frame: bytes) -> ProceduralReply:
         """The reply to a frame, from a second child when the first has died."""

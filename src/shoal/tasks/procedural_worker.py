@@ -1,17 +1,18 @@
 """Draws procedural tasks in a process of its own, `python -m shoal.tasks.procedural_worker --fd N`."""
 
-import argparse
 import json
 import resource
-import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from shoal import procedural, wire
-from shoal.errors import OtherRelease, OutOfBounds, TaskError
-from shoal.net.process import die_with_parent, send_frame, serve
+from shoal.errors import OutOfBounds, TaskError
+from shoal.net.process import from_parent, send_frame, serve
 from shoal.tasks.holdout import MOST_ATTEMPTS, first_of, prompt, rewritten, split_of
-from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Spec
+from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Redrawn, Spec
 from shoal.types import Receipt, Split, Task, seed_for
 
 EVAL_SHARE = 0.2
@@ -55,7 +56,7 @@ def _task(spec: Spec, receipt: Receipt, entry: procedural.Entry, task_id: str) -
     return question, Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
 
 
-def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> ProceduralReply:
+def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> Redrawn:
     """The question and the task of a receipt; `most_characters` bounds settings and question. Raises `TaskError`."""
     if most_characters is not None:
         procedural.check_bounds(receipt.dataset, receipt.config)
@@ -64,24 +65,23 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
     if most_characters is not None and size > most_characters:
         raise OutOfBounds(f"{spec.dataset}: expected a question of at most {most_characters} characters, got {size}")
     question, task = _task(spec, receipt, entry, f"{receipt.dataset}/{receipt.seed}-{receipt.index}")
-    return ProceduralReply(task=task, question=entry.question, split=split_of(question, EVAL_SHARE))
+    return Redrawn(entry.question, task, split_of(question, EVAL_SHARE))
 
 
 def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:
     """The reply to a request of the main process."""
+    value: object
     try:
-        if isinstance(request, CheckSettings):
-            params = json.loads(request.params)
-            return ProceduralReply(config=procedural.config_json(request.dataset, params, request.level))
-        if isinstance(request, Redraw):
-            return redrawn(request.spec, request.receipt, request.most_characters)
-        return ProceduralReply(task=drawn_task(request.spec, request.split, request.seed, request.index))
-    except OtherRelease as error:
-        return ProceduralReply(error=str(error), kind="OtherRelease")
-    except OutOfBounds as error:
-        return ProceduralReply(error=str(error), kind="OutOfBounds")
+        match request:
+            case CheckSettings(dataset, params, level):
+                value = procedural.config_json(dataset, json.loads(params), level)
+            case Draw(spec, split, seed, index):
+                value = drawn_task(spec, split, seed, index)
+            case Redraw(spec, receipt, most_characters):
+                value = redrawn(spec, receipt, most_characters)
     except (TaskError, RecursionError, MemoryError) as error:
-        return ProceduralReply(error=str(error) or type(error).__name__)
+        return ProceduralReply(error=str(error) or type(error).__name__, kind=type(error).__name__)
+    return ProceduralReply(msgspec.Raw(msgspec.msgpack.encode(value)))
 
 
 def box() -> None:
@@ -95,21 +95,12 @@ def box() -> None:
 
 def main() -> None:
     """Answers requests until the main process closes the socket."""
-    die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--boxed", action="store_true")
-    parsed = parser.parse_args()
-    if parsed.boxed:
+    connection, arguments = from_parent()
+    if "--boxed" in arguments:
         box()
-    with socket.socket(fileno=parsed.fd) as connection:
-        send_frame(connection, wire.encode(ProceduralReply()))
-        serve(connection, lambda frame: [wire.encode(reply_to(_request(frame)))])
-
-
-def _request(frame: bytes) -> CheckSettings | Draw | Redraw:
-    request: CheckSettings | Draw | Redraw = wire.decode(frame, CheckSettings | Draw | Redraw)  # type: ignore[arg-type]
-    return request
+    send_frame(connection, b"")
+    requests: Any = CheckSettings | Draw | Redraw
+    serve(connection, lambda frame: [wire.encode(reply_to(wire.decode(frame, requests)))])
 
 
 if __name__ == "__main__":
