@@ -20,6 +20,7 @@ import msgspec
 
 from shoal.errors import TaskError
 from shoal.interfaces import Model
+from shoal.model.chat_template import template_entry
 from shoal.tasks.holdout import Epochs
 from shoal.tasks.sdk import Definition, EnvironmentFailed, called
 from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
@@ -91,7 +92,7 @@ class _Rows:
             asked: Any = prompt
             completions: list[Any] = [one[-1].content for one in said]
         else:
-            asked, completions = list(map(plain, messages)), [list(map(plain, one)) for one in said]
+            asked, completions = list(map(template_entry, messages)), [list(map(template_entry, one)) for one in said]
         totals: list[float | None] = [None] * n
         for function, weight in self.parts:
             given = function(prompts=[asked] * n, completions=completions, **columns, **more)
@@ -181,25 +182,3 @@ def tools_json(tools: "Sequence[Callable[..., Any]] | Any") -> str:
 
     described = [get_json_schema(tool) for tool in tools]
     return json.dumps(described) if described else ""
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Converts a message to the form of TRL's reward functions; arguments that are no JSON stay a text.
-
-    >>> plain(Message(Role.USER, "Hello"))
-    {'role': 'user', 'content': 'Hello'}
-    """
-    body: dict[str, Any] = {"role": message.role.value, "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {"type": "function", "function": {"name": one.name, "arguments": _arguments(one.arguments)}}
-            for one in message.tool_calls
-        ]
-    return body
-
-
-def _arguments(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -154,7 +154,7 @@ class ChatRenderer:
 
     def _rendered(self, messages: Sequence[Message], tools: str, template: str, *, prompt: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
-            [_entry(message) for message in messages],
+            [template_entry(message) for message in messages],
             tools=json.loads(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=prompt,
@@ -263,7 +263,7 @@ def _stand_in(tail: Sequence[Message]) -> Message:
     return Message(Role.ASSISTANT, "", (call,))
 
 
-def _entry(message: Message) -> dict[str, Json]:
+def template_entry(message: Message) -> dict[str, Json]:
     """Message in the form that templates read."""
     entry: dict[str, Json] = {"role": message.role.value, "content": message.content}
     if message.reasoning:

@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 from shoal.config import Config, TaskConfig
 from shoal.errors import TaskError
@@ -84,9 +83,7 @@ class Library(Mixture):
     def __enter__(self) -> "Library":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
 

@@ -14,7 +14,6 @@ import subprocess
 import threading
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -126,9 +125,7 @@ class ProceduralClient:
     def __enter__(self) -> "ProceduralClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -12,7 +12,6 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -97,9 +96,7 @@ class TaskServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the thread; workers go on trying to connect."""
         self._server.should_exit = True
         self._thread.join()
