@@ -210,7 +210,7 @@ def judge_target() -> Target:
 
 def view_target() -> Target:
     """Pages only."""
-    pages = ["/", "/waits", "/swarm", "/charts/overview", "/charts/{name}", "/static/{name}", "/static/plotly.js"]
+    pages = ["/", "/waits", "/swarm", "/charts/overview", "/charts/{name}", "/static/{name}", "/static/plotly.min.js"]
 
     async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
         return {"name": "waits"}

@@ -4,22 +4,18 @@
     GET /rollouts         a run's rollouts, filtered; /group: one group side by side; /tokens: the tokens of one answer
     GET /waits, /swarm    what a run waits for; whom it learns with
     GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
-    GET /static/NAME      style.css, view.js and plotly.js
+    GET /static/NAME      style.css, view.js and plotly.min.js
 
 Beyond loopback a token is wanted: `/?token=...` once, which becomes a cookie.
 """
 
 import hmac
-import json
 import os
+import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
-from hashlib import blake2b
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar
@@ -29,18 +25,20 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
 from shoal.experience.raw import decode_rollout
 from shoal.net.listening import is_loopback, listening_socket, url_of
-from shoal.net.server import Refused, guarded, uvicorn_config
+from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, uvicorn_config
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
 from shoal.observe.export_extras import extras_of
+from shoal.observe.metrics import Record
 from shoal.observe.report.records import RunRecords
 from shoal.observe.status import lately, warnings_of
 from shoal.observe.view.index import Filter, RolloutIndex
@@ -51,25 +49,14 @@ from shoal.observe.view.waits import bottleneck
 
 COOKIE = "shoal_view"
 SWARM_STATUS = Path("swarm") / "status.json"
-# plotly.js lays its charts out with styles of its own; scripts come from here alone, and none is inline.
 HEADERS = {
+    **PAGE_HEADERS,
+    # plotly.js lays its charts out with styles of its own; scripts come from here alone, and none is inline.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
 }
 CHARTS: Mapping[str, Sequence[Chart]] = {"overview": OVERVIEW, "waits": WAITS, "swarm": SWARM}
-_HIDDEN = {
-    **{code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(0x7F, 0xA0))},
-    **{
-        code: f"\\u{code:04x}"
-        for code in (0x61C, 0xFEFF, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070))
-    },
-}
-
-
+_HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 MOST_TOKENS = 4000
 """Tokens on one page."""
 SCALES = {
@@ -87,7 +74,8 @@ def visible(text: object) -> str:
     >>> visible("a\\u202eb")
     'a\\\\u202eb'
     """
-    return str(text).translate(_HIDDEN).replace("\r\n", "\n").replace("\r", "\\r")
+    shown = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    return shown.replace("\r\n", "\n").replace("\r", "\\r")
 
 
 class Place(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,7 +93,7 @@ class ViewServer:
 
     def __init__(self, runs: Mapping[str, WatchedRun], folder: Path, *, token: str = "", host: str = "") -> None:
         """Tables of the runs' rollouts are made in `folder`, which is no run's."""
-        self._runs = runs
+        self._runs, self._token = runs, token.encode()
         self._indexes = {
             name: RolloutIndex(run.run_dir, folder / f"{number}.sqlite")
             for number, (name, run) in enumerate(runs.items())
@@ -123,9 +111,9 @@ class ViewServer:
                 Route("/waits", self._waits),
                 Route("/swarm", self._swarm),
                 Route("/charts/{name}", self._charts),
-                Route("/static/{name}", _static),
+                Mount("/static", StaticFiles(packages=[("shoal.observe.view", "static"), ("plotly", "package_data")])),
             ],
-            middleware=[Middleware(guarded, host=host), Middleware(_known, token=token)],
+            middleware=[Middleware(guarded, host=host), Middleware(BaseHTTPMiddleware, dispatch=self._answered)],
             exception_handlers={ShoalError: self._refusal},
         )
 
@@ -133,6 +121,22 @@ class ViewServer:
         """Ends the reading of logs."""
         for index in self._indexes.values():
             index.close()
+
+    async def _answered(self, http: Request, answer: RequestResponseEndpoint) -> Response:
+        """Answers those who know the token, by a cookie that the first visit with `?token=` sets."""
+        if self._is_token(http.cookies.get(COOKIE, "")):
+            response = await answer(http)
+        elif self._is_token(http.query_params.get("token", "")):
+            response = RedirectResponse(str(http.url.remove_query_params("token").replace(scheme="", netloc="")))
+            response.set_cookie(COOKIE, self._token.decode(), httponly=True, samesite="strict")
+        else:
+            response = Response("expected the token: open the address that shoal view printed", 401)
+        caching = {"Cache-Control": "no-cache"} if http.url.path.startswith("/static/") else {}
+        response.headers.update({**HEADERS, **caching})
+        return response
+
+    def _is_token(self, given: str) -> bool:
+        return not self._token or hmac.compare_digest(given.encode(errors="replace"), self._token)
 
     def _run(self, http: Request) -> WatchedRun:
         """The run that a request names; the first one when it names none."""
@@ -143,7 +147,7 @@ class ViewServer:
 
     def _page(self, http: Request, template: str, *, code: int = 200, **values: object) -> Response:
         shown = {"runs": list(self._runs), "page": http.url.path, "run": None, **values}
-        return Response(self._pages.get_template(template).render(shown), code, HEADERS, "text/html")
+        return HTMLResponse(self._pages.get_template(template).render(shown), code)
 
     async def _refusal(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
@@ -158,9 +162,8 @@ class ViewServer:
 
     def _rollouts(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, Filter)
-        index, records = self._indexes[run.name], run.records()
+        index, steps = self._indexes[run.name], run.records().steps
         found = index.search(wanted)
-        last = records.steps[-1].get("step") if records.steps else None
         return self._page(
             http,
             "rollouts.html",
@@ -168,11 +171,8 @@ class ViewServer:
             wanted=msgspec.to_builtins(wanted),
             found=found,
             glances=[glance(row) for row in found.rows],
-            tasks=index.tasks(),
-            count=index.count(),
-            complete=index.complete,
-            problem=index.problem,
-            last_step=last if isinstance(last, int) else None,
+            index=index,
+            last_step=steps[-1]["step"] if steps else None,
             previous=http.url.include_query_params(page=wanted.page - 1),
             next=http.url.include_query_params(page=wanted.page + 1),
         )
@@ -237,11 +237,11 @@ class ViewServer:
         runs = self._runs if name == "overview" else {(run := self._run(http)).name: run}
         stamp = " ".join(f"{run.stamp}-{self._indexes[run.name].complete:d}" for run in runs.values())
         if http.query_params.get("since") == stamp:
-            return Response(b"", 204, HEADERS)
+            return Response(status_code=204)
         charts = drawn(CHARTS[name], {name: run.records() for name, run in runs.items()})
         if name == "overview":
             charts += self._cut()
-        return Response(msgspec.json.encode({"stamp": stamp, "charts": charts}), 200, HEADERS, "application/json")
+        return json({"stamp": stamp, "charts": charts})
 
     def _cut(self) -> list[Drawn]:
         """The chart of answers that used up their tokens, which is of the log; of runs that were read to the end."""
@@ -264,85 +264,27 @@ def _asked(http: Request, kind: type[T]) -> T:
 
 def _facts(run: RunRecords) -> list[tuple[str, str]]:
     """Where a run stands, as label and figure."""
+    last: Record = run.evals[-1] if run.evals else {}
     of = f" of {run.config.train.steps}" if run.config else ""
-    figures = [("step", f"{len(run.steps)}{of}")]
-    lately_known = {
-        "reward": ("reward", "{:.3f}"),
-        "tokens/s": ("tokens_per_s", "{:,.0f}"),
-        "staleness": ("staleness_mean", "{:.2f}"),
-        "engine busy": ("engine_busy", "{:.0%}"),
-        "trainer busy": ("trainer_busy", "{:.0%}"),
-    }
-    for label, (name, form) in lately_known.items():
-        value = lately(run, name)
-        figures += [] if value is None else [(label, form.format(value))]
-    last = run.evals[-1] if run.evals else {}
-    for label, name in (("held-out reward", "sampled_reward"), ("held-out full marks", "sampled")):
-        score = last.get(name)
-        figures += [(label, f"{score:.3f}")] if isinstance(score, int | float) else []
-    return figures
+    figures = (
+        ("reward", lately(run, "reward"), ".3f"),
+        ("tokens/s", lately(run, "tokens_per_s"), ",.0f"),
+        ("staleness", lately(run, "staleness_mean"), ".2f"),
+        ("engine busy", lately(run, "engine_busy"), ".0%"),
+        ("trainer busy", lately(run, "trainer_busy"), ".0%"),
+        ("held-out reward", last.get("sampled_reward"), ".3f"),
+        ("held-out full marks", last.get("sampled"), ".3f"),
+    )
+    known = [(label, format(value, form)) for label, value, form in figures if isinstance(value, int | float)]
+    return [("step", f"{len(run.steps)}{of}"), *known]
 
 
 def _swarm_status(run_dir: Path) -> dict[str, object] | None:
     """A node's newest status of its swarm; None when the run is in none."""
     try:
-        found = json.loads((run_dir / SWARM_STATUS).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return msgspec.json.decode((run_dir / SWARM_STATUS).read_bytes(), type=dict[str, object])
+    except (FileNotFoundError, msgspec.MsgspecError):
         return None
-    return found if isinstance(found, dict) else None
-
-
-@cache
-def _asset(name: str) -> tuple[bytes, str] | None:
-    """A file of the page and its type; plotly.js is found without importing its package, which takes long."""
-    if name == "plotly.js":
-        spec = find_spec("plotly")
-        assert spec is not None
-        assert spec.origin is not None
-        return Path(spec.origin).with_name("package_data").joinpath("plotly.min.js").read_bytes(), "text/javascript"
-    if name not in ("view.js", "style.css"):
-        return None
-    kind = "text/javascript" if name.endswith(".js") else "text/css"
-    return files("shoal.observe.view").joinpath("static", name).read_bytes(), kind
-
-
-def _static(http: Request) -> Response:
-    found = _asset(http.path_params["name"])
-    if found is None:
-        raise Refused(404, "no such file")
-    etag = f'"{blake2b(found[0], digest_size=12).hexdigest()}"'
-    headers = {**HEADERS, "Cache-Control": "no-cache", "ETag": etag}
-    if http.headers.get("if-none-match") == etag:
-        return Response(b"", 304, headers)
-    return Response(found[0], 200, headers, found[1])
-
-
-class _known:  # noqa: N801 - an ASGI middleware, used as a function
-    """Lets those in who know the token, by a cookie that the first visit with `?token=` sets."""
-
-    def __init__(self, app: ASGIApp, *, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or passes it on."""
-        if scope["type"] != "http" or not self._token:
-            await self._app(scope, receive, send)
-            return
-        http = Request(scope)
-        if self._is(http.cookies.get(COOKIE, "")):
-            await self._app(scope, receive, send)
-        elif self._is(http.query_params.get("token", "")):
-            answer: Response = RedirectResponse(
-                str(http.url.remove_query_params("token").replace(scheme="", netloc=""))
-            )
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-            await answer(scope, receive, send)
-        else:
-            why = "expected the token: open the address that shoal view printed"
-            await Response(why, 401, HEADERS, "text/plain")(scope, receive, send)
-
-    def _is(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
 async def serve_view(run_dirs: Sequence[Path], *, host: str, port: int, announce: Callable[[str], None]) -> None:
