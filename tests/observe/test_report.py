@@ -16,7 +16,7 @@ from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import read_run, write_report
 from shoal.observe.report.page import summary
-from shoal.observe.report.records import moving_average
+from shoal.observe.runs import moving_average
 
 NASTY = "<script>alert('x')</script>$a_b^"
 

@@ -15,7 +15,7 @@ from shoal.errors import RunDirError
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
 from shoal.observe.charts import MOST_POINTS, thinned
-from shoal.observe.view.runs import differences, watched
+from shoal.observe.runs import differences, watched
 from shoal.observe.view.server import ViewServer, visible
 from shoal.observe.view.waits import bottleneck
 from view_run import MadeRun

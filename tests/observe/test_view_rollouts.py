@@ -97,7 +97,7 @@ def test_the_filters_find_what_they_name(index: RolloutIndex) -> None:
     assert index.search(Filter(sort="worst", step=5)).rows[0].reward == 0.0
     text = index.search(Filter(text="thinking of g2-1/3"))
     assert [(row.step, row.position) for row in text.rows] == [(3, 3)]
-    assert glance(text.rows[0]).question == "question g2-1/3"
+    assert glance(text.rows[0])[0] == "question g2-1/3"
     assert index.search(Filter(text="'; DROP TABLE rollouts; --%_")).rows == []
 
 

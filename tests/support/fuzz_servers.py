@@ -34,7 +34,7 @@ from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
-from shoal.observe.view.runs import watched
+from shoal.observe.runs import watched
 from shoal.observe.view.server import ViewServer
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService

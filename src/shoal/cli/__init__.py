@@ -12,25 +12,15 @@ from typing import Annotated
 import typer
 
 from shoal.cli import judge as judge_commands
-from shoal.cli import rewards as rewards_commands
+from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
-from shoal.cli import task as task_commands
 from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
 
-app = typer.Typer(
-    name="shoal",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-app.add_typer(swarm_commands.app)
-
-app.add_typer(rewards_commands.app)
-app.add_typer(judge_commands.app)
-app.add_typer(task_commands.app)
+app = typer.Typer(name="shoal", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for _commands in (swarm_commands.app, services.rewards, judge_commands.app, services.tasks):
+    app.add_typer(_commands)
 
 
 def _print_version(wanted: bool) -> None:
@@ -213,7 +203,7 @@ def view(
 
     import uvloop
 
-    from shoal.observe.view.runs import newest_run
+    from shoal.observe.runs import newest_run
     from shoal.observe.view.server import serve_view
 
     def announce(url: str) -> None:
@@ -268,29 +258,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the console script; `arguments` default to the process's."""
     try:
         app(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (ShoalError, OSError, BaseExceptionGroup) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        sentences = [_sentence(leaf) for leaf in _leaves(error)]
+        leaves = sorted(_leaves(error), key=lambda leaf: not isinstance(leaf, ShoalError))  # the most telling first
+        sentences = [_sentence(leaf) for leaf in leaves]
         if None in sentences:
             raise
         fail(str(sentences[0]), 2)
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Leaves of an exception group, most telling first."""
-    if not isinstance(error, BaseExceptionGroup):
-        yield error
-        return
-    leaves = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    yield from sorted(leaves, key=lambda leaf: not isinstance(leaf, ShoalError))
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions of a group, and of the groups in it."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
 
 
 def _sentence(error: BaseException) -> str | None:
     """Message for errors that the user can mend: our own, and paths that the system refuses; None for our bugs."""
-    if isinstance(error, ShoalError):
-        return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: expected a path that can be used, got: {error.strerror}"
-    return None
+    return str(error) if isinstance(error, ShoalError) else None

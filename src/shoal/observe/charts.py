@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
-from shoal.observe.report.records import RunRecords, column, mean, tasks_of
+from shoal.observe.runs import RunRecords, column, mean, tasks_of
 
 MOST_POINTS = 1000
 """Longest line that is drawn; in longer runs each point is the mean of several steps."""

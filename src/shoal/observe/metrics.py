@@ -115,6 +115,12 @@ def _record(line: bytes) -> Record | None:
     return record if "kind" in record else None
 
 
+def number(record: Record, name: str, missing: float = math.nan) -> float:
+    """A number of a record."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else missing
+
+
 class JsonlTracker:
     """Tracker that appends to metrics.jsonl. Each record is one write of one line, so a crash tears at most the
     last."""
@@ -122,7 +128,7 @@ class JsonlTracker:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Continues after the records in `path`. Raises `RunDirError` when it cannot be written."""
         earlier = read_records(path) if path.exists() else []
-        passed_s = max((_number(record.get("time_s")) for record in earlier), default=0.0)
+        passed_s = max((number(record, "time_s", 0.0) for record in earlier), default=0.0)
         self._clock = clock
         self._started_at = clock() - passed_s
         try:
@@ -167,10 +173,6 @@ class JsonlTracker:
 
 def _finite(value: float | str | None) -> float | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: float | str | None) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 class PrometheusTracker:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from shoal.observe.metrics import WARNINGS, Record
+from shoal.observe.metrics import WARNINGS, Record, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -91,7 +91,7 @@ class LiveProgress:
         kind = record.get("kind")
         if kind == "step":
             self._step = record
-            self._rewards.append(_number(record, "reward"))
+            self._rewards.append(number(record, "reward"))
         elif kind == "eval":
             self._last_eval = record
             self._first_eval = self._first_eval or record
@@ -140,7 +140,7 @@ class LiveProgress:
         from rich.table import Table
         from rich.text import Text
 
-        done = max(0, int(_number(self._step, "step", 0.0)))
+        done = max(0, int(number(self._step, "step", 0.0)))
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
@@ -160,14 +160,9 @@ class LiveProgress:
         return Panel(rows, title="Shoal", title_align="left", expand=False, padding=(0, 1))
 
 
-def _number(record: Record, name: str, missing: float = math.nan) -> float:
-    value = record.get(name)
-    return float(value) if isinstance(value, int | float) else missing
-
-
 def _form(record: Record, name: str, form: str) -> str:
     """Formats a number of the record; a missing number is a dash."""
-    value = _number(record, name)
+    value = number(record, name)
     return format(value, form) if math.isfinite(value) else "-"
 
 

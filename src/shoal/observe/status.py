@@ -7,7 +7,7 @@ from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.observe.metrics import WARNINGS
-from shoal.observe.report.records import RunRecords, read_run
+from shoal.observe.runs import RunRecords, read_run
 
 MOST_WARNINGS = 8
 LATELY = 20

@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from shoal.observe.charts import OVERVIEW, Drawn, drawn
-from shoal.observe.report.records import RunRecords, moving_average
+from shoal.observe.runs import RunRecords, moving_average
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
 COLOURS = ("#2563c9", "#d9730d", "#2a8f5b", "#7a4fc0", "#c5373d", "#14909b")

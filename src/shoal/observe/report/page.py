@@ -11,7 +11,7 @@ from shoal.experience.counts import TaskCounts
 from shoal.observe.metrics import Record
 from shoal.observe.progress import event_text
 from shoal.observe.report.figure import subtitle
-from shoal.observe.report.records import RunRecords, column, known, mean
+from shoal.observe.runs import RunRecords, column, known, mean
 
 PAGES = jinja2.Environment(loader=jinja2.PackageLoader("shoal.observe.report"), autoescape=True)
 HOW: Mapping[str, Callable[[RunRecords, str], float]] = {

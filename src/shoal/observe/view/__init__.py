@@ -1,6 +1,5 @@
 """The page on which a run is watched, from its directory alone: `shoal view`.
 
-runs     the runs that are shown, followed while they are written
 charts   their numbers as lines to draw
 waits    the side that holds a run up, in one sentence
 index    their rollouts, so that they can be filtered

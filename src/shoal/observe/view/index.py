@@ -21,7 +21,7 @@ from shoal import wire
 from shoal.errors import RunDirError, ShoalError, WireError
 from shoal.experience import archive
 from shoal.experience.log import BODY_BYTES, FILE, log_uri, reading
-from shoal.experience.raw import RawGroup, decode_rollout
+from shoal.experience.raw import RawGroup
 from shoal.experience.schema import SCHEMA
 from shoal.types import FinishReason, RewardStatus, Task
 
@@ -77,24 +77,17 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The conditions in SQL, and their values; the text's is last."""
         asked = {
             "task = ?": self.task or None,
+            "status = ?": None if self.status in ("", "unscored") else self.status,
             "reward >= ?": self.reward_from,
             "reward <= ?": self.reward_to,
             "step = ?": self.step,
             "found.version = ?": self.version,
+            f"instr({_BODY}, ?)": self.text.encode() or None,
         }
-        conditions = [sql for sql, value in asked.items() if value is not None]
-        values: list[object] = [value for value in asked.values() if value is not None]
-        if self.status == "unscored":
-            conditions.append("reward IS NULL")
-        elif self.status:
-            conditions.append("status = ?")
-            values.append(self.status)
-        if self.sort in ("worst", "best"):
-            conditions.append("reward IS NOT NULL")
-        if self.text:
-            conditions.append(f"instr({_BODY}, ?)")
-            values.append(self.text.encode())
-        return conditions, values
+        given = {sql: value for sql, value in asked.items() if value is not None}
+        unscored = ["reward IS NULL"] if self.status == "unscored" else []
+        scored = ["reward IS NOT NULL"] if self.sort in ("worst", "best") else []
+        return [*unscored, *scored, *given], list(given.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ class RolloutIndex:
         self.complete = False
         """Whether all that the log had was read once."""
         self._run_dir, self._file = run_dir, file
-        self._low = self._high = self._step = self._ended = -1
+        self._low = self._high = self._step = -1
         self._shards: list[Path] = []
         self._stop = threading.Event()
         with closing(sqlite3.connect(file)) as index:
@@ -246,7 +239,7 @@ class RolloutIndex:
                 self._low = groups[-1][0] - 1 if groups else 0
             self._insert(index, log, groups)
             index.execute("COMMIT")
-            self._step = self._ended = newest
+            self._step = newest
             names = [name for (name,) in log.execute("SELECT name FROM shards ORDER BY through DESC")]
         new = [file for name in names if (file := self._run_dir / archive.FOLDER / name) not in self._shards]
         if not groups and new:
@@ -261,7 +254,7 @@ class RolloutIndex:
         index.executemany("UPDATE groups SET step = ?, version = ? WHERE seq = ?", consumed)
         steps = ((step, seq) for step, _, seq in consumed)
         index.executemany("UPDATE rollouts SET step = ? WHERE seq = ?", steps)
-        ended = log.execute("SELECT reason, group_id FROM ended WHERE after_step >= ?", (self._ended,))
+        ended = log.execute("SELECT reason, group_id FROM ended WHERE after_step >= ?", (self._step,))
         index.executemany("UPDATE groups SET dropped = ? WHERE id = ?", ended)
 
     def _read_shard(self, index: sqlite3.Connection, file: Path) -> None:
@@ -295,13 +288,36 @@ class RolloutIndex:
             index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
+class _Completion(msgspec.Struct):
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class _Turn(msgspec.Struct):
+    completion: _Completion
+
+
+class _Reward(msgspec.Struct):
+    value: float
+    status: RewardStatus
+
+
+class _Seen(msgspec.Struct):
+    """The parts of a rollout that are in the table; decoding the others as well takes three times as long."""
+
+    turns: list[_Turn]
+    reward: _Reward
+    status: str
+    reason: str
+
+
 def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None, bool]:
     """Status, reason, reward, tokens, oldest Version and whether it was cut, of one rollout."""
     try:
-        one = decode_rollout(body)
+        one = wire.decode(body, _Seen, BODY_BYTES)
     except WireError as error:
         return UNREADABLE, str(error), None, 0, None, False
-    versions = one.sampled_versions
+    versions = [version for turn in one.turns for version in turn.completion.versions]
     return (
         one.status,
         one.reason,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shoal import wire
 from shoal.errors import WireError
 from shoal.experience.log import BODY_BYTES
-from shoal.experience.raw import RawGroup, RawReward, decode_rollout
+from shoal.experience.raw import RawGroup, RawRollout, decode_rollout
 from shoal.model.answer import parted
 from shoal.observe.view.index import Row
 from shoal.types import Message, Role, Task, ToolCall
@@ -32,23 +32,10 @@ class Shown:
     """One rollout of a group; `broken` says why it cannot be read."""
 
     position: int
-    id: str
-    said: list[Said]
-    reward: RawReward | None
-    status: str
-    reason: str
-    tokens: int
-    versions: str
+    rollout: RawRollout | None
+    said: Sequence[Said] = ()
+    versions: Sequence[int] = ()
     broken: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Glance:
-    """One line of a list."""
-
-    row: Row
-    question: str
-    answer: str
 
 
 def asked(group: RawGroup) -> Task | None:
@@ -64,19 +51,9 @@ def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
     try:
         one = decode_rollout(body)
     except WireError as error:
-        return Shown(position, "", [], None, "unreadable", "", 0, "", str(error))
-    same = tuple(question) == one.messages[: len(question)]
-    versions = sorted(set(one.sampled_versions))
-    return Shown(
-        position,
-        one.id,
-        [said(message) for message in one.messages[len(question) if same else 0 :]],
-        one.reward,
-        one.status,
-        one.reason,
-        len(one.sampled_versions),
-        f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions)),
-    )
+        return Shown(position, None, broken=str(error))
+    new = one.messages[len(question) :] if tuple(question) == one.messages[: len(question)] else one.messages
+    return Shown(position, one, [said(message) for message in new], one.sampled_versions)
 
 
 def said(message: Message) -> Said:
@@ -88,17 +65,16 @@ def said(message: Message) -> Said:
     return Said(message.role.value, shortened(thought), shortened(text), message.tool_calls, message.tool_call_id)
 
 
-def glance(row: Row) -> Glance:
+def glance(row: Row) -> tuple[str, str]:
     """The last question and the answer of a row, a line of each."""
     try:
         messages = decode_rollout(row.body).messages
     except WireError as error:
-        return Glance(row, "", str(error))
+        return "", str(error)
     users = [one.content for one in messages if one.role is Role.USER]
-    answers = [one for one in messages if one.role is Role.ASSISTANT]
-    answer = said(answers[-1]) if answers else None
-    text = "" if answer is None else answer.text or " ".join(f"{call.name}({call.arguments})" for call in answer.calls)
-    return Glance(row, _line(users[-1] if users else ""), _line(text))
+    answers = [said(one) for one in [one for one in messages if one.role is Role.ASSISTANT][-1:]]
+    texts = [one.text or " ".join(f"{call.name}({call.arguments})" for call in one.calls) for one in answers]
+    return _line("".join(users[-1:])), _line("".join(texts))
 
 
 def shortened(text: str) -> str:

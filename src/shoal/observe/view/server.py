@@ -39,11 +39,10 @@ from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, uvicorn_confi
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
 from shoal.observe.export_extras import extras_of
 from shoal.observe.metrics import Record
-from shoal.observe.report.records import RunRecords
+from shoal.observe.runs import RunRecords, WatchedRun, differences, watched
 from shoal.observe.status import lately, warnings_of
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.reading import asked, glance, said, shortened, shown
-from shoal.observe.view.runs import WatchedRun, differences, watched
 from shoal.observe.view.tokens import shades, tokens_of
 from shoal.observe.view.waits import bottleneck
 
@@ -170,7 +169,7 @@ class ViewServer:
             run=run.name,
             wanted=msgspec.to_builtins(wanted),
             found=found,
-            glances=[glance(row) for row in found.rows],
+            rows=[(row, *glance(row)) for row in found.rows],
             index=index,
             last_step=steps[-1]["step"] if steps else None,
             previous=http.url.include_query_params(page=wanted.page - 1),
@@ -235,7 +234,7 @@ class ViewServer:
         if name not in CHARTS:
             raise Refused(404, f"charts: expected one of {', '.join(CHARTS)}, got {name[:200]!r}")
         runs = self._runs if name == "overview" else {(run := self._run(http)).name: run}
-        stamp = " ".join(f"{run.stamp}-{self._indexes[run.name].complete:d}" for run in runs.values())
+        stamp = " ".join(f"{run.size}-{self._indexes[run.name].complete:d}" for run in runs.values())
         if http.query_params.get("since") == stamp:
             return Response(status_code=204)
         charts = drawn(CHARTS[name], {name: run.records() for name, run in runs.items()})

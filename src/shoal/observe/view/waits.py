@@ -2,7 +2,7 @@
 
 import math
 
-from shoal.observe.report.records import RunRecords
+from shoal.observe.runs import RunRecords
 from shoal.observe.status import LATELY, lately
 
 BUSY = 0.8

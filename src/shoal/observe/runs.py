@@ -1,15 +1,23 @@
-"""Run records are read from a run directory: metrics.jsonl, the configuration, and figures that sum them up."""
+"""Runs are read from their directories, and read on while they are written: metrics.jsonl and the configuration."""
 
 import math
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
+
+from pydantic import JsonValue
 
 from shoal.config import Config, load
+from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError
-from shoal.observe.metrics import Record, read_records
+from shoal.experience.log import FILE
+from shoal.observe.metrics import Record, number, records_in
 
+METRICS = "metrics.jsonl"
 EDGE_SHARE = 0.1
 """Share of the steps whose mean stands for a run's beginning, and for its end."""
 
@@ -50,16 +58,84 @@ class RunRecords:
         return math.ceil(len(self.steps) * EDGE_SHARE)
 
 
+class WatchedRun:
+    """One run directory, which is only read. Its metrics.jsonl is read on from where it was last read to."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        """Raises `RunDirError` when it is no run directory."""
+        if not any((run_dir / file).is_file() for file in (METRICS, "resolved.toml", FILE)):
+            raise RunDirError(f"{run_dir}: expected a run directory, with {METRICS}, resolved.toml or {FILE}")
+        self.run_dir, self.name = run_dir, name
+        self._lock = Lock()
+        self._records: list[Record] = []
+        self._read_bytes = 0
+        self._run: RunRecords | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of metrics.jsonl: more whenever there is more to show."""
+        path = self.run_dir / METRICS
+        return path.stat().st_size if path.is_file() else 0
+
+    def records(self) -> RunRecords:
+        """All records so far."""
+        with self._lock:
+            size = self.size
+            if size < self._read_bytes:  # another run took its place
+                self._records, self._read_bytes, self._run = [], 0, None
+            if size > self._read_bytes:
+                with (self.run_dir / METRICS).open("rb") as file:
+                    file.seek(self._read_bytes)
+                    new = file.read()
+                whole = new.rfind(b"\n") + 1
+                self._records += records_in(new[:whole])
+                self._read_bytes += whole
+            elif self._run is not None:
+                return self._run
+            self._run = _run_of(self.run_dir, self._records)
+            return self._run
+
+
 def read_run(run_dir: Path) -> RunRecords:
     """Reads the records of a run directory. Raises `RunDirError` for any other directory."""
-    metrics, resolved = run_dir / "metrics.jsonl", run_dir / "resolved.toml"
-    if not metrics.is_file() and not resolved.is_file():
-        raise RunDirError(f"{run_dir}: expected a run directory, with metrics.jsonl or resolved.toml, got neither")
-    return run_of(run_dir, read_records(metrics) if metrics.is_file() else [])
+    return WatchedRun(run_dir, "").records()
 
 
-def run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
-    """Builds the run of a directory from the records of its metrics.jsonl."""
+def watched(run_dirs: Sequence[Path]) -> dict[str, WatchedRun]:
+    """Runs by names that differ: their folders', with as many of the folders above as it takes."""
+    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))
+    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return {name: WatchedRun(path, name) for name, path in zip(names, paths, strict=True)}
+
+
+def newest_run(folder: Path) -> Path:
+    """The run below a folder that was written last. Raises `RunDirError` when there is none."""
+    found = {file.parent: file.stat().st_mtime for name in (METRICS, FILE) for file in folder.glob(f"*/{name}")}
+    if not found:
+        raise RunDirError(f"{folder} holds no run; name one: shoal view RUN")
+    return max(found, key=lambda run_dir: found[run_dir])
+
+
+def differences(runs: Mapping[str, RunRecords]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs, with their value in each."""
+    settings = [_settings(run.config_text) for run in runs.values()]
+    names = dict.fromkeys(name for one in settings for name in one if name != "run_dir")
+    rows = [(name, [str(one.get(name, "")) for one in settings]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _settings(text: str) -> dict[str, JsonValue]:
+    """Values by dotted names; without those after a mistake, and of what is no TOML none."""
+    found: dict[str, JsonValue] = {}
+    with suppress(tomllib.TOMLDecodeError, ConfigError):
+        mapped(tomllib.loads(text), lambda where, value: found.setdefault(where[1:], value))
+    return found
+
+
+def _run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
     resolved = run_dir / "resolved.toml"
     try:
         config = load(resolved)
@@ -77,8 +153,7 @@ def run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
 
 def column(records: Iterable[Record], name: str) -> list[float]:
     """Numbers of one name over records; nan where a record has none."""
-    values = [record.get(name) for record in records]
-    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+    return [number(record, name) for record in records]
 
 
 def tasks_of(records: Iterable[Record], prefix: str) -> list[str]:
