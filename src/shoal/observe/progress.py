@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from shoal.observe.metrics import WARNINGS, Record, number
@@ -80,46 +79,36 @@ class LiveProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def update(self, record: Record) -> None:
         """Takes one record of metrics.jsonl."""
-        kind = record.get("kind")
+        kind = record["kind"]
         if kind == "step":
             self._step = record
             self._rewards.append(number(record, "reward"))
+            texts = [f"{name} {text}" for name, text in self._step_texts().items()]
+            line = "  ".join([f"step {_form(record, 'step', '.0f')}/{self._steps}", *texts])
         elif kind == "eval":
             self._last_eval = record
             self._first_eval = self._first_eval or record
-        elif kind == "event":
-            self._event = event_text(record)
-            if record.get("name") in WARNINGS:
-                self._warning = self._event
-        if self._live is not None:
-            self._live.update(self._panel())
-        else:
-            self._write_line(record)
-
-    def _write_line(self, record: Record) -> None:
-        kind = record.get("kind")
-        if kind == "step":
-            due = self._clock() >= self._next_line_s or record.get("step") == self._steps
-            if not due:
-                return
-            self._next_line_s = self._clock() + self._every_s
-            parts = [f"step {_form(record, 'step', '.0f')}/{self._steps}"]
-            parts += [f"{name} {text}" for name, text in self._step_texts().items()]
-            line = "  ".join(parts)
-        elif kind == "eval":
             line = f"held-out after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
         else:
-            line = self._event
-        self._stream.write(line + "\n")
-        self._stream.flush()
+            line = self._event = event_text(record)
+            self._warning = line if record.get("name") in WARNINGS else self._warning
+        if self._live is not None:
+            self._live.update(self._panel())
+        elif kind != "step" or self._is_due(record):
+            print(line, file=self._stream, flush=True)
+
+    def _is_due(self, step: Record) -> bool:
+        """Whether a line for a step is printed; the next one is then due after `every_s`."""
+        now_s = self._clock()
+        due = now_s >= self._next_line_s or step.get("step") == self._steps
+        self._next_line_s = now_s + self._every_s if due else self._next_line_s
+        return due
 
     def _step_texts(self) -> Mapping[str, str]:
         """Texts of the newest step, by subject."""
@@ -169,17 +158,16 @@ def _form(record: Record, name: str, form: str) -> str:
 def _eval_text(record: Record, since: Record | None = None) -> str:
     """Formats mean rewards, then shares of right answers, each after its first value where that is another
     evaluation."""
-    parts = []
-    for what, suffix in (("reward", "_reward"), ("full marks", "")):
-        scores = []
-        for how in ("sampled", "greedy"):
-            name = how + suffix
-            if record.get(name) is not None:
-                before = f"{_form(since, name, '.3f')} → " if since is not None and since is not record else ""
-                scores.append(f"{how} {before}{_form(record, name, '.3f')}")
-        if scores:
-            parts.append(f"{what} {', '.join(scores)}")
-    return "; ".join(parts)
+    since = None if since is record else since
+
+    def scores(suffix: str) -> str:
+        """Scores of one kind, those that were measured."""
+        known = [(how, how + suffix) for how in ("sampled", "greedy") if record.get(how + suffix) is not None]
+        before = {name: f"{_form(since, name, '.3f')} → " for _, name in known} if since else {}
+        return ", ".join(f"{how} {before.get(name, '')}{_form(record, name, '.3f')}" for how, name in known)
+
+    kinds = {"reward": scores("_reward"), "full marks": scores("")}
+    return "; ".join(f"{kind} {text}" for kind, text in kinds.items() if text)
 
 
 def event_text(record: Record) -> str:

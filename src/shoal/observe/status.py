@@ -2,19 +2,21 @@
 
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.observe.metrics import WARNINGS
-from shoal.observe.runs import RunRecords, read_run
+from shoal.observe.runs import RunRecords, mean, read_run
 
 MOST_WARNINGS = 8
 LATELY = 20
 """Steps in the means of rewards and rates."""
+RUN_NUMBERS = ("reward", "tokens_per_s", "staleness_mean", "engine_busy", "trainer_busy")
 
 
-def status(run_dir: Path) -> dict[str, object]:
+def status(run_dir: Path) -> dict[str, Any]:
     """State of the run and, under `tasks`, of each task's groups. Raises `RunDirError`."""
     if not (run_dir / FILE).is_file():
         raise RunDirError(f"{run_dir}: expected a run directory with {FILE}, found none")
@@ -22,7 +24,7 @@ def status(run_dir: Path) -> dict[str, object]:
     counts = task_counts(run_dir)
     weights = {task.name: task.weight for task in run.config.tasks} if run.config else {}
     consumed = sum(task.consumed for task in counts.values())  # without peers' groups, which have no share
-    tasks: dict[str, dict[str, object]] = {}
+    tasks = {}
     for name, task in sorted(counts.items()):
         tasks[name] = {
             "started": task.started,
@@ -34,38 +36,29 @@ def status(run_dir: Path) -> dict[str, object]:
             "dropped": dict(task.dropped),
             "share": task.consumed / consumed if consumed else None,
             "target": weights[name] / sum(weights.values()) if name in weights else None,
-            "reward": lately(run, f"reward/{name}"),
-            "solve_rate": lately(run, f"solve_rate/{name}"),
-            "tokens_per_s": lately(run, f"tokens_per_s/{name}"),
+            **{number: lately(run, f"{number}/{name}") for number in ("reward", "solve_rate", "tokens_per_s")},
         }
     return {
         "steps": len(run.steps),
         "of": run.config.train.steps if run.config else None,
         "version": lately(run, "version", 1),
-        "reward": lately(run, "reward"),
-        "tokens_per_s": lately(run, "tokens_per_s"),
-        "staleness_mean": lately(run, "staleness_mean"),
-        "engine_busy": lately(run, "engine_busy"),
-        "trainer_busy": lately(run, "trainer_busy"),
+        **{name: lately(run, name) for name in RUN_NUMBERS},
         "warnings": warnings_of(run),
         "ratio_changes": [event for event in run.events if event.get("name") == "ratio"],
         "tasks": tasks,
     }
 
 
-def status_lines(values: dict[str, object]) -> list[str]:
+def status_lines(values: dict[str, Any]) -> list[str]:
     """Formats a status for people: a line for the run, per task, and per reason."""
-    tasks = values["tasks"]
-    assert isinstance(tasks, dict)
+    tasks: dict[str, dict[str, Any]] = values["tasks"]
     lines = [
         f"step {values['steps']} of {values['of'] or '?'}, version {_number(values['version'])}, "
         f"reward {_number(values['reward'])}, {_number(values['tokens_per_s'])} tokens/s, "
         f"staleness {_number(values['staleness_mean'])}, "
         f"busy: engine {_number(values['engine_busy'])}, trainer {_number(values['trainer_busy'])}"
     ]
-    warnings = values["warnings"]
-    assert isinstance(warnings, list)
-    lines += [f"warning: {warning}" for warning in warnings]
+    lines += [f"warning: {warning}" for warning in values["warnings"]]
     width = max((len(name) for name in tasks), default=0)
     for name, task in tasks.items():
         lines.append(
@@ -87,8 +80,8 @@ def warnings_of(run: RunRecords) -> list[str]:
 
 def lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:
     """Mean over the last steps that have the value; None without any."""
-    known = [value for value in run.column(name)[-steps:] if not isnan(value)]
-    return sum(known) / len(known) if known else None
+    value = mean(run.column(name)[-steps:])
+    return None if isnan(value) else value
 
 
 def _number(value: object) -> str:

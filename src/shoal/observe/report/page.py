@@ -73,10 +73,9 @@ def summary(run: RunRecords) -> dict[str, float]:
 
 def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> str:
     """Builds the whole page; every text of the run is escaped."""
-    figures = summary(run)
     nothing = "This run has not finished a training step yet, so there is nothing to draw."
     lead = f"{subtitle(run)}." if run.steps else nothing
-    rows = [(SUMMARY[name][0], SUMMARY[name][3].format(value)) for name, value in figures.items()]
+    rows = [(SUMMARY[name][0], SUMMARY[name][3].format(value)) for name, value in summary(run).items()]
     tables = [
         Table("Summary", (), rows),
         _counts(counts),
@@ -86,22 +85,7 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
         Table("What happened", (), [_event(event) for event in run.events]),
     ]
     picture = base64.b64encode(png).decode()
-    return PAGES.get_template("report.html").render(
-        run=run, lead=f"{lead} {_scores(figures)}", picture=picture, tables=tables
-    )
-
-
-def _scores(figures: Mapping[str, float]) -> str:
-    parts = [
-        f"held-out {what} {figures[before]:.2f} at first, {figures[after]:.2f} at last"
-        for what, before, after in (
-            ("reward (sampled)", "eval_reward_before", "eval_reward_after"),
-            ("full marks (sampled)", "accuracy_before", "accuracy_after"),
-            ("full marks (greedy)", "greedy_before", "greedy_after"),
-        )
-        if {before, after} <= figures.keys()
-    ]
-    return f"{'; '.join(parts)}.".capitalize() if parts else ""
+    return PAGES.get_template("report.html").render(run=run, lead=lead, picture=picture, tables=tables)
 
 
 def _event(event: Record) -> tuple[str, str]:
