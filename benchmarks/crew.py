@@ -81,7 +81,7 @@ class Crew:
     @property
     def running(self) -> int:
         """Rollouts that services work on now."""
-        services = self.task_server.registry.services.values()
+        services = self.task_server.services.values()
         return sum(len(worker.leases) for service in services for worker in service.workers)
 
     def finished(self, name: str) -> int:

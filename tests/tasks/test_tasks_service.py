@@ -1,4 +1,4 @@
-"""Who works on what: the registry by itself, and processes of real services at a real run."""
+"""Who works on what: a service by itself, and processes of real services at a real run."""
 
 import asyncio
 import json
@@ -32,9 +32,9 @@ from shoal.tasks.remote_protocol import (
     JobFailed,
     JobScores,
     JobTask,
-    Registry,
     RolloutJob,
     ScoreJob,
+    Service,
     SessionAt,
     Worker,
     document,
@@ -48,123 +48,137 @@ ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
 SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
 
 
-def registry() -> Registry:
-    return Registry(["sums", "other"])
+ROLLOUT = RolloutJob(ASKED, SESSION)
+feeding: dict[int, list[Any]] = {}
 
 
-def joined(one: Registry, sent: list, most: int = 64, version: str = "1") -> Worker:
-    return one.join(Hello("sums", version, converses=True, max_running=most), sent.append)
+def joined(service: Service, most: int = 64, version: str = "1") -> Worker:
+    """A worker that is fed for as long as the event loop runs."""
+    worker = service.join(Hello("sums", version, converses=True, max_running=most))
+    feeding[id(worker)] = [
+        asyncio.create_task(worker.feed(*each)) for each in ((service.quick, 99), (service.rollouts, most))
+    ]
+    return worker
 
 
-def submitted(one: Registry, results: list[object], job=None):
-    return one.submit("sums", job or RolloutJob(ASKED, SESSION), due_s=100.0, done=results.append)
+def left(service: Service, worker: Worker) -> None:
+    for one in feeding.pop(id(worker)):
+        one.cancel()
+    service.workers.remove(worker)
+    worker.leave()
+
+
+def submitted(service: Service, job=ROLLOUT) -> "asyncio.Task[Any]":
+    return asyncio.create_task(service.result(job, 1e9))
+
+
+async def sent(worker: Worker) -> list[Any]:
+    """What has come to the worker since it was asked last."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+    return [worker.outgoing.get_nowait() for _ in range(worker.outgoing.qsize())]
 
 
 def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> None:
-    one, results, sent = registry(), [], []
-    for _ in range(3):
-        submitted(one, results)
-    worker = joined(one, sent, most=2)
-    assert len(sent) == 2
-    done = JobScores(sent[0].id, [])
-    one.result(worker, done)
-    assert results == [done]
-    assert len(sent) == 3
+    async def main() -> None:
+        service = Service()
+        waiting = [submitted(service) for _ in range(3)]
+        worker = joined(service, most=2)
+        first, _ = await sent(worker)
+        done = JobScores(first.lease, [])
+        worker.take(done)
+        assert len(await sent(worker)) == 1
+        assert [one.result() for one in waiting if one.done()] == [done]
+
+    asyncio.run(main())
 
 
 def test_draws_and_scores_take_no_rollout_s_place() -> None:
-    one, sent = registry(), []
-    for job in (RolloutJob(ASKED, SESSION), RolloutJob(ASKED, SESSION), DrawJob(Split.TRAIN, 3), ScoreJob(ASKED, [])):
-        submitted(one, [], job)
-    joined(one, sent, most=1)
-    assert [type(lease.job) for lease in sent] == [DrawJob, ScoreJob, RolloutJob]
+    async def main() -> list[type]:
+        service = Service()
+        for job in (ROLLOUT, ROLLOUT, DrawJob(Split.TRAIN, 3), ScoreJob(ASKED, [])):
+            tasks.append(submitted(service, job))
+        return [type(job) for job in await sent(joined(service, most=1))]
 
-
-def test_rollouts_go_to_the_worker_with_most_room() -> None:
-    one, sent = registry(), ([], [])
-    for each, most in zip(sent, (2, 4), strict=True):
-        joined(one, each, most)
-    for _ in range(4):
-        submitted(one, [])
-    assert [len(each) for each in sent] == [1, 3]
+    tasks: list[Any] = []
+    assert asyncio.run(main()) == [DrawJob, ScoreJob, RolloutJob]
 
 
 def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_nobody_s() -> None:
-    one, results, sent = registry(), [], []
-    worker = joined(one, sent)
-    submitted(one, results)
-    one.leave(worker)
-    assert [(result.retry, result.by_policy) for result in results] == [(True, False)]
-    one.result(worker, JobScores(sent[0].id, []))
-    assert len(results) == 1
+    async def main() -> None:
+        service = Service()
+        worker, waiting = joined(service), submitted(service)
+        (job,) = await sent(worker)
+        left(service, worker)
+        result = await waiting
+        assert (result.retry, result.by_policy) == (True, False)
+        worker.take(JobScores(job.lease, []))
+
+    asyncio.run(main())
 
 
 def test_what_nobody_waits_for_is_cancelled_and_its_result_not_taken() -> None:
-    one, results, sent = registry(), [], []
-    waiting = submitted(one, results)
-    one.withdraw(waiting)
-    worker = joined(one, sent)
-    ticket = submitted(one, results)
-    one.withdraw(ticket)
-    assert sent == [ticket, Cancel(ticket.id)]
-    one.result(worker, JobScores(ticket.id, []))
-    assert results == []
+    async def main() -> None:
+        service = Service()
+        waiting = submitted(service)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        worker = joined(service)
+        assert await sent(worker) == []
+        taken = submitted(service)
+        (job,) = await sent(worker)
+        taken.cancel()
+        assert await sent(worker) == [Cancel(job.lease)]
+        worker.take(JobScores(job.lease, []))
+        assert (waiting.cancelled(), taken.cancelled(), service.leases) == (True, True, {})
+
+    asyncio.run(main())
 
 
-def test_a_service_has_one_version_at_a_time_and_a_name_that_is_wanted() -> None:
-    one = registry()
-    worker = joined(one, [])
+def test_a_service_has_one_version_at_a_time() -> None:
+    service = Service()
+    service.join(Hello("sums", "1"))
     with pytest.raises(TaskError, match="served in version '1'"):
-        joined(one, [], version="2")
-    one.leave(worker)
-    joined(one, [], version="2")
-    with pytest.raises(TaskError, match="expected one of other, sums, got 'nobody'"):
-        one.join(Hello("nobody", "1"), [].append)
-    with pytest.raises(TaskError, match="protocol: expected 2"):
-        one.join(Hello("sums", "1", protocol=1), [].append)
+        service.join(Hello("sums", "2"))
+    service.workers.clear()
+    service.join(Hello("sums", "2"))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 60))
 def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most, jobs) -> None:
     """Workers join, hand in, repeat and die at random; who waits asks again for what was lost."""
-    dice, one, ended, withdrawn = random.Random(seed), registry(), [], []
-    waiting, workers = {}, []
+    dice, ended = random.Random(seed), []
 
-    def submit(number: int) -> None:
-        def done(result) -> None:
-            del waiting[number]
-            if isinstance(result, JobFailed):
-                submit(number)
-            else:
-                ended.append(number)
+    async def ask(service: Service, number: int) -> None:
+        while isinstance(await service.result(ROLLOUT, 1e9), JobFailed):
+            pass
+        ended.append(number)
 
-        waiting[number] = one.submit("sums", RolloutJob(ASKED, SESSION), due_s=1e9, done=done)
+    async def main() -> list[int]:
+        service, workers = Service(), []
+        waiting = {number: asyncio.create_task(ask(service, number)) for number in range(jobs)}
+        for turn in range(4000):
+            if all(one.done() for one in waiting.values()):
+                break
+            calm = turn > 300
+            if not workers or (len(workers) < 3 and dice.random() < 0.1):
+                workers.append(([], joined(service, most)))
+            jobs_sent, worker = dice.choice(workers)
+            jobs_sent += await sent(worker)
+            event = dice.random()
+            assert len(worker.leases) <= most
+            if event < 0.8 and jobs_sent:
+                for _ in range(dice.randint(1, 2)):
+                    worker.take(JobScores(dice.choice(jobs_sent).lease, []))
+            elif event < 0.9 and not calm:
+                workers.remove((jobs_sent, worker))
+                left(service, worker)
+            elif not calm:
+                dice.choice(list(waiting.values())).cancel()
+        return [number for number, one in waiting.items() if one.cancelled()]
 
-    for number in range(jobs):
-        submit(number)
-    for turn in range(4000):
-        if not waiting:
-            break
-        calm = turn > 300
-        if not workers or (len(workers) < 3 and dice.random() < 0.1):
-            workers.append((sent := [], joined(one, sent, most)))
-        sent, worker = dice.choice(workers)
-        event = dice.random()
-        cancelled = {each.lease for each in sent if isinstance(each, Cancel)}
-        assert len(worker.leases) <= most
-        if event < 0.8 and sent:
-            lease = dice.choice([each for each in sent if not isinstance(each, Cancel)])
-            for _ in range(dice.randint(1, 2)):
-                one.result(worker, JobScores(lease.id, []))
-        elif event < 0.9 and not calm:
-            workers.remove((sent, worker))
-            one.leave(worker)
-        elif waiting and not calm:
-            number = dice.choice(list(waiting))
-            assert waiting[number].id not in cancelled
-            one.withdraw(waiting.pop(number))
-            withdrawn.append(number)
+    withdrawn = asyncio.run(main())
     assert sorted([*ended, *withdrawn]) == list(range(jobs))
 
 
@@ -311,7 +325,10 @@ def test_a_process_that_scores_too_few_answers_scored_none() -> None:
 
 
 HELLO = b'{"name":"fast","version":"1"}'
-HOSTILE = (b"", b"{", b"[" * 5000, b"\x00", HELLO.replace(b"fast", b"slow"), b'{"name":"fast","version":1}')
+HOSTILE = (
+    *(b"", b"{", b"[" * 5000, b"\x00", b'{"name":"fast","version":1}'),
+    *(HELLO.replace(b"fast", b"slow"), HELLO.replace(b"}", b',"protocol":1}')),
+)
 
 
 @pytest.mark.parametrize("first", [*HOSTILE, HELLO])

@@ -39,7 +39,7 @@ class RemoteEnvironment(Environment):
 
     @property
     def _workers(self) -> list[Hello]:
-        return [worker.hello for worker in list(self._server.registry.services[self.name].workers)]
+        return [worker.hello for worker in list(self._server.services[self.name].workers)]
 
     @property
     def converses(self) -> bool:

@@ -1,13 +1,12 @@
-"""The protocol of environments in other processes: messages over one WebSocket per worker, and who does what. Pure.
+"""The protocol of environments in other processes: messages over one WebSocket per worker, and who does what.
 
 A worker connects to the run; the run never calls a worker, which may therefore sit behind any firewall. The connection
 is the lease of all jobs that the worker has: when it breaks, others get them. `remote_server` is the other end.
 """
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Collection
+import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Annotated, TypeAlias
 
@@ -131,6 +130,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Result: TypeAlias = JobTask | JobOutcome | JobScores | JobFailed
+_NUMBERS = count()
 
 
 def document() -> dict[str, object]:
@@ -156,120 +156,90 @@ def document() -> dict[str, object]:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A submitted job. Invariant: `done` is called at most once, and never after the job was withdrawn."""
+    """A submitted job. Invariant: one worker at a time has it; who waits no more cancels the result."""
 
     id: str
-    service: str
     job: Job
     due_s: float
-    done: Callable[[Result], None]
-    worker: "Worker | None" = None
-
-    @property
-    def plays(self) -> bool:
-        """True if the job takes a rollout's place at its worker; draws and scores take none."""
-        return isinstance(self.job, RolloutJob)
+    result: "asyncio.Future[Result]"
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A connected worker, and the jobs that it has."""
+    """A connected worker, the jobs that it has, and the messages on their way to it."""
 
     hello: Hello
-    send: Callable[[Lease | Cancel], None]
-    room: int
-    """Number of further rollouts that the worker takes."""
     leases: dict[str, Lease] = field(default_factory=dict)
+    outgoing: "asyncio.Queue[Job | Cancel]" = field(default_factory=asyncio.Queue)
+
+    async def feed(self, waiting: "asyncio.Queue[Lease]", most: int) -> None:
+        """Gives waiting jobs to the worker for ever, at most so many at once."""
+        room, clock = asyncio.Semaphore(most), asyncio.get_running_loop().time
+        while True:
+            await room.acquire()
+            lease = await waiting.get()
+            if lease.result.done():
+                room.release()
+                continue
+            self.leases[lease.id] = lease
+            lease.result.add_done_callback(partial(self._ended, lease.id, room))
+            left_s = max(lease.due_s - clock(), 0.0)
+            self.outgoing.put_nowait(msgspec.structs.replace(lease.job, lease=lease.id, deadline_s=left_s))
+
+    def _ended(self, lease_id: str, room: asyncio.Semaphore, result: "asyncio.Future[Result]") -> None:
+        del self.leases[lease_id]
+        room.release()
+        if result.cancelled():
+            self.outgoing.put_nowait(Cancel(lease_id))
+
+    def take(self, result: Result) -> None:
+        """Takes a result; a late or repeated one is dropped."""
+        lease = self.leases.get(result.lease)
+        if lease is not None and not lease.result.done():
+            lease.result.set_result(result)
+
+    def leave(self) -> None:
+        """Gives up the worker's jobs: another attempt may help."""
+        for lease in list(self.leases):
+            self.take(JobFailed(lease, "the process that had the job is gone", retry=True))
 
 
 @dataclass(slots=True)
 class Service:
-    """The workers of one name, and its jobs that no worker has yet."""
+    """The workers of one name, its jobs that no worker has yet, and all of its jobs."""
 
     workers: list[Worker] = field(default_factory=list)
-    rollouts: deque[Lease] = field(default_factory=deque)
-    quick: deque[Lease] = field(default_factory=deque)
+    rollouts: "asyncio.Queue[Lease]" = field(default_factory=asyncio.Queue)
+    quick: "asyncio.Queue[Lease]" = field(default_factory=asyncio.Queue)
+    """Draws and scores, which take no rollout's place at a worker."""
+    leases: dict[str, Lease] = field(default_factory=dict)
 
-    def assign(self) -> None:
-        """Leases waiting jobs to the workers with most room, as far as they go."""
-        for queue in (self.quick, self.rollouts):
-            while queue and self.workers:
-                worker = max(self.workers, key=lambda one: one.room)
-                if queue[0].plays and worker.room < 1:
-                    break
-                lease = queue.popleft()
-                lease.worker, worker.leases[lease.id] = worker, lease
-                worker.room -= lease.plays
-                worker.send(lease)
-
-
-class Registry:
-    """The services of a run, and who has which job.
-
-    Invariants: one worker at a time has a job, and one result of a job is taken.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        """Only services of these names may register."""
-        self.services = {name: Service() for name in names}
-        self._numbers = count()
-
-    def join(self, hello: Hello, send: Callable[[Lease | Cancel], None]) -> Worker:
-        """Registers a worker, to which `send` gives jobs. Raises `TaskError` for one that is not wanted as it is."""
-        if hello.protocol != PROTOCOL:
-            raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
-        service = self.services.get(hello.name)
-        if service is None:
-            raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
-        for other in (one.hello for one in service.workers):
+    def join(self, hello: Hello) -> Worker:
+        """Registers a worker. Raises `TaskError` for one that is not wanted as it is."""
+        for other in (one.hello for one in self.workers):
             if (other.version, other.converses, other.scores) != (hello.version, hello.converses, hello.scores):
                 raise TaskError(
                     f"version: {hello.name!r} is served in version {other.version!r}, perhaps with other methods; "
                     "end those processes first"
                 )
-        worker = Worker(hello, send, hello.max_running)
-        service.workers.append(worker)
-        service.assign()
-        return worker
+        self.workers.append(Worker(hello))
+        return self.workers[-1]
 
-    def leave(self, worker: Worker) -> None:
-        """Removes a worker and gives up its jobs: another attempt may help."""
-        self.services[worker.hello.name].workers.remove(worker)
-        for lease in list(worker.leases):
-            self.result(worker, JobFailed(lease, "the process that had the job is gone", retry=True))
+    async def result(self, job: Job, timeout_s: float) -> Result:
+        """Has a worker, present or future, do a job. Raises `TimeoutError`."""
+        loop = asyncio.get_running_loop()
+        lease = Lease(f"{next(_NUMBERS):x}", job, loop.time() + timeout_s, loop.create_future())
+        self.leases[lease.id] = lease
+        (self.rollouts if isinstance(job, RolloutJob) else self.quick).put_nowait(lease)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await lease.result
+        finally:
+            del self.leases[lease.id]
 
-    def submit(self, name: str, job: Job, *, due_s: float, done: Callable[[Result], None]) -> Lease:
-        """Gives a job to a worker of `name`, present or future; `done` gets the result, unless it is withdrawn."""
-        service, lease = self.services[name], Lease(f"{next(self._numbers):x}", name, job, due_s, done)
-        (service.rollouts if lease.plays else service.quick).append(lease)
-        service.assign()
-        return lease
-
-    def withdraw(self, lease: Lease) -> None:
-        """Cancels a job. Cancelling a finished job has no effect."""
-        service = self.services[lease.service]
-        if lease.worker is None:
-            with contextlib.suppress(ValueError):
-                (service.rollouts if lease.plays else service.quick).remove(lease)
-        elif self._ended(lease.worker, lease.id) is not None:
-            lease.worker.send(Cancel(lease.id))
-
-    def result(self, worker: Worker, result: Result) -> None:
-        """Takes a result; a late or repeated one is dropped."""
-        lease = self._ended(worker, result.lease)
-        if lease is not None:
-            lease.done(result)
-
-    def give_up(self, name: str, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Fails the rollouts that wait for a worker."""
-        waiting = self.services[name].rollouts
-        while waiting:
-            lease = waiting.popleft()
-            lease.done(JobFailed(lease.id, reason))
-
-    def _ended(self, worker: Worker, lease_id: str) -> Lease | None:
-        lease = worker.leases.pop(lease_id, None)
-        if lease is not None:
-            worker.room += lease.plays
-            self.services[lease.service].assign()
-        return lease
+        while not self.rollouts.empty():
+            lease = self.rollouts.get_nowait()
+            if not lease.result.done():
+                lease.result.set_result(JobFailed(lease.id, reason))

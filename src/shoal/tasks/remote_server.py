@@ -23,19 +23,19 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, TaskError
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import HANDLERS, decoded, guarded, json, uvicorn_config
 from shoal.tasks.remote_protocol import (
     LEASE_S,
     PATH,
+    PROTOCOL,
     Cancel,
     Hello,
     Job,
     JobFailed,
-    Lease,
-    Registry,
     Result,
+    Service,
     ToWorker,
     Unwanted,
     Welcome,
@@ -44,6 +44,8 @@ from shoal.tasks.remote_protocol import (
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 
 STOP_GRACE_S = 1
+MOST_QUICK = 1 << 16
+"""Number of draws and scores at once of one worker."""
 AWAY_S = 30.0
 """Seconds without a worker after which a service's share goes to the others: a worker may be starting again."""
 NO_PROCESS = "no process serves the task"
@@ -55,7 +57,7 @@ class ServiceLate(EnvironmentFailed):
 
 
 class TaskServer:
-    """The registry and its connections, all on one event loop. As a context manager it listens, in a thread."""
+    """The services and their connections, all on one event loop. As a context manager it listens, in a thread."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class TaskServer:
         """With a `token`, every request must carry it. Raises `ConfigError` when others reach `host` without one."""
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
-        self.registry = Registry(names)
+        self.services = {name: Service() for name in names}
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
         """Number of jobs by result, of each service."""
         self.on_workers: Callable[[str, bool], None] = lambda name, served: None
@@ -118,28 +120,17 @@ class TaskServer:
 
         Raises `ServiceLate`, `PolicyFailed` and `EnvironmentFailed`, with `retry` when the worker was lost.
         """
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Result] = loop.create_future()
-
-        def take(given: Result) -> None:
-            if not result.done():  # nobody waits any more, and it is withdrawn in a moment
-                result.set_result(given)
-
-        lease = self.registry.submit(name, job, due_s=loop.time() + timeout_s, done=take)
         what, counts = str(job.__struct_config__.tag), self.counts[name]
         try:
-            async with asyncio.timeout(timeout_s):
-                done = await result
+            done = await self.services[name].result(job, timeout_s)
         except TimeoutError:
             counts[f"{what} late"] += 1
             raise ServiceLate(f"{name}: nothing came of a {what} within {timeout_s:g} s") from None
-        finally:
-            self.registry.withdraw(lease)
         if isinstance(done, kind):
             counts[f"{what} done"] += 1
             return done
         if not isinstance(done, JobFailed):
-            done = JobFailed(lease.id, f"expected {kind.__name__}, got {type(done).__name__}")
+            done = JobFailed(done.lease, f"expected {kind.__name__}, got {type(done).__name__}")
         counts[f"{what} lost" if done.retry else f"{what} failed: {'policy' if done.by_policy else 'environment'}"] += 1
         if done.by_policy:
             raise PolicyFailed(done.reason)
@@ -148,38 +139,48 @@ class TaskServer:
     async def _work(self, socket: WebSocket) -> None:
         """One worker, from its first message to its last."""
         await socket.accept()
-        jobs: asyncio.Queue[Lease | Cancel] = asyncio.Queue()
         try:
             async with asyncio.timeout(self._lease_s):
                 hello = await _received(socket, Hello)
-            worker = self.registry.join(hello, jobs.put_nowait)
+            if hello.protocol != PROTOCOL:
+                raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
+            if hello.name not in self.services:
+                raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
+            service = self.services[hello.name]
+            worker = service.join(hello)
         except (ShoalError, TimeoutError) as error:
             await _send(socket, Unwanted(str(error)))
             await socket.close()
             return
         except WebSocketDisconnect:
             return
-        await _send(socket, Welcome())
         self._noticed(hello.name)
-        sending = asyncio.create_task(_send_all(socket, jobs), name=f"jobs of {hello.name}")
+        loops = (
+            _send_all(socket, worker.outgoing),
+            worker.feed(service.quick, MOST_QUICK),
+            worker.feed(service.rollouts, hello.max_running),
+        )
+        tasks = [asyncio.create_task(each, name=f"jobs of {hello.name}") for each in loops]
         try:
             while True:
-                self.registry.result(worker, await _received(socket, Result))  # type: ignore[arg-type]
+                worker.take(await _received(socket, Result))  # type: ignore[arg-type]
         except ShoalError as error:
             await _send(socket, Unwanted(str(error)))
             await socket.close()
         except WebSocketDisconnect:
             pass
         finally:
-            sending.cancel()
-            self.registry.leave(worker)
+            for task in tasks:
+                task.cancel()
+            service.workers.remove(worker)
+            worker.leave()
             self._noticed(hello.name)
 
     def _noticed(self, name: str) -> None:
         """A worker of a service came or left."""
         if name in self._leaving:
             self._leaving.pop(name).cancel()
-        if self.registry.services[name].workers:
+        if self.services[name].workers:
             self.served[name].set()
         else:
             self._leaving[name] = asyncio.get_running_loop().call_later(self._away_s, self._gone, name)
@@ -188,21 +189,22 @@ class TaskServer:
     def _gone(self, name: str) -> None:
         """Nobody has served a task for long: what waits for a worker is given up, with the places that it takes."""
         self.served[name].clear()
-        self.registry.give_up(name, NO_PROCESS)
+        self.services[name].give_up(NO_PROCESS)
         self.on_workers(name, False)
 
     async def _status(self, _: Request) -> Response:
-        return json({name: self.status_of(name) for name in self.registry.services})
+        return json({name: self.status_of(name) for name in self.services})
 
     def status_of(self, name: str) -> dict[str, object]:
         """Status of one service: its workers, its waiting and running jobs, and the results so far."""
-        service = self.registry.services[name]
+        service = self.services[name]
+        running = sum(len(worker.leases) for worker in service.workers)
         return {
             "members": len(service.workers),
             "version": service.workers[0].hello.version if service.workers else None,
             "max_running": sum(worker.hello.max_running for worker in service.workers),
-            "waiting": len(service.rollouts) + len(service.quick),
-            "running": sum(len(worker.leases) for worker in service.workers),
+            "waiting": len(service.leases) - running,
+            "running": running,
             "jobs": dict(self.counts[name]),
         }
 
@@ -222,13 +224,7 @@ async def _send(socket: WebSocket, message: ToWorker) -> None:
     await socket.send_text(msgspec.json.encode(message).decode())
 
 
-async def _send_all(socket: WebSocket, jobs: "asyncio.Queue[Lease | Cancel]") -> None:
-    """Sends jobs with the time that is left of each."""
-    clock = asyncio.get_running_loop().time
+async def _send_all(socket: WebSocket, outgoing: "asyncio.Queue[Job | Cancel]") -> None:
+    await _send(socket, Welcome())
     while True:
-        one = await jobs.get()
-        if isinstance(one, Cancel):
-            await _send(socket, one)
-        else:
-            left_s = max(one.due_s - clock(), 0.0)
-            await _send(socket, msgspec.structs.replace(one.job, lease=one.id, deadline_s=left_s))
+        await _send(socket, await outgoing.get())
