@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.model import write_bench_model
 from benchmarks.rows import groups
 from shoal.model.loading import load_model
-from shoal.model.packed import PackedRows, packed_logprobs
+from shoal.model.packed import PackedRows, packed_outputs
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.packing import micro_batches, tokens_per_microbatch
 from shoal.types import Sample
@@ -94,8 +94,8 @@ def packed_gradient(model: PreTrainedModel, batches: Sequence[Sequence[Sample]])
     for rows in batches:
         tokens_T = torch.tensor([token for row in rows for token in row.tokens])
         at_N = torch.tensor([m for row in rows for m in row.mask]).nonzero()[:, 0]
-        logp_N, _ = packed_logprobs(model, tokens_T, [len(row.tokens) for row in rows], at=at_N)
-        logp_N.sum().backward()  # type: ignore[no-untyped-call]
+        outputs = packed_outputs(model, tokens_T, [len(row.tokens) for row in rows], at=at_N)
+        outputs.logp_N.sum().backward()  # type: ignore[no-untyped-call]
     return _head_gradient(model)
 
 

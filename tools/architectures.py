@@ -88,7 +88,7 @@ def verdict(model_type: str) -> tuple[str, str]:
         except ModelError as error:
             return "refused", str(error)
         with torch.no_grad():
-            logp_T, _ = packed_logprobs(ours, torch.cat(rows), [len(row) for row in rows])
+            logp_T = packed_logprobs(ours, torch.cat(rows), [len(row) for row in rows])
         worst = max(
             (found[1:] - logp_LV[range(len(row) - 1), row[1:]]).abs().max().item() if len(row) > 1 else 0.0
             for found, logp_LV, row in zip(logp_T.split([len(row) for row in rows]), wanted, rows, strict=True)

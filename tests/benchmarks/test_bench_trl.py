@@ -57,7 +57,7 @@ def test_every_position_of_the_ending_model_ends_an_answer_with_the_same_chance(
     assert model.config.vocab_size == VOCABULARY
     rows = [[*tokens[:at], stop] for at in range(1, 200, 9) for stop in stops]
     with torch.no_grad():
-        logp_T, _ = packed_logprobs(
+        logp_T = packed_logprobs(
             model, torch.tensor([token for row in rows for token in row]), [len(row) for row in rows]
         )
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1

@@ -83,9 +83,9 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_its_template(
     assert (directory / "config.json").is_file()
     assert local_directory(str(file.parent)) == directory, "a directory with one GGUF file stands for it"
     row_T = torch.tensor([5, 6, 7, 40, 41])
-    found_T, _ = packed_logprobs(load_model(directory), row_T, [5])
+    found_T = packed_logprobs(load_model(directory), row_T, [5])
     save(model, tmp_path / "plain")
-    wanted_T, _ = packed_logprobs(load_model(tmp_path / "plain"), row_T, [5])
+    wanted_T = packed_logprobs(load_model(tmp_path / "plain"), row_T, [5])
     torch.testing.assert_close(found_T, wanted_T)
     renderer = load_renderer(directory)
     assert (

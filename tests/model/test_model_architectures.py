@@ -47,7 +47,7 @@ def test_packed_rows_get_the_logprobs_of_transformers_own_attention(
     theirs, ours = plain(path), load_model(path)
     with torch.no_grad():
         tokens_T = torch.tensor([token for row in ROWS for token in row])
-        logp_T, _ = packed_logprobs(ours, tokens_T, [len(row) for row in ROWS])
+        logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in ROWS])
         wanted_T = torch.cat([own_logprobs(theirs, torch.tensor(row)) for row in ROWS])
     torch.testing.assert_close(logp_T, wanted_T, rtol=0, atol=1e-4)
     assert ours.config._attn_implementation == ATTENTION

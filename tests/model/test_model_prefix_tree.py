@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from shoal.model.loading import load_model
-from shoal.model.packed import packed_logprobs
+from shoal.model.packed import packed_logprobs, packed_outputs
 from shoal.model.prefix_tree import prefix_tree
 
 # Few token ids, so that rows share beginnings, begin one another and are equal. Not the pad token: its embedding is
@@ -50,7 +50,7 @@ def test_logprobs_and_gradients_equal_those_of_each_row_alone(
 ) -> None:
     ours, theirs = models
     tokens_T = torch.tensor([token for row in rows for token in row])
-    logp_T, _ = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature)
+    logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature)
     wanted_T = torch.cat([own_logprobs(theirs, row, temperature) for row in rows])
     torch.testing.assert_close(logp_T, wanted_T, rtol=1e-4, atol=1e-5)
     if not wanted_T.requires_grad or not logp_T.requires_grad:
@@ -83,15 +83,13 @@ def test_only_wanted_positions_are_returned_with_their_entropy(tiny_model_dir: P
     model = load_model(tiny_model_dir)
     tokens_T, lengths = torch.tensor([5, 6, 7, 5, 6, 8, 9]), [3, 4]
     at_N = torch.tensor([2, 5, 4])
-    logp_T, entropy_T = packed_logprobs(model, tokens_T, lengths, with_entropy=True)
-    logp_N, entropy_N = packed_logprobs(model, tokens_T, lengths, with_entropy=True, at=at_N)
-    assert entropy_T is not None
+    outputs = packed_outputs(model, tokens_T, lengths, at=at_N, entropy="value")
+    entropy_N = outputs.entropy_N
     assert entropy_N is not None
-    torch.testing.assert_close(logp_N, logp_T[at_N])
-    torch.testing.assert_close(entropy_N, entropy_T[at_N])
+    torch.testing.assert_close(outputs.logp_N, packed_logprobs(model, tokens_T, lengths)[at_N])
     # Both rows begin alike, so the tokens after that beginning were drawn from one distribution.
     assert entropy_N[0] == entropy_N[1]
     logits_V = torch.stack(
-        [packed_logprobs(model, torch.tensor([5, 6, t]), [3])[0][2].detach() for t in range(model.config.vocab_size)]
+        [packed_logprobs(model, torch.tensor([5, 6, t]), [3])[2].detach() for t in range(model.config.vocab_size)]
     )
     torch.testing.assert_close(entropy_N[0], -(logits_V.exp() * logits_V).sum(), rtol=1e-4, atol=1e-5)

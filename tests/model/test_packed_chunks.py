@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -24,26 +26,26 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
 def test_chunks_give_the_loss_and_the_gradient_of_the_whole(
-    kind: str, entropy_gradient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, entropy: Literal["value", "gradient"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss has an entropy bonus and the distance to a reference, as the trainer's may."""
     model = load_model(saved(kind, tmp_path / "a", **KINDS[kind]))
     reference = load_model(saved(kind, tmp_path / "b", seed=1, **KINDS[kind]))
     tokens_T, lengths = torch.tensor([token for row in ROWS for token in row]), [len(row) for row in ROWS]
+    at_N = torch.tensor([i for i in range(len(tokens_T)) if i not in accumulate(lengths, initial=0)])
 
     def found() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            ref_T, _ = packed.packed_logprobs(reference, tokens_T, lengths, temperature=0.7)
-        logp_T, entropy_T = packed.packed_logprobs(
-            model, tokens_T, lengths, temperature=0.7, with_entropy=True, entropy_gradient=entropy_gradient
-        )
-        assert entropy_T is not None
-        loss = (logp_T + 0.1 * kl(logp_T, ref_T, logp_T != 0, "k2") - 0.1 * entropy_T).mean()
+            ref_N = packed.packed_outputs(reference, tokens_T, lengths, at=at_N, temperature=0.7).logp_N
+        outputs = packed.packed_outputs(model, tokens_T, lengths, at=at_N, temperature=0.7, entropy=entropy)
+        logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
+        assert entropy_N is not None
+        loss = (logp_N + 0.1 * kl(logp_N, ref_N, logp_N != 0, "k2") - 0.1 * entropy_N).mean()
         model.zero_grad()
         loss.backward()
-        return logp_T.detach(), entropy_T.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)
+        return logp_N.detach(), entropy_N.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
     whole = found()
     for tokens in (1, 3):
@@ -64,8 +66,8 @@ model = Qwen2ForCausalLM._from_config(
                 num_key_value_heads=2), attn_implementation=ATTENTION)
 for rows in map(int, sys.argv[1:]):
     tokens_T = torch.randint(0, 150_000, (rows * 128,))
-    logp_T, _ = packed.packed_logprobs(model, tokens_T, [128] * rows, with_entropy=True)
-    logp_T.sum().backward()
+    at_N = torch.arange(rows * 128)[torch.arange(rows * 128) % 128 > 0]
+    packed.packed_outputs(model, tokens_T, [128] * rows, at=at_N, entropy="value").logp_N.sum().backward()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 

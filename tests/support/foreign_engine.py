@@ -50,7 +50,7 @@ def logprobs(model: Path, weights: Path, row: Sequence[int]) -> list[float]:
     loaded.load_state_dict(load_file(weight_file(weights)), strict=False)
     loaded.tie_weights()
     with torch.no_grad():
-        logp_T, _ = packed_logprobs(loaded, torch.tensor(row), [len(row)])
+        logp_T = packed_logprobs(loaded, torch.tensor(row), [len(row)])
     return [float(logp) for logp in logp_T[1:]]
 
 

@@ -24,7 +24,7 @@ def trainer(path: Path, **settings: object) -> Trainer:
 
 def scored(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
-        return packed_logprobs(model, torch.arange(1, 31), [10, 20])[0]  # type: ignore[arg-type]
+        return packed_logprobs(model, torch.arange(1, 31), [10, 20])  # type: ignore[arg-type]
 
 
 def test_engines_get_weights_that_score_as_the_adapted_model_does(tiny_model_dir: Path, tmp_path: Path) -> None:

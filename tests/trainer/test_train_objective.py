@@ -209,7 +209,7 @@ def test_the_entropy_bonus_and_its_gradient_equal_the_definition(tiny_model_dir:
     ours = trainer(tiny_model_dir, entropy_bonus=0.3)
     got, got_loss = gradient(ours, only)
     rows = [[*prompt, token] for token in range(ours.model.config.vocab_size)]
-    logp_T, _ = packed_logprobs(ours.model, torch.tensor(rows).flatten(), [4] * len(rows))
+    logp_T = packed_logprobs(ours.model, torch.tensor(rows).flatten(), [4] * len(rows))
     logp_V = logp_T[3::4]
     wanted_loss = 0.3 * (logp_V.exp() * logp_V).sum()
     wanted_loss.backward()

@@ -94,7 +94,7 @@ def _refuse_different(model: PreTrainedModel) -> None:
     rows = [torch.tensor(row, device=model.device) % vocabulary for row in PROBE]
     with torch.no_grad():
         try:
-            logp_T, _ = packed_logprobs(model, torch.cat(rows), [len(row_L) for row_L in rows])
+            logp_T = packed_logprobs(model, torch.cat(rows), [len(row_L) for row_L in rows])
             model.set_attn_implementation("eager")
             own = [model(row_L[None], use_cache=False).logits[0].float().log_softmax(-1) for row_L in rows]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:

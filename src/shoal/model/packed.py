@@ -100,47 +100,17 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def packed_logprobs(
-    model: PreTrainedModel,
-    tokens_T: Tensor,
-    lengths: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
-    at: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Logprobs (nats, float32, differentiable) of tokens given the tokens before them in their row.
+    model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, temperature: float = 1.0
+) -> Tensor:
+    """Logprobs [T] (nats, float32, differentiable) of tokens given the tokens before them in their row.
 
-    `tokens_T` holds rows of the given lengths end to end. `at` [N] selects token positions, none of them the first of
-    its row. Without `at` every token is selected, and the first of each row gets 0. Common beginnings of rows are
-    computed once, and only hidden states that predict a selected token pass through the language-model head.
-    `with_entropy` adds the entropies (nats) of the sampling distributions. `entropy_gradient` gives them a gradient,
-    which keeps more memory of the size of the logits.
+    `tokens_T` holds rows of the given lengths end to end; the first token of each row gets 0.
     """
-    wanted_N = at
-    if at is None:
-        # No token predicts the first token of a row.
-        firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
-        wanted_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long)
-        wanted_N = wanted_N.to(tokens_T.device)
-    assert wanted_N is not None
-    outputs = packed_outputs(
-        model,
-        tokens_T,
-        lengths,
-        at=wanted_N,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        entropy_gradient=entropy_gradient,
-    )
-    if at is not None:
-        return outputs.logp_N, outputs.entropy_N
-    zeros_T = torch.zeros(tokens_T.shape[0], device=tokens_T.device)
-    entropy_N = outputs.entropy_N
-    return (
-        zeros_T.index_put((wanted_N,), outputs.logp_N),
-        None if entropy_N is None else zeros_T.index_put((wanted_N,), entropy_N),
-    )
+    # No token predicts the first token of a row.
+    firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
+    at_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long, device=tokens_T.device)
+    logp_N = packed_outputs(model, tokens_T, lengths, at=at_N, temperature=temperature).logp_N
+    return torch.zeros(len(tokens_T), device=tokens_T.device).index_put((at_N,), logp_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +132,20 @@ def packed_outputs(
     *,
     at: Tensor,
     temperature: float = 1.0,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
+    entropy: Literal["value", "gradient"] | None = None,
     value_head: nn.Module | None = None,
 ) -> TokenOutputs:
-    """Logprobs of the tokens at the positions `at` [N] as in `packed_logprobs`, and their values with a `value_head`.
+    """Logprobs of the tokens at the positions `at` [N], none of them the first of its row, as in `packed_logprobs`.
 
-    A value head maps hidden states [U, D], the inputs of the language-model head, to [U, 1].
+    Common beginnings of rows are computed once, and only hidden states that predict a selected token pass through the
+    language-model head. `entropy` adds the entropies (nats) of the sampling distributions; their gradient keeps more
+    memory of the size of the logits. A value head maps hidden states [U, D], the inputs of the language-model head, to
+    [U, 1].
     """
     device = tokens_T.device
     if not len(at):
         nothing = torch.zeros(0, device=device)
-        return TokenOutputs(nothing, nothing if with_entropy else None, None if value_head is None else nothing)
+        return TokenOutputs(nothing, None if entropy is None else nothing, None if value_head is None else nothing)
     tokens: list[int] = tokens_T.tolist()
     ends = list(accumulate(lengths))
     tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
@@ -195,7 +167,7 @@ def packed_outputs(
         head_N,
         tokens_T[at],
         temperature=temperature,
-        entropy=("gradient" if entropy_gradient else "value") if with_entropy else None,
+        entropy=entropy,
     )
     value_N = None if value_head is None else value_head(hidden_UD.float()).float()[head_N, 0]
     return TokenOutputs(logp_N, entropy_N, value_N)

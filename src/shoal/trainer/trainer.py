@@ -156,7 +156,7 @@ class Trainer:
         result: list[list[float]] = []
         with torch.no_grad(), self._precision():
             for row in rows:
-                logp_T, _ = packed_logprobs(self.model, self._long(row), [len(row)], temperature=temperature)
+                logp_T = packed_logprobs(self.model, self._long(row), [len(row)], temperature=temperature)
                 result.append(logp_T[1:].tolist())
         return result
 
@@ -276,8 +276,7 @@ class Trainer:
                 batch.lengths,
                 at=batch.at_N,
                 temperature=self._temperature,
-                with_entropy=with_entropy,
-                entropy_gradient=self._config.entropy_bonus > 0,
+                entropy=("gradient" if self._config.entropy_bonus > 0 else "value") if with_entropy else None,
                 value_head=self._value_head if model is None else None,
             )
 

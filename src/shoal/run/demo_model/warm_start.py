@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from shoal.model.loading import load_model
-    from shoal.model.packed import packed_logprobs
+    from shoal.model.packed import packed_outputs
     from shoal.run.demo_model.architecture import Shape, character_tokenizer, pair_tokenizer, save, untrained
 
     die_with_parent()
@@ -198,8 +198,7 @@ def main(arguments: Sequence[str]) -> None:
         lengths = [len(prompt) + len(answer) for prompt, answer in batch]
         tokens_T = torch.tensor([token for prompt, answer in batch for token in (*prompt, *answer)])
         answers = [j >= len(prompt) for prompt, answer in batch for j in range(len(prompt) + len(answer))]
-        logp_N, _ = packed_logprobs(model, tokens_T, lengths, at=torch.tensor(answers).nonzero()[:, 0])
-        loss = -logp_N.mean()
+        loss = -packed_outputs(model, tokens_T, lengths, at=torch.tensor(answers).nonzero()[:, 0]).logp_N.mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
