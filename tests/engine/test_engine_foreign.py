@@ -260,9 +260,9 @@ def test_a_pool_draws_elsewhere_what_a_lying_server_drew_and_takes_it_back_once_
             await until(lambda: len(answers) > before + 20)
             servers[0].scoring.set()
             await updating
-            await until(lambda: pool.handles[0].state == "away")
+            await until(lambda: pool.replicas[0].state == "away")
             servers[0].lies = False
-            await until(lambda: [handle.version for handle in pool.handles if handle.state == "ready"] == [1, 1])
+            await until(lambda: [replica.version for replica in pool.replicas if replica.state == "ready"] == [1, 1])
             for task in beside:
                 task.cancel()
         assert {logprob for answer in answers for logprob in answer.logprobs} == {RIGHT}

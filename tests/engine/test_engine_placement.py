@@ -5,46 +5,52 @@ from math import ceil
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.engine.pool_routing import BOUND, ReplicaHandle, ReplicaState, chosen, preference, waves
+from shoal.engine.http_client import HttpEngine
+from shoal.engine.pool_routing import BOUND, chosen, preference, waves
+from shoal.engine.replica import Replica, ReplicaState
 
 NAMES = [f"http://10.0.0.{i}:8000" for i in range(12)]
 KEYS = st.binary(min_size=1, max_size=32)
 
 
+def replica(name: str, state: ReplicaState, version: int, load: int) -> Replica:
+    return Replica(name, HttpEngine(name), version, state, load)
+
+
 @st.composite
-def pools(draw: st.DrawFn) -> list[ReplicaHandle]:
+def pools(draw: st.DrawFn) -> list[Replica]:
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True))
     return [
-        ReplicaHandle(name, draw(st.sampled_from(ReplicaState)), draw(st.integers(0, 3)), draw(st.integers(0, 200)))
+        replica(name, draw(st.sampled_from(ReplicaState)), draw(st.integers(0, 3)), draw(st.integers(0, 200)))
         for name in names
     ]
 
 
 @given(KEYS, pools(), st.integers(1, 16), st.integers(0, 3), st.sets(st.sampled_from(NAMES), max_size=3))
 def test_a_request_goes_to_an_engine_that_may_have_it_and_is_not_overloaded(
-    key: bytes, handles: list[ReplicaHandle], count: int, at_least: int, avoid: set[str]
+    key: bytes, replicas: list[Replica], count: int, at_least: int, avoid: set[str]
 ) -> None:
-    name = chosen(key, handles, count=count, at_least=at_least, avoid=avoid)
-    may = [s for s in handles if s.state is not ReplicaState.AWAY and s.version >= at_least and s.name not in avoid]
+    found = chosen(key, replicas, count=count, at_least=at_least, avoid=avoid)
+    may = [s for s in replicas if s.state is not ReplicaState.AWAY and s.version >= at_least and s.name not in avoid]
     ready = [s for s in may if s.state is ReplicaState.READY]
-    if name is None:
+    if found is None:
         assert may == []
         return
     among = ready or may
-    (handle,) = [s for s in among if s.name == name]
-    assert handle.load < ceil(BOUND * (sum(s.load for s in among) + count) / len(among))
+    assert found in among
+    assert found.load < ceil(BOUND * (sum(s.load for s in among) + count) / len(among))
 
 
 @given(KEYS, pools())
-def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(
-    key: bytes, handles: list[ReplicaHandle]
-) -> None:
-    ready = [s for s in handles if s.state is ReplicaState.READY]
+def test_a_session_stays_with_its_engine_while_that_is_not_the_busiest(key: bytes, replicas: list[Replica]) -> None:
+    ready = [s for s in replicas if s.state is ReplicaState.READY]
     assume(ready)
     first = preference(key, [s.name for s in ready])[0]
     load = {s.name: s.load for s in ready}
     if load[first] <= sum(load.values()) / len(load):
-        assert chosen(key, handles) == first
+        found = chosen(key, replicas)
+        assert found is not None
+        assert found.name == first
 
 
 @given(st.lists(KEYS, min_size=1, max_size=40), st.lists(st.sampled_from(NAMES), min_size=2, max_size=8, unique=True))
@@ -64,15 +70,15 @@ def test_sessions_spread_over_the_engines() -> None:
 
 @given(pools(), st.lists(st.tuples(KEYS, st.integers(1, 8)), max_size=60))
 def test_no_engine_gets_much_more_than_its_share_whatever_the_sessions_want(
-    handles: list[ReplicaHandle], requests: list[tuple[bytes, int]]
+    replicas: list[Replica], requests: list[tuple[bytes, int]]
 ) -> None:
-    load = {s.name: 0 for s in handles if s.state is ReplicaState.READY}
+    load = {s.name: 0 for s in replicas if s.state is ReplicaState.READY}
     assume(load)
     for key, count in requests:
-        name = chosen(key, [ReplicaHandle(s, ReplicaState.READY, 0, load[s]) for s in load], count=count)
-        assert name is not None
-        load[name] += count
-        assert load[name] <= ceil(BOUND * sum(load.values()) / len(load)) + count
+        found = chosen(key, [replica(s, ReplicaState.READY, 0, load[s]) for s in load], count=count)
+        assert found is not None
+        load[found.name] += count
+        assert load[found.name] <= ceil(BOUND * sum(load.values()) / len(load)) + count
 
 
 @given(st.lists(st.sampled_from(NAMES), max_size=12, unique=True))

@@ -80,7 +80,7 @@ class CountingEngine:
 
     async def update_weights(self, version: int, path: Path) -> None:
         if self.pool is not None:
-            states = [handle.state for handle in self.pool.handles if handle.state != "away"]
+            states = [replica.state for replica in self.pool.replicas if replica.state != "away"]
             assert "ready" in states or len(states) <= 1 or self.refuses, "all stopped at once"
         await asyncio.sleep(0)
         self.answering()
@@ -96,7 +96,7 @@ class CountingEngine:
     async def alive(self) -> None:
         self.answering()
 
-    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+    async def abort(self) -> None:
         self.answering()
         self.generation += 1
 
@@ -159,14 +159,14 @@ def watched(
 def test_calls_of_one_session_go_to_one_engine() -> None:
     async def body(pool: EnginePool) -> None:
         for session in range(20):
-            before = {handle.name: engine.version for handle, engine in zip(pool.handles, engines, strict=True)}
+            before = {replica.name: engine.version for replica, engine in zip(pool.replicas, engines, strict=True)}
             assert before
             asked = set()
             for turn in range(3):
                 task = asyncio.create_task(pool.generate([turn], Sampling(5), session=f"s{session}"))
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                asked |= {handle.name for handle in pool.handles if handle.load}
+                asked |= {replica.name for replica in pool.replicas if replica.load}
                 await task
             assert len(asked) == 1
 
@@ -181,12 +181,12 @@ def test_an_engine_that_dies_loses_no_request_and_is_brought_up_when_it_is_back(
         engines[0].dead = True
         for i, task in enumerate(asked):
             assert [c.token_ids for c in await task] == [true_answer([i], 40)] * 2
-        await until(lambda: pool.handles[0].state == "away")
+        await until(lambda: pool.replicas[0].state == "away")
         await pool.update_weights(3, NOWHERE)
         assert (engines[0].version, engines[1].version) == (0, 3)
         assert (await pool.info()).version == 3
         engines[0].dead = False
-        await until(lambda: pool.handles[0].state == "ready")
+        await until(lambda: pool.replicas[0].state == "ready")
         assert engines[0].version == 3
 
     engines = [CountingEngine(), CountingEngine()]
@@ -225,24 +225,24 @@ def test_an_engine_that_hangs_while_it_is_brought_back_holds_up_only_itself(sile
     async def body(pool: EnginePool) -> None:
         await pool.update_weights(1, NOWHERE)
         hanging.dead = True
-        await until(lambda: pool.handles[0].state == "away")
+        await until(lambda: pool.replicas[0].state == "away")
         await pool.update_weights(2, NOWHERE)
         setattr(hanging, silent, True)
         before, hanging.dead = hanging.infos, False
         await until(lambda: hanging.loads[-1] == 2 if silent == "silent_load" else hanging.infos > before)
         dying.dead = True
-        await until(lambda: pool.handles[1].state == "away")
+        await until(lambda: pool.replicas[1].state == "away")
         async with asyncio.timeout(10):
             assert (await pool.generate([1], Sampling(3)))[0].token_ids == true_answer([1], 3)
             await pool.update_weights(3, NOWHERE)
             await pool.join("late", CountingEngine())
-        assert [(handle.name, handle.state, handle.version) for handle in pool.handles[2:]] == [
+        assert [(replica.name, replica.state, replica.version) for replica in pool.replicas[2:]] == [
             ("2", "ready", 3),
             ("late", "ready", 3),
         ]
         setattr(hanging, silent, False)
-        await until(lambda: pool.handles[0].state == "ready")
-        assert pool.handles[0].version == hanging.version == 3
+        await until(lambda: pool.replicas[0].state == "ready")
+        assert pool.replicas[0].version == hanging.version == 3
 
     hanging, dying = SilentEngine(), CountingEngine()
     watched([hanging, dying, CountingEngine()], body)
@@ -256,7 +256,7 @@ def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
             await pool.update_weights(1, NOWHERE)
         late.silent_info = False
         await joining
-        assert [handle.version for handle in pool.handles] == [1, 1]
+        assert [replica.version for replica in pool.replicas] == [1, 1]
 
     late = SilentEngine(silent_info=True)
     watched([CountingEngine()], body)
@@ -265,12 +265,12 @@ def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
 def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:
     async def body(pool: EnginePool) -> None:
         engine.dead = True
-        await until(lambda: pool.handles[0].state == "away")
+        await until(lambda: pool.replicas[0].state == "away")
         engine.silent_info, engine.dead = True, False
         await until(lambda: engine.infos > before + 2)
-        assert pool.handles[0].state == "away"
+        assert pool.replicas[0].state == "away"
         engine.silent_info = False
-        await until(lambda: pool.handles[0].state == "ready")
+        await until(lambda: pool.replicas[0].state == "ready")
 
     engine = SilentEngine()
     before = engine.infos
@@ -281,15 +281,15 @@ def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:
 def test_an_engine_that_was_loading_weights_when_newer_ones_came_serves_those(gone: int) -> None:
     async def body(pool: EnginePool) -> None:
         late.dead = True
-        await until(lambda: pool.handles[0].state == "away")
+        await until(lambda: pool.replicas[0].state == "away")
         await pool.update_weights(1, NOWHERE)
         late.silent_load, late.dead = True, False
         await until(lambda: late.loads == [1])
         async with asyncio.timeout(10):
             await pool.update_weights(2, NOWHERE)
         late.silent_load, late.gone = False, gone  # a run removes files once newer weights are served
-        await until(lambda: pool.handles[0].state == "ready")
-        assert (late.loads, pool.handles[0].version) == ([1, 2], 2)
+        await until(lambda: pool.replicas[0].state == "ready")
+        assert (late.loads, pool.replicas[0].version) == ([1, 2], 2)
 
     late = SilentEngine()
     watched([late, CountingEngine()], body)
@@ -303,9 +303,9 @@ def test_a_refused_question_about_health_is_a_death_and_ends_nothing() -> None:
 
     async def body(pool: EnginePool) -> None:
         engines[0].dead = True
-        await until(lambda: pool.handles[0].state == "away")
+        await until(lambda: pool.replicas[0].state == "away")
         engines[0].dead = False
-        await until(lambda: pool.handles[0].state == "ready")
+        await until(lambda: pool.replicas[0].state == "ready")
 
     engines = [Proxied(), CountingEngine()]
     watched(engines, body)
@@ -326,10 +326,10 @@ def test_versions_never_decrease_over_the_turns_of_a_session_while_engines_are_u
         else:
             new.hangs = True
             others = [asyncio.create_task(pool.generate([i], Sampling(1))) for i in range(20)]
-            await until(lambda: sum(not task.done() for task in others) == pool.handles[0].load >= 2)
-        load = pool.handles[0].load
+            await until(lambda: sum(not task.done() for task in others) == pool.replicas[0].load >= 2)
+        load = pool.replicas[0].load
         second = asyncio.create_task(pool.generate([1, *first.token_ids, 2], Sampling(3), session=f"s{number}"))
-        await until(lambda: second.done() or pool.handles[0].state == "away" or pool.handles[0].load > load > 0)
+        await until(lambda: second.done() or pool.replicas[0].state == "away" or pool.replicas[0].load > load > 0)
         loading.silent_load = new.hangs = False
         assert (await second)[0].versions == (5, 5, 5)
         await updating
@@ -388,7 +388,7 @@ def test_an_engine_that_alone_refuses_weights_gets_no_requests_until_it_takes_th
         for i in range(20):
             assert (await pool.generate([i], Sampling(1)))[0].versions == (2,)
         engines[1].refuses = False
-        await until(lambda: pool.handles[1].state == "ready")
+        await until(lambda: pool.replicas[1].state == "ready")
         assert engines[1].version == 2
 
     engines = [CountingEngine(), CountingEngine()]
@@ -402,7 +402,7 @@ def test_an_engine_that_leaves_hands_its_answers_over_where_they_are() -> None:
         await pool.join("late", CountingEngine())
         await pool.leave("0")
         await pool.leave("1")
-        assert [handle.name for handle in pool.handles] == ["late"]
+        assert [replica.name for replica in pool.replicas] == ["late"]
         for i, task in enumerate(asked):
             assert [c.token_ids for c in await task] == [true_answer([i], 50)] * 2
 
@@ -457,11 +457,11 @@ def test_kill_9_of_one_of_two_engine_processes_loses_no_request(tiny_model_dir: 
             watching = tasks.create_task(pool.watch())
             asked = [tasks.create_task(pool.generate([*PROMPT, i % 90], Sampling(60, seed=i), n=2)) for i in range(150)]
             await until(lambda: sum(task.done() for task in asked) >= 20)
-            assert all(handle.load for handle in pool.handles)
+            assert all(replica.load for replica in pool.replicas)
             os.kill(pid, signal.SIGKILL)
             answers = [await task for task in asked]
             assert all(len(c.token_ids) == 60 for answer in answers for c in answer)
-            await until(lambda: [handle.state for handle in pool.handles] == ["away", "ready"])
+            await until(lambda: [replica.state for replica in pool.replicas] == ["away", "ready"])
             await pool.update_weights(4, changed_weights(tiny_model_dir, WeightStore(tmp_path), 4))
             (after,) = await pool.generate(PROMPT, Sampling(3))
             assert after.versions == (4, 4, 4)
@@ -476,7 +476,7 @@ def test_an_engine_that_serves_another_run_is_not_taken_in() -> None:
     async def join(version: int, recovered: int) -> int:
         pool = EnginePool(initial=NOWHERE, recovered=recovered)
         await pool.join("left over", CountingEngine(version=version))
-        return pool.handles[0].version
+        return pool.replicas[0].version
 
     assert asyncio.run(join(7, recovered=7)) == 7
     with pytest.raises(EngineUnavailable, match=r"got version 7: its weights are another run's"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import uvloop
 
 from shoal.errors import ChildDied
-from shoal.net.process import BlockingChild, Child
+from shoal.net.process import Child
 from shoal.trainer.worker import TrainerProcess
 
 ECHO = """
@@ -59,12 +60,26 @@ def test_the_last_words_of_a_process_are_its_own_and_not_those_of_one_before_it(
 
     async def run() -> None:
         async with Child("short", module, [], log, os.environ) as child:
-            await child.line(60)
+            await child.ready(60)
 
     with pytest.raises(ChildDied) as raised:
         asyncio.run(run())
     assert last_words in str(raised.value)
     assert "earlier" not in str(raised.value)
+
+
+def test_the_end_of_a_process_is_told_when_no_file_can_be_opened_any_more(tmp_path: Path) -> None:
+    async def run() -> str:
+        async with Script("import signal; signal.pause()", tmp_path) as child:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            try:
+                child.kill()
+                return str(await child.died())
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert asyncio.run(run()) == "the test process ended with signal 9: its log cannot be read (Too many open files)"
 
 
 def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
@@ -126,7 +141,7 @@ def test_a_child_killed_before_it_read_what_it_was_sent_has_died(tmp_path: Path,
             stop(child.pid)
             child.send(b"unread")
             child.kill()
-            await child.line(60)
+            await child.ready(60)
 
     with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(ChildDied, match="ended with signal 9"):
         runner.run(asyncio.wait_for(run(), 60))
@@ -146,27 +161,3 @@ def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) 
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(run(), 60))
-
-
-def test_without_an_event_loop_the_deadlines_are_the_same() -> None:
-    child = BlockingChild(
-        "echo_child", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
-    )
-    try:
-        assert child.ask(b"zeroth", 60) == b"zeroth"
-        stop(child.pid)
-        with pytest.raises(TimeoutError):
-            child.ask(b"first", 0.01)
-        with pytest.raises(TimeoutError):  # with more bytes than the socket holds
-            child.ask(bytes(4_000_000), 0.01)
-    finally:
-        assert child.kill() == -signal.SIGKILL
-    child = BlockingChild(
-        "echo_child", [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1].joinpath("support"))}
-    )
-    stop(child.pid)
-    with pytest.raises(TimeoutError):
-        child.ask(b"first", 0.01)
-    os.kill(child.pid, signal.SIGCONT)
-    assert child.ask(b"second", 60) == b"second"
-    assert child.end() == 0

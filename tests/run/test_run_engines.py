@@ -58,10 +58,10 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
             async with stubbed(late, int(late_url.rpartition(":")[2])):
                 asked = "/v1/models" if useless == "is no engine" else "/update_weights"
                 await until(lambda: late.asked.count(asked) > 2)
-                assert [handle.name for handle in pool.handles] == [url]
+                assert [replica.name for replica in pool.replicas] == [url]
                 late.answers = engine_stub().answers
-                await until(lambda: len(pool.handles) == 2)
-                assert {handle.version for handle in pool.handles} == {1}
+                await until(lambda: len(pool.replicas) == 2)
+                assert {replica.version for replica in pool.replicas} == {1}
 
     asyncio.run(run())
     assert len(said) == 2
@@ -89,8 +89,8 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
     async def run() -> None:
         async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as pool:
             answers, stub.answers = stub.answers, {}
-            await until(lambda: pool.handles[0].state == "away")
+            await until(lambda: pool.replicas[0].state == "away")
             stub.answers = answers
-            await until(lambda: pool.handles[0].state == "ready")
+            await until(lambda: pool.replicas[0].state == "ready")
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from shoal.engine.http_client import HttpEngine
-from shoal.net.process import torch_environment
+from shoal.net.process import receive_frame, send_frame, torch_environment
 from shoal.weights.store import WeightStore
 
 TOKEN = "the-engine-s-token"
@@ -59,12 +59,11 @@ def serving(model: Path, *arguments: str, weights: Path | None = None) -> Iterat
     )
     theirs.close()
     try:
-        with ours, ours.makefile("rw") as lines:
-            lines.write(f"{TOKEN}\n")
-            lines.flush()
-            url = lines.readline().strip()
-        assert url, "the server did not start"
-        yield Server(url, process.pid, TOKEN)
+        with ours:
+            send_frame(ours, TOKEN.encode())
+            answer = receive_frame(ours)
+        assert answer, "the server did not start"
+        yield Server(answer[1].decode(), process.pid, TOKEN)
     finally:
         process.terminate()
         process.wait(20)

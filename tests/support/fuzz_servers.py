@@ -130,7 +130,7 @@ def engine_target(token: str) -> Target:
     posts = {
         "/inference/v1/generate": {**drawn, "request_id": "r", "priority": 1},
         "/score": {"token_ids": [5, 6, 7, 8]},
-        "/abort_requests": {"request_ids": ["r"]},
+        "/abort_requests": {},
         "/update_weights": {"version": 1, "path": "/tmp/nothing", "checksum": "x"},
         "/resume": {},
     }

@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -152,8 +153,8 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tiny_model_dir: Path, results:
 
 
 def follower_of(pid: int) -> int:
-    (follower,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(follower)
+    (follower,) = psutil.Process(pid).children()
+    return follower.pid
 
 
 def gpus_of(pid: int) -> str:

@@ -64,13 +64,8 @@ class DecodeRows:
     def _store(self, stored_SKCD: Tensor, new_NKD: Tensor) -> None:
         if self._uniform and self._dense:
             stored_SKCD.select(2, self.longest - 1).copy_(new_NKD)
-            return
-        _, heads, capacity, width = stored_SKCD.shape
-        row_NK = self._row_by_heads.get(heads)
-        if row_NK is None:
-            row_NK = flat_rows(self._slot_N, self._position_N, heads, capacity)
-            self._row_by_heads[heads] = row_NK
-        stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
+        else:
+            store(stored_SKCD, new_NKD, self._slot_N, self._position_N, self._row_by_heads)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [S, 1, 1, longest]: 0 on visible positions, -inf elsewhere.
@@ -128,8 +123,8 @@ class ChunkRows:
     ) -> Tensor:
         """Stores the new keys and values, then attends to all earlier tokens: [N, H, D]."""
         k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
-        self._store(k_SKCD, key_NKD)
-        self._store(v_SKCD, value_NKD)
+        for stored_SKCD, new_NKD in ((k_SKCD, key_NKD), (v_SKCD, value_NKD)):
+            store(stored_SKCD, new_NKD, self._slot_N, self._position_N, self._row_by_heads)
         q_RHLD = self._by_chunk(query_NHD)
         if self._from_zero:
             k_RKLD, v_RKLD = self._by_chunk(key_NKD), self._by_chunk(value_NKD)
@@ -152,13 +147,6 @@ class ChunkRows:
         """Rows by chunk, padded: [chunks, H, padded, D]."""
         x = x_NHD if self._source is None else x_NHD.index_select(0, self._source)
         return x.view(self._chunks, self._padded, *x.shape[1:]).transpose(1, 2)
-
-    def _store(self, stored_SKCD: Tensor, new_NKD: Tensor) -> None:
-        _, heads, capacity, width = stored_SKCD.shape
-        row_NK = self._row_by_heads.get(heads)
-        if row_NK is None:
-            row_NK = self._row_by_heads[heads] = flat_rows(self._slot_N, self._position_N, heads, capacity)
-        stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
 
     def _mask(self, window: int | None) -> Tensor:
         """Boolean mask [chunks, 1, padded, end]: true on visible positions."""
@@ -194,10 +182,20 @@ class CachedRows:
         return torch.cat(outs)
 
 
-def flat_rows(slot_N: Tensor, position_N: Tensor, heads: int, capacity: int) -> Tensor:
-    """Indices [N * K] of the (token, head) vectors in storage viewed as [S * K * capacity, D]."""
-    head_K = torch.arange(heads, device=slot_N.device)
-    return ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
+def store(
+    stored_SKCD: Tensor, new_NKD: Tensor, slot_N: Tensor, position_N: Tensor, row_by_heads: dict[int, Tensor]
+) -> None:
+    """Writes the vector of each (token, head) to its slot and position.
+
+    `row_by_heads` keeps the indices [N * K] of these vectors in storage viewed as [S * K * capacity, D].
+    """
+    _, heads, capacity, width = stored_SKCD.shape
+    row_NK = row_by_heads.get(heads)
+    if row_NK is None:
+        head_K = torch.arange(heads, device=slot_N.device)
+        row_NK = ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
+        row_by_heads[heads] = row_NK
+    stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
 
 
 def hiding(position_S: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:

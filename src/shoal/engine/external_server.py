@@ -246,7 +246,7 @@ class ForeignEngine:
         """Returns when the server answers."""
         await self._adapter.alive()
 
-    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+    async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
         await self._adapter.abort()
 

@@ -4,21 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
-
-import msgspec
+from typing import Self
 
 from shoal.engine import protocol
-from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.errors import EngineUnavailable
 from shoal.interfaces import EngineInfo
-from shoal.net.client import Client, decoded, words
+from shoal.net.client import Client, words
 from shoal.types import Completion, FinishReason, Sampling
 
 TOKEN_VARIABLE = "SHOAL_ENGINE_TOKEN"
 """Environment variable with the token of engines that a run did not start itself."""
 REFUSALS = (400, 413)  # any other 4xx comes from a proxy in front of the engine
-
-T = TypeVar("T")
 
 
 class HttpEngine:
@@ -31,7 +27,7 @@ class HttpEngine:
     def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0) -> None:
         """`timeout_s` bounds the wait for one answer, queueing included."""
         self._url = url
-        self._client = Client(url, token=token, timeout_s=timeout_s)
+        self._client = Client(url, token=token, timeout_s=timeout_s, refusals=REFUSALS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,7 +47,7 @@ class HttpEngine:
         """Samples `n` completions of one prompt; higher priority goes first."""
         params = protocol.SamplingParams(**asdict(sampling), n=n)
         body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority)
-        answer = await self._ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
+        answer = await self._client.ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
         try:
             completions = [_completion(choice) for choice in answer.choices]
         except ValueError as error:
@@ -63,16 +59,16 @@ class HttpEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         body = protocol.LogprobsRequest(list(token_ids))
-        return (await self._ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
+        return (await self._client.ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the safetensors file (or directory) at `path`; returns once the engine serves it or a newer version."""
         body = protocol.UpdateWeightsRequest(version, _absolute(path))
-        await self._ask("POST", "/update_weights", protocol.WeightInfo, body)
+        await self._client.ask("POST", "/update_weights", protocol.WeightInfo, body)
 
     async def info(self) -> EngineInfo:
         """State of the engine."""
-        return await self._ask("GET", "/info", EngineInfo)
+        return await self._client.ask("GET", "/info", EngineInfo)
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
@@ -82,32 +78,19 @@ class HttpEngine:
 
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
-        await self._ask("POST", f"/pause?mode={mode}", protocol.PausedState)
+        await self._client.ask("POST", f"/pause?mode={mode}", protocol.PausedState)
 
     async def resume(self) -> None:
         """Ends a pause."""
-        await self._ask("POST", "/resume", protocol.PausedState)
+        await self._client.ask("POST", "/resume", protocol.PausedState)
 
     async def paused(self) -> bool:
         """Whether the engine is paused."""
-        return (await self._ask("GET", "/is_paused", protocol.PausedState)).is_paused
+        return (await self._client.ask("GET", "/is_paused", protocol.PausedState)).is_paused
 
-    async def abort(self, request_ids: Sequence[str] = ()) -> None:
-        """Ends the named requests, or all when none is named, and returns their sampled tokens."""
-        await self._ask("POST", "/abort_requests", dict[str, int], protocol.AbortRequest(list(request_ids)))
-
-    async def weight_info(self) -> protocol.WeightInfo:
-        """Version and checksum of the served weights."""
-        return await self._ask("GET", "/weight_info", protocol.WeightInfo)
-
-    async def _ask(self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        status, answer = await self._client.status(method, path, body)
-        if status == 200:
-            return decoded(answer, kind, self._url + path)
-        message = words(answer) or f"HTTP {status}"
-        if status in REFUSALS:
-            raise RequestRefused(message)
-        raise EngineUnavailable(message if status == 503 else f"the engine failed with HTTP {status}: {message}")
+    async def abort(self) -> None:
+        """Ends all requests and returns their sampled tokens."""
+        await self._client.post("/abort_requests", {})
 
 
 def _absolute(path: Path) -> str:

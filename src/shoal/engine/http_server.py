@@ -1,8 +1,8 @@
 """Engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--weights DIR]`.
 
 The process serves `shoal.engine.routes` to clients with its token, by default on loopback. A parent sends the token as
-a line over the socket `--fd`, and reads the URL there as a line when the engine is ready. An engine started by hand
-reads the token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
+a frame over the socket `--fd`, and gets the URL in answer when the engine is ready. An engine started by hand reads the
+token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from shoal.engine.weight_loading import weight_file
 from shoal.errors import ConfigError, ShoalError
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.net.listening import listening_socket, url_of
-from shoal.net.process import die_with_parent
+from shoal.net.process import die_with_parent, receive_frame, send_frame
 from shoal.net.server import uvicorn_config
 
 
@@ -64,17 +64,12 @@ async def _serve(engine: StepEngine, listening: socket.socket, options: argparse
         failures.append(error)
         uvicorn_server.should_exit = True
 
-    def ready() -> None:
-        if options.fd is not None:  # the socket listens already, so that early connections only wait
-            os.write(options.fd, f"{url_of(listening)}\n".encode())
-        else:
-            sys.stderr.write(f"serving at {url_of(listening)}\n")
-
+    token, report = _token(options.fd)
     server = EngineServer(
         engine,
-        ready=ready,
+        ready=lambda: report(url_of(listening)),  # it listens already, so that early connections only wait
         crashed=crashed,
-        token=_token(options.fd),
+        token=token,
         weights=[*options.weights, *_folders_of(Path(options.model))],
         max_body_bytes=options.max_body_bytes,
     )
@@ -117,18 +112,18 @@ def _folders_of(model: Path) -> list[Path]:
     return [model, weight_file(model).resolve().parent] if model.is_dir() else []
 
 
-def _token(fd: int | None) -> str:
-    """Token that clients must send."""
+def _token(fd: int | None) -> tuple[str, Callable[[str], object]]:
+    """Token that clients must send, and the function that reports the URL."""
     if fd is not None:
-        line = b""
-        while not line.endswith(b"\n") and (part := os.read(fd, 1)):  # later bytes are not the token's
-            line += part
-        return line.decode().strip()
+        parent = socket.socket(fileno=fd)
+        if (sent := receive_frame(parent)) is None:
+            sys.exit("the parent process has ended")
+        return sent[1].decode(), lambda url: send_frame(parent, url.encode(), sent[0])
     token = os.environ.pop(TOKEN_VARIABLE, "")
     if not token:
         token = secrets.token_urlsafe(24)
         sys.stderr.write(f"clients need {TOKEN_VARIABLE}={token}\n")
-    return token
+    return token, lambda url: sys.stderr.write(f"serving at {url}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,12 +15,12 @@ class EngineChild(Child):
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         self._token = secrets.token_urlsafe(24)
-        self._writer.write(f"{self._token}\n".encode())
+        self.send(self._token.encode())
         return self
 
     async def serving(self, timeout_s: float) -> HttpEngine:
         """Waits until the engine serves, and returns its client. Raises `ChildDied`."""
-        return HttpEngine((await self.line(timeout_s)).decode().strip(), token=self._token)
+        return HttpEngine((await self.ready(timeout_s)).decode(), token=self._token)
 
 
 def engine_child(
@@ -31,7 +31,6 @@ def engine_child(
     max_model_len: int | None,
     threads: int,
     log: Path,
-    version: int = 0,
     name: str = "engine",
     gpu: str | None = None,
     weights: Path | None = None,
@@ -48,7 +47,6 @@ def engine_child(
         *("--max-running", str(engine.max_running)),
         *("--max-waiting", str(engine.max_waiting)),
         *("--on-update", engine.on_update),
-        *("--version", str(version)),
         *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
         *(("--weights", str(weights)) if weights is not None else ()),
         "--die-with-parent",

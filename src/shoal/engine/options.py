@@ -45,11 +45,6 @@ class EngineLimits:
     """Bytes of KV kept of ended sequences, for later sequences with the same beginning; 0 keeps none."""
 
     @property
-    def room_tokens(self) -> int:
-        """Tokens of `max_running` sequences of full length."""
-        return self.max_running * self.max_model_len
-
-    @property
     def storage_tokens(self) -> int:
         """Tokens for which slots may be allocated at most."""
-        return self.kv_tokens or 2 * self.room_tokens
+        return self.kv_tokens or 2 * self.max_running * self.max_model_len

@@ -18,16 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.engine.pool_routing import (
-    ReplicaHandle,
-    ReplicaState,
-    chosen,
-    oldest_served,
-    session_key,
-    summed,
-    waves,
-)
-from shoal.engine.replica import PoolEngine, PoolRequest, Replica, Target, load_target
+from shoal.engine.pool_routing import chosen, oldest_served, session_key, summed, waves
+from shoal.engine.replica import PoolEngine, PoolRequest, Replica, ReplicaState, Target, load_target
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -72,9 +64,9 @@ class EnginePool:
         self._last_error = "none has joined"
 
     @property
-    def handles(self) -> tuple[ReplicaHandle, ...]:
-        """Current state of the replicas."""
-        return tuple(replica.handle for replica in self._replicas.values())
+    def replicas(self) -> tuple[Replica, ...]:
+        """Replicas in the order in which they joined."""
+        return tuple(self._replicas.values())
 
     async def join(self, name: str, engine: PoolEngine) -> None:
         """Adds a replica once it serves the newest weights. Raises `EngineError` when it cannot."""
@@ -197,7 +189,7 @@ class EnginePool:
 
     @property
     def _oldest_served(self) -> int:
-        return oldest_served(self.handles, self._target.version if self._target else 0)
+        return oldest_served(self.replicas, self._target.version if self._target else 0)
 
     async def _info(self, replica: Replica) -> EngineInfo | None:
         served = replica.version  # before the question: an update may end while it is under way
@@ -240,19 +232,18 @@ class EnginePool:
         failed: set[str] = set()
         rounds = 0
         while True:
-            name = chosen(key, self.handles, count=count, at_least=at_least, avoid=failed)
-            if name is None and failed:  # every possible replica has failed once: try them again after a pause
+            replica = chosen(key, self.replicas, count=count, at_least=at_least, avoid=failed)
+            if replica is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
                 await asyncio.sleep(min(self._left_s(deadline_s), _backoff_s(rounds)))
                 rounds += 1
-            elif name is None:
+            elif replica is None:
                 await self._wait(deadline_s)
             else:
-                replica = self._replicas[name]
                 try:
                     return await self._ask_replica(replica, count, ask)
                 except EngineUnavailable as error:
-                    failed.add(name)
+                    failed.add(replica.name)
                     replica.last_error = self._last_error = str(error)
                     self._suspected.set()  # and on to the next: checking a replica that hangs takes long
 

@@ -8,37 +8,14 @@ Consistent Hashing with Bounded Loads, arXiv 1608.01350).
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from math import ceil
 
+from shoal.engine.replica import Replica, ReplicaState
 from shoal.interfaces import EngineInfo
 
 BOUND = 1.25
 WAVE_SHARE = 0.25  # fraction of the replicas that load weights at the same time
-
-
-class ReplicaState(StrEnum):
-    """States of a replica."""
-
-    READY = "ready"
-    """The replica takes requests."""
-    UPDATING = "updating"
-    """The replica loads weights: its requests continue, and new requests go elsewhere where possible."""
-    AWAY = "away"
-    """The replica did not answer, or serves the wrong weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaHandle:
-    """One replica as a request sees it."""
-
-    name: str
-    state: ReplicaState
-    version: int
-    """Version of the served weights; a request here gets tokens of this Version or a later one."""
-    load: int
-    """Sequences that the pool has running here."""
 
 
 def session_key(session: str, token_ids: Collection[int]) -> bytes:
@@ -47,11 +24,9 @@ def session_key(session: str, token_ids: Collection[int]) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def oldest_served(handles: Sequence[ReplicaHandle], newest: int) -> int:
+def oldest_served(replicas: Collection[Replica], newest: int) -> int:
     """Oldest Version that may sample a token from now on: a replica that is away loads `newest` first."""
-    served = (
-        handle.version if handle.state is not ReplicaState.AWAY else max(handle.version, newest) for handle in handles
-    )
+    served = (max(r.version, newest) if r.state is ReplicaState.AWAY else r.version for r in replicas)
     return min(served, default=newest)
 
 
@@ -61,21 +36,20 @@ def preference(key: bytes, names: Collection[str]) -> list[str]:
 
 
 def chosen(
-    key: bytes, handles: Sequence[ReplicaHandle], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
-) -> str | None:
+    key: bytes, replicas: Collection[Replica], *, count: int = 1, at_least: int = 0, avoid: Collection[str] = ()
+) -> Replica | None:
     """Replica for `count` sequences of the session `key`; None when no replica may take them now.
 
     `at_least` is the Version of the answer's newest token: a replica with an older Version must not continue it.
     """
-    open_ = [handle for handle in handles if handle.version >= at_least and handle.name not in avoid]
-    among = [handle for handle in open_ if handle.state is ReplicaState.READY]
-    among = among or [handle for handle in open_ if handle.state is ReplicaState.UPDATING]
+    open_ = [replica for replica in replicas if replica.version >= at_least and replica.name not in avoid]
+    among = {replica.name: replica for replica in open_ if replica.state is ReplicaState.READY}
+    among = among or {replica.name: replica for replica in open_ if replica.state is ReplicaState.UPDATING}
     if not among:
         return None
-    bound = ceil(BOUND * (sum(handle.load for handle in among) + count) / len(among))
-    load = {handle.name: handle.load for handle in among}
+    bound = ceil(BOUND * (sum(replica.load for replica in among.values()) + count) / len(among))
     # The least loaded replica is below the mean, so one always qualifies.
-    return next(name for name in preference(key, load) if load[name] < bound)
+    return next(among[name] for name in preference(key, among) if among[name].load < bound)
 
 
 def waves(names: Sequence[str]) -> list[list[str]]:
@@ -87,16 +61,12 @@ def waves(names: Sequence[str]) -> list[list[str]]:
 def summed(infos: Sequence[EngineInfo]) -> EngineInfo:
     """Joins the states of several engines: sums, the mean busy share and the oldest version."""
     first = infos[0]
-    checksums = {info.checksum for info in infos}
+    totals = ("busy_share", "tokens_drawn", "tokens_prefilled", "interruptions", "running", "waiting")
+    sums = {name: sum(getattr(info, name) for info in infos) for name in totals}
     return replace(
         first,
+        **sums | {"busy_share": sums["busy_share"] / len(infos)},
         version=min(info.version for info in infos),
-        checksum=first.checksum if len(checksums) == 1 else "",
+        checksum=first.checksum if len({info.checksum for info in infos}) == 1 else "",
         max_model_len=min(info.max_model_len for info in infos),
-        busy_share=sum(info.busy_share for info in infos) / len(infos),
-        tokens_drawn=sum(info.tokens_drawn for info in infos),
-        tokens_prefilled=sum(info.tokens_prefilled for info in infos),
-        interruptions=sum(info.interruptions for info in infos),
-        running=sum(info.running for info in infos),
-        waiting=sum(info.waiting for info in infos),
     )

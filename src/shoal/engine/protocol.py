@@ -87,12 +87,6 @@ class ScoreResponse(msgspec.Struct):
     logprobs: list[float]
 
 
-class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /abort_requests`; an empty list means all requests."""
-
-    request_ids: list[str] = []
-
-
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of `POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine."""
 

@@ -3,15 +3,26 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from shoal.engine.pool_routing import ReplicaHandle, ReplicaState
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 from shoal.types import Completion, Sampling, seed_for
 
 UPDATE_TIMEOUT_S = 900.0
+
+
+class ReplicaState(StrEnum):
+    """States of a replica."""
+
+    READY = "ready"
+    """The replica takes requests."""
+    UPDATING = "updating"
+    """The replica loads weights: its requests continue, and new requests go elsewhere where possible."""
+    AWAY = "away"
+    """The replica did not answer, or serves the wrong weights."""
 
 
 class PoolEngine(Engine, Protocol):
@@ -20,7 +31,7 @@ class PoolEngine(Engine, Protocol):
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
 
-    async def abort(self, request_ids: Sequence[str] = ()) -> None:
+    async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
 
     async def aclose(self) -> None:
@@ -36,6 +47,7 @@ class Replica:
     version: int
     state: ReplicaState = ReplicaState.READY
     load: int = 0
+    """Sequences that the pool has running here."""
     last_error: str = ""
     updating: bool = False
     """Whether an update loads weights into the engine now; also possible after the engine was lost."""
@@ -43,11 +55,6 @@ class Replica:
     """Task of the latest check; a hanging engine keeps it from ending."""
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
-
-    @property
-    def handle(self) -> ReplicaHandle:
-        """Replica as a request sees it."""
-        return ReplicaHandle(self.name, self.state, self.version, self.load)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class EngineServer:
         self,
         engine: StepEngine,
         *,
-        ready: Callable[[], None],
+        ready: Callable[[], object],
         crashed: Callable[[BaseException], None],
         token: str = "",
         weights: Sequence[Path] = (),
@@ -239,13 +239,8 @@ class EngineServer:
     async def _is_paused(self, _: HttpRequest) -> Response:
         return json(protocol.PausedState(self._engine.paused))
 
-    async def _abort_requests(self, http: HttpRequest) -> Response:
-        names = (await self._body(http, protocol.AbortRequest)).request_ids
-
-        def abort() -> int:
-            return self._engine.abort(self._engine.named(names) if names else None)
-
-        return json({"aborted": await self._call(abort)})
+    async def _abort_requests(self, _: HttpRequest) -> Response:
+        return json({"aborted": await self._call(self._engine.abort)})
 
     async def _update_weights(self, http: HttpRequest) -> Response:
         asked = await self._body(http, protocol.UpdateWeightsRequest)

@@ -74,7 +74,7 @@ class StepEngine:
         self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
         self._scheduler = Scheduler[Draft](
             max_running=limits.max_running,
-            kv_budget_tokens=limits.kv_tokens or limits.room_tokens,
+            kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
             chunk_tokens=limits.chunk_tokens,
             max_model_len=limits.max_model_len,
             capacity=self._cache.capacity,
@@ -157,10 +157,6 @@ class StepEngine:
                 if draft.finish_reason is None:
                     self._finish(draft, FinishReason.ABORT)
         return len(chosen)
-
-    def named(self, names: Sequence[str]) -> list[Request]:
-        """Unfinished requests with one of these names."""
-        return [request for request in self._requests.values() if request.name in names]
 
     @property
     def paused(self) -> bool:

@@ -6,7 +6,7 @@ connection it holds. An event loop with other work sends an engine hundreds of r
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -112,12 +112,21 @@ async def _bounded(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
 class Client:
     """JSON client of one server."""
 
-    def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0, retry: Retry = Retry()) -> None:
-        """`timeout_s` bounds the wait for one answer, queueing included."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float = 3600.0,
+        retry: Retry = Retry(),
+        refusals: Container[int] = range(400, 500),
+    ) -> None:
+        """`timeout_s` bounds the wait for one answer, queueing included; `refusals` are statuses that would repeat."""
         self.url = url.rstrip("/")
         self._headers = authorization(token)
         self._timeout_s = timeout_s
         self._retry = retry
+        self._refusals = refusals
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -144,13 +153,13 @@ class Client:
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
         """Sends a request and returns the answer as `kind`.
 
-        Raises `RequestRefused` (4xx) or `EngineUnavailable` (otherwise).
+        Raises `RequestRefused` (a status of `refusals`) or `EngineUnavailable` (otherwise).
         """
         status, data = await self.status(method, path, body)
         if status == 200:
             return decoded(data, kind, self.url + path)
         message = f"{path}: HTTP {status}: {words(data)}"
-        if 400 <= status < 500:
+        if status in self._refusals:
             raise RequestRefused(message)
         raise EngineUnavailable(message)
 

@@ -1,8 +1,8 @@
 """Child processes: spawned, in process groups of their own, and killed with their parent.
 
 A child is `python -m module ...`. It never shares memory that torch touched, and one socket joins it to its parent. The
-socket carries frames with a size and a request number, or just the lines that exchange token and URL with a server.
-`Child` is for event loops, `BlockingChild` for callers without one.
+socket carries frames with a size and a request number. Callers without an event loop use `Child` through the portal of
+anyio, which runs a loop in a thread.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +123,20 @@ class Child:
     """
 
     def __init__(
-        self, name: str, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str], *, advice: str = ""
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        log: Path | None,
+        env: Mapping[str, str],
+        *,
+        advice: str = "",
+        own_group: bool = True,
     ) -> None:
         """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket.
 
-        `advice` ends the error message about a death of the child.
+        Without a `log` the child writes to this process's output. `advice` ends the error message about a death of the
+        child. Without a process group of its own the child gets the signals of this process's group.
         """
         self.name = name
         self._module = module
@@ -136,6 +144,7 @@ class Child:
         self._log = log
         self._env = dict(env)
         self._advice = advice
+        self._own_group = own_group
         self._turn = asyncio.Lock()
         self._asked = 0
         self._header: tuple[int, int] | None = None  # size and request number of a frame whose header has come
@@ -146,9 +155,12 @@ class Child:
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log.open("ab") as output:
-            self._log_begins_at = output.tell()
+        with theirs, contextlib.ExitStack() as stack:
+            output = None
+            if self._log is not None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(self._log.open("ab"))
+                self._log_begins_at = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self.command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -156,7 +168,7 @@ class Child:
                 stderr=output,
                 env={**self._env, PARENT: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=self._own_group,
             )
         ours.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
@@ -172,21 +184,18 @@ class Child:
         """Process id of the child."""
         return self._process.pid
 
-    async def line(self, timeout_s: float) -> bytes:
-        """One line from the child. Raises `ChildDied` when the child ends or stays silent for `timeout_s`."""
+    def closed(self) -> bool:
+        """Whether the child has closed its end of the socket, and all that it sent was read."""
+        return self._reader.at_eof()
+
+    async def ready(self, timeout_s: float) -> bytes:
+        """First frame of the child. Raises `ChildDied` when the child ends or stays silent for `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s):
-                line = await self._reader.readline()
+            return await self.receive(timeout_s)
         except TimeoutError:
             log = self._last_words() or "nothing"
-            raise ChildDied(
-                f"the {self.name} process was not ready in {timeout_s:.0f} s; its log ends: {log}"
-            ) from None
-        except ConnectionError:  # killed before it read all that was sent
-            raise await self._death() from None
-        if not line.endswith(b"\n"):
-            raise await self._death()
-        return line
+            why = f"the {self.name} process was not ready in {timeout_s:g} s; its log ends: {log}"
+            raise ChildDied(why) from None
 
     async def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Sends one frame and returns the answer; callers take turns, and the deadline begins with the turn.
@@ -244,9 +253,14 @@ class Child:
 
     def _last_words(self) -> str:
         """Last line of this process in its log; earlier processes wrote to the same file."""
-        with self._log.open("rb") as file:
-            file.seek(self._log_begins_at)
-            lines = file.read().decode(errors="replace").strip().splitlines()
+        if self._log is None:
+            return ""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._log_begins_at)
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError as error:  # such as too many open files: the end of the child is the news
+            return f"its log cannot be read ({error.strerror})"
         return lines[-1] if lines else ""
 
     def kill(self) -> None:
@@ -256,7 +270,7 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                (os.killpg if self._own_group else os.kill)(self._process.pid, number)
 
     async def end(self) -> None:
         """Ends the child: terminates its process group, and kills it after the grace.
@@ -275,85 +289,6 @@ class Child:
             self.kill()
 
 
-class BlockingChild:
-    """Child for callers without an event loop, one caller at a time, with `Child`'s frames and deadlines."""
-
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        output: int | None = None,
-        own_group: bool = True,
-    ) -> None:
-        """Starts `python -m module arguments... --fd N`, which writes to `output`, or to the caller's output when None.
-
-        Without a process group of its own the child gets the signals of the caller's group.
-        """
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**env, PARENT: str(os.getpid())},
-                pass_fds=[theirs.fileno()],
-                start_new_session=own_group,
-            )
-        self._own_group = own_group
-        self._asked = 0
-
-    @property
-    def pid(self) -> int:
-        """Process id of the child."""
-        return self._process.pid
-
-    def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Sends one frame and returns the answer. Raises `TimeoutError` and `ConnectionError`."""
-        self.send(frame, timeout_s)
-        return self.receive(timeout_s)
-
-    def send(self, frame: bytes, timeout_s: float) -> None:
-        """Sends one request. Raises `TimeoutError` when the child does not read it, and `ConnectionError`."""
-        self._asked += 1
-        self._socket.settimeout(timeout_s)
-        send_frame(self._socket, frame, self._asked)
-
-    def receive(self, timeout_s: float) -> bytes:
-        """Next frame that answers the newest request. Raises `TimeoutError` and `ConnectionError`."""
-        deadline_s = time.monotonic() + timeout_s
-
-        def before() -> None:
-            self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-6))
-
-        while (received := receive_frame(self._socket, before)) is not None:
-            number, frame = received
-            if number == self._asked:
-                return frame
-        raise ConnectionResetError(f"it ended with code {self.end()}")
-
-    def end(self) -> int:
-        """Closes the socket, which ends the child, and kills it after the grace; returns its exit code."""
-        self._socket.close()
-        try:
-            return self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            return self.kill()
-
-    def kill(self) -> int:
-        """Kills the child at once; returns its exit code."""
-        self._socket.close()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                if self._own_group:
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                else:
-                    self._process.kill()
-        return self._process.wait()
-
-
 def serve(connection: socket.socket, answers: Callable[[bytes], Iterable[bytes]]) -> None:
     """Sends the answers to each request, until the parent closes the socket; the child's side."""
     while (received := receive_frame(connection)) is not None:
@@ -367,25 +302,21 @@ def send_frame(connection: socket.socket, frame: bytes, number: int = 0) -> None
     connection.sendall(FRAME_HEADER.pack(len(frame), number) + frame)
 
 
-def receive_frame(connection: socket.socket, before: Callable[[], None] = lambda: None) -> tuple[int, bytes] | None:
-    """Next frame and the number of its request; None when the other side closed the socket.
-
-    `before` is called before each wait.
-    """
-    header = _receive_exactly(connection, FRAME_HEADER.size, before)
+def receive_frame(connection: socket.socket) -> tuple[int, bytes] | None:
+    """Next frame and the number of its request; None when the other side closed the socket."""
+    header = _receive_exactly(connection, FRAME_HEADER.size)
     if header is None:
         return None
     size, number = FRAME_HEADER.unpack(header)
-    frame = _receive_exactly(connection, size, before)
+    frame = _receive_exactly(connection, size)
     return None if frame is None else (number, frame)
 
 
-def _receive_exactly(connection: socket.socket, size: int, before: Callable[[], None]) -> bytes | None:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     data = bytearray(size)
     view = memoryview(data)
     received = 0
     while received < size:
-        before()
         count = connection.recv_into(view[received:])
         if count == 0:
             return None

@@ -71,7 +71,7 @@ class FunctionScorer:
             if child is None:
                 child = Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)
                 self._children[spec.path] = await child.__aenter__()
-                await child.receive(START_TIMEOUT_S)
+                await child.ready(START_TIMEOUT_S)
             return wire.decode(await child.ask(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
         except BaseException:  # it is in the middle of something
             await self._end(spec.path)

@@ -96,7 +96,7 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
             ]
             for event in ready:
                 await event.wait()
-            if not pool.handles:
+            if not pool.replicas:
                 raise EngineUnavailable("; ".join(failures))
             for failure in failures:
                 on_event(failure)

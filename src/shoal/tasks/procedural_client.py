@@ -10,19 +10,21 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from anyio.from_thread import start_blocking_portal
 
 from shoal import checker, wire
 from shoal.config import TaskConfig
-from shoal.errors import OtherRelease, OutOfBounds, TaskError
+from shoal.errors import ChildDied, OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
-from shoal.net.process import BlockingChild
+from shoal.net.process import Child
 from shoal.tasks.holdout import check_rewrite
 from shoal.types import Receipt, Split, Task
 
@@ -108,7 +110,7 @@ class ProceduralClient:
     """A child process that draws; callers from any thread take turns. A context manager.
 
     The child starts at once and imports in the background. A child that died is started again. The child ends with the
-    thread that started it at the latest.
+    process at the latest.
     """
 
     def __init__(self, draw_timeout_s: float = DRAW_TIMEOUT_S, *, boxed: bool = False) -> None:
@@ -120,7 +122,9 @@ class ProceduralClient:
         self._boxed = boxed
         self._turn = threading.Lock()
         self._is_ready = False
-        self._child: BlockingChild | None = self._started()
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self._child: Child | None = self._started()
 
     def __enter__(self) -> "ProceduralClient":
         return self
@@ -153,6 +157,7 @@ class ProceduralClient:
         """Ends the child."""
         with self._turn:
             self._discard()
+            self._stack.close()
 
     def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str, kind: type[R]) -> R:
         with self._turn:
@@ -163,7 +168,7 @@ class ProceduralClient:
                 raise NoReply(
                     f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
                 ) from None
-            except ConnectionError as error:
+            except ChildDied as error:
                 self._discard()
                 raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
@@ -172,28 +177,29 @@ class ProceduralClient:
 
     def _answer(self, frame: bytes) -> ProceduralReply:
         """The reply to a frame, from a second child when the first has died."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ChildDied):
             return self._replied(frame)
         self._discard()
         return self._replied(frame)
 
     def _replied(self, frame: bytes) -> ProceduralReply:
-        """The child's reply. Raises `TimeoutError` or `ConnectionError`."""
+        """The child's reply. Raises `TimeoutError` or `ChildDied`."""
         if self._child is None:
-            self._child = self._started()
+            self._child, self._is_ready = self._started(), False
         if not self._is_ready:
-            self._child.receive(START_TIMEOUT_S)
+            self._portal.call(self._child.ready, START_TIMEOUT_S)
             self._is_ready = True
-        return wire.decode(self._child.ask(frame, self._draw_timeout_s), ProceduralReply)
+        return wire.decode(self._portal.call(self._child.ask, frame, self._draw_timeout_s), ProceduralReply)
 
-    def _started(self) -> BlockingChild:
-        self._is_ready = False
+    def _started(self) -> Child:
         arguments, env = ["--boxed"] if self._boxed else [], {**os.environ, **ENVIRONMENT}
-        return BlockingChild("shoal.tasks.procedural_worker", arguments, env, output=subprocess.DEVNULL)
+        child = Child("procedural task", "shoal.tasks.procedural_worker", arguments, Path(os.devnull), env)
+        return self._portal.call(child.__aenter__)
 
     def _discard(self) -> None:
         if self._child is not None:
             self._child.kill()
+            self._portal.call(self._child.end)
             self._child = None
 
 

@@ -7,10 +7,12 @@ order.
 """
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from types import FrameType
 from typing import TypeVar
 
 import torch
+from anyio.from_thread import start_blocking_portal
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ChildDied
-from shoal.net.process import BlockingChild, rank_environment
+from shoal.net.process import Child, rank_environment
 from shoal.trainer.messages import ANSWER_TIMEOUT_S, Answer, TrainerFailed, answer_from
 
 T = TypeVar("T")
@@ -151,31 +154,33 @@ class Followers:
 
     def __init__(self, count: int, device: str) -> None:
         """Starts each rank on a device of the kind `device`."""
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
-        self.meeting = Path(self._folder.name) / "meeting"
+        self._stack = ExitStack()
+        folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
+        self.meeting = Path(self._stack.enter_context(folder)) / "meeting"
         """File through which the ranks find each other."""
         signal.signal(signal.SIGTERM, self._terminated)
-        self._all = [self._start(index, count, device) for index in range(1, count)]
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        children = [self._child(index, count, device) for index in range(1, count)]
+        self._all = [self._stack.enter_context(self._portal.wrap_async_context_manager(child)) for child in children]
 
-    def _start(self, index: int, count: int, device: str) -> BlockingChild:
+    def _child(self, index: int, count: int, device: str) -> Child:
         where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
-        return BlockingChild("shoal.trainer.worker", where, rank_environment(index), own_group=False)
+        return Child(f"rank {index}", "shoal.trainer.worker", where, None, rank_environment(index), own_group=False)
 
     def send(self, frame: bytes) -> None:
         """Sends a request to all ranks. Raises `ChildDied`."""
         for index, follower in enumerate(self._all, 1):
-            try:
-                follower.send(frame, ANSWER_TIMEOUT_S)
-            except OSError:
-                raise ChildDied(f"rank {index} of the trainer has ended") from None
+            if self._portal.call(follower.closed):
+                raise ChildDied(f"rank {index} of the trainer has ended")
+            self._portal.call(follower.send, frame)
 
     def agreed(self, own: Answer) -> Answer:
         """Answer on which the ranks agree: this rank's, or a follower's failure if only the follower failed."""
         for index, follower in enumerate(self._all, 1):
             gone = False
             try:
-                answer = answer_from(follower.receive(ANSWER_TIMEOUT_S))
-            except OSError:  # a timeout is one
+                answer = answer_from(self._portal.call(follower.receive, ANSWER_TIMEOUT_S))
+            except (ChildDied, TimeoutError):
                 answer, gone = TrainerFailed("it has ended"), True
             if isinstance(answer, TrainerFailed) and (gone or not isinstance(own, TrainerFailed)):
                 own = TrainerFailed(f"rank {index} of the trainer: {answer.reason}")
@@ -183,12 +188,10 @@ class Followers:
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
         """Ends this process as the signal would have, and removes the folder first."""
-        self._folder.cleanup()
+        shutil.rmtree(self.meeting.parent, ignore_errors=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def end(self) -> None:
         """Ends the ranks."""
-        for follower in self._all:
-            follower.end()
-        self._folder.cleanup()
+        self._stack.close()
