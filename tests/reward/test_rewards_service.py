@@ -24,8 +24,9 @@ from starlette.routing import Route
 
 from shoal.checker import Exact
 from shoal.config import RewardConfig
+from shoal.errors import EngineError
 from shoal.reward.cache import RewardCache
-from shoal.reward.llm_judge import Unanswered, score_in
+from shoal.reward.llm_judge import score_in
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
@@ -249,7 +250,7 @@ def test_a_judge_scores_by_a_rubric_and_what_it_does_not_answer_is_no_score() ->
     ["", "SCORE-ab: 7\nbut then again", "SCORE-cd: 7", "SCORE-ab: -1", "SCORE-ab: 7/10", "SCORE-ab: 7 SCORE-ab: 9"],
 )
 def test_only_a_last_line_of_the_right_form_is_a_judges_score(reply: str) -> None:
-    with pytest.raises(Unanswered):
+    with pytest.raises(EngineError):
         score_in(reply, "ab", 10)
     assert score_in("Well.\n**SCORE-ab: 7**\n", "ab", 10) == 7
 

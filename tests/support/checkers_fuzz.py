@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 from shoal import checker
 from shoal.checker import spec_of
+from shoal.errors import EngineError
 from shoal.model.answer import boxed, final_line, harmony
 from shoal.model.tool_calls import CallFormat, split_calls
 from shoal.reward.code import code_of
-from shoal.reward.llm_judge import Unanswered, score_in
+from shoal.reward.llm_judge import score_in
 from shoal.reward.mathematics import final_answer, mathematics, rational, shown
 from shoal.reward.reasoning import is_expression
 from shoal.reward.service import judged_part
@@ -54,7 +55,7 @@ def _judge(spec: Json, truth: str | None = None) -> Callable[[str], object]:
 
 
 def _score(text: str) -> object:
-    with contextlib.suppress(Unanswered):
+    with contextlib.suppress(EngineError):
         return score_in(text, "ab", 10)
     return None
 

@@ -82,7 +82,9 @@ def test_mbpp_and_apps_rows_become_tasks_with_unit_tests(tmp_path: Path, name: s
 @pytest.mark.parametrize(
     ("assertion", "test"),
     [
-        ('assert f([1]) == {"a": (1, [2])}', {"call": "f", "args": [[1]], "returns": {"a": [1, [2]]}}),
+        ('assert f([1]) == {"a": [1, [2]]}', {"call": "f", "args": [[1]], "returns": {"a": [1, [2]]}}),
+        ("assert f([1]) == (1, [2])", {"code": "x = 1\nassert f([1]) == (1, [2])"}),
+        ("assert f(1) == {2}", {"code": "x = 1\nassert f(1) == {2}"}),
         ("assert f((1, 2)) == 3", {"code": "x = 1\nassert f((1, 2)) == 3"}),
         ("assert f({1: 2}) == 3", {"code": "x = 1\nassert f({1: 2}) == 3"}),
     ],

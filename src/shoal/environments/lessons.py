@@ -28,16 +28,12 @@ class CarelessTeacher:
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The next move."""
         disks = messages[-1].content.split("/")
-        pegs = "".join(PEGS[[str(i) in on for on in disks].index(True)] for i in range(1, _count(disks) + 1))
-        move = "".join(best_move(pegs))
+        peg_of = {disk: peg for peg, on in zip(PEGS, disks, strict=True) for disk in on if disk.isdigit()}
+        move = "".join(best_move("".join(peg_of[disk] for disk in sorted(peg_of))))
         if self.rng.random() < self.careless_share:
             move = "".join(self.rng.sample(PEGS, 2))
         self.said.append((tuple(messages), move))
         return Message(Role.ASSISTANT, move)
-
-
-def _count(disks: Sequence[str]) -> int:
-    return sum(letter.isdigit() for on in disks for letter in on)
 
 
 def played_turns(seed: int, careless_share: float) -> Iterator[tuple[tuple[Message, ...], str]]:

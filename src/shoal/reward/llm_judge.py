@@ -27,10 +27,6 @@ SYSTEM = (
 )
 
 
-class Unanswered(Exception):
-    """The judge gave no score; the text says why."""
-
-
 def question(spec: checker.LLMJudge, task: Task, answer: str, nonce: str) -> str:
     """The judge's prompt. Each prompt has its own random number in the fences, which no answer can hold."""
     asked = "\n\n".join(message.content for message in task.messages)
@@ -48,7 +44,7 @@ def _fenced(text: str, nonce: str) -> str:
 
 
 def score_in(reply: str, nonce: str, best: int) -> int:
-    """The score in the last line of a judge's reply, and nowhere else. Raises `Unanswered`.
+    """The score in the last line of a judge's reply, and nowhere else. Raises `EngineError`.
 
     >>> score_in("Fine.\\nSCORE-ab12: 7", "ab12", 10)
     7
@@ -56,12 +52,12 @@ def score_in(reply: str, nonce: str, best: int) -> int:
     lines = reply.strip().splitlines()
     found = re.fullmatch(rf"[*_`\s]*SCORE-{nonce}:\s*(\d{{1,6}})[*_`.\s]*", lines[-1]) if lines else None
     if found is None:
-        raise Unanswered(
+        raise EngineError(
             f"expected a last line SCORE-{nonce}: <number>, got {lines[-1][:80] if lines else 'nothing'!r}"
         )
     score = int(found[1])
     if score > best:
-        raise Unanswered(f"expected a score from 0 to {best}, got {score}")
+        raise EngineError(f"expected a score from 0 to {best}, got {score}")
     return score
 
 
@@ -93,6 +89,6 @@ class JudgeScorer:
             score = score_in(reply, nonce, spec.best)
         except TimeoutError:
             return Reward(0.0, RewardStatus.TIMED_OUT, evidence=f"the judge took longer than {spec.timeout_s:g} s")
-        except (Unanswered, EngineError) as error:
+        except EngineError as error:
             return Reward(0.0, RewardStatus.FAILED, evidence=f"judge: {error}")
         return Reward(score / spec.best, parts=(("judge_score", float(score)),), evidence=reply[-500:])

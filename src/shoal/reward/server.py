@@ -29,6 +29,7 @@ from shoal.types import Task
 MOST_TEST_S = 60.0
 MOST_MEMORY_MB = 2048
 MOST_TESTS = 1024
+MOST_WAITING = 1024
 MOST_RUN_S = 100_000.0
 """Seconds of one request, if each test of each answer takes all its time."""
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
@@ -43,18 +44,16 @@ class RewardServer:
         service: RewardService,
         *,
         token: str = "",
-        most_waiting: int = 1024,
         most_held_bytes: int = MOST_HELD_BYTES,
     ) -> None:
         """With a token, every client must have it.
 
-        A request beyond `most_waiting` requests, or beyond `most_held_bytes` of bodies, gets 503.
+        A request beyond `MOST_WAITING` requests, or beyond `most_held_bytes` of bodies, gets 503.
         """
         self._service = service
         self._most_held_bytes = most_held_bytes
         self.held_bytes = 0
         """Bytes of the bodies of unanswered requests."""
-        self._most_waiting = most_waiting
         self._waiting = 0
         self._counts = {"requests": 0, "answers": 0, "refused": 0}
         self.app = Starlette(
@@ -68,7 +67,7 @@ class RewardServer:
         )
 
     async def _score(self, http: Request) -> Response:
-        if self._waiting >= self._most_waiting:
+        if self._waiting >= MOST_WAITING:
             raise Refused(503, f"{self._waiting} requests wait already")
         held = 0
 

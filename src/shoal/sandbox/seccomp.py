@@ -162,9 +162,8 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
     code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # the filter cannot see its flags; libraries fall back to clone
     code += _when(_CLONE[column], _clone(alone=alone))
     code += _when(_SOCKETPAIR[column], _only(0, (_AF_UNIX,)))
-    code += _when(_PRCTL[column], _without(0, _DENIED_PRCTL))
-    code += _when(_FCNTL[column], _without(1, _DENIED_FCNTL))
-    code += _when(_IOCTL[column], _without(1, _DENIED_IOCTL))
+    for call, index, values in ((_PRCTL, 0, _DENIED_PRCTL), (_FCNTL, 1, _DENIED_FCNTL), (_IOCTL, 1, _DENIED_IOCTL)):
+        code += _when(call[column], _only(index, values, found=_REFUSE, other=_ALLOW))
     code += _when(_PRLIMIT[column], _only(0, (0,)))
     if own_pid is not None:
         code += _when(_KILL[column], _only(0, (own_pid,)))
@@ -192,14 +191,9 @@ def _argument(index: int) -> bytes:
     return _word(_LOAD, 16 + 8 * index)
 
 
-def _only(index: int, values: tuple[int, ...]) -> list[bytes]:
+def _only(index: int, values: tuple[int, ...], found: int = _ALLOW, other: int = _REFUSE) -> list[bytes]:
     tests = [_jump(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
-    return [_argument(index), *tests, _word(_RETURN, _REFUSE), _word(_RETURN, _ALLOW)]
-
-
-def _without(index: int, values: tuple[int, ...]) -> list[bytes]:
-    tests = [_jump(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
-    return [_argument(index), *tests, _word(_RETURN, _ALLOW), _word(_RETURN, _REFUSE)]
+    return [_argument(index), *tests, _word(_RETURN, other), _word(_RETURN, found)]
 
 
 def _clone(*, alone: bool) -> list[bytes]:
