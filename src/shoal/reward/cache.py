@@ -1,6 +1,5 @@
 """Rewards by content: an answer that was scored once is not scored again."""
 
-from collections import OrderedDict
 from hashlib import blake2b
 
 import msgspec
@@ -17,7 +16,7 @@ class RewardCache:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._rewards: OrderedDict[bytes, Reward] = OrderedDict()
+        self._rewards: dict[bytes, Reward] = {}
         self.hits = 0
         self.misses = 0
 
@@ -26,12 +25,11 @@ class RewardCache:
 
     def get(self, key: bytes) -> Reward | None:
         """The reward under a key, which becomes the most recently used."""
-        reward = self._rewards.get(key)
-        if reward is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-            self._rewards.move_to_end(key)
+        reward = self._rewards.pop(key, None)
+        if reward is not None:
+            self._rewards[key] = reward
+        self.hits += reward is not None
+        self.misses += reward is None
         return reward
 
     def put(self, key: bytes, reward: Reward) -> None:
@@ -39,7 +37,7 @@ class RewardCache:
         if reward.status is RewardStatus.SCORED and reward.is_repeatable:
             self._rewards[key] = reward
             if len(self._rewards) > self._most:
-                self._rewards.popitem(last=False)
+                del self._rewards[next(iter(self._rewards))]
 
 
 def is_cacheable(spec: Spec) -> bool:

@@ -8,6 +8,7 @@ Every pattern here is linear in its text: repeats are possessive, and no two way
 
 import re
 from fractions import Fraction
+from itertools import product
 
 from shoal.model.answer import boxed, stated
 
@@ -60,9 +61,9 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
     if one is None and other is not None and given == answer.strip():
         one = last_number(given)  # a sentence with a number at its end
     if one is not None and other is not None:
-        return float(
-            any(_close(a, other_, tolerance) for a in _readings(given, one) for other_ in _readings(expected, other))
-        ), "exact"
+        pairs = product(_readings(given, one), _readings(expected, other))
+        share = Fraction(max(tolerance, 0.0))
+        return float(any(abs(a - b) <= share * abs(b) for a, b in pairs)), "exact"
     if shown(given) == shown(expected):
         return 1.0, "same text"
     return _verify(given, expected, tolerance)
@@ -131,10 +132,6 @@ def last_number(text: str) -> Fraction | None:
 def _readings(text: str, value: Fraction) -> list[Fraction]:
     """The possible values of a number: a percentage is its number or its hundredth."""
     return [value, value / 100] if "%" in text else [value]
-
-
-def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
-    return one == other or (tolerance > 0 and abs(one - other) <= Fraction(tolerance) * abs(other))
 
 
 def _bare(text: str) -> str:

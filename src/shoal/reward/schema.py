@@ -4,6 +4,7 @@ RE2 matches the patterns, items are compared by hash instead of in pairs, and no
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 
 from jsonschema import Draft202012Validator
@@ -15,6 +16,7 @@ from referencing.jsonschema import DRAFT202012
 
 from shoal.checker import compiled
 
+_BLOCK = re.compile(r"```[^\S\n]*+(?:json)?+[^\S\n]*+\n(.*?)```", re.DOTALL)
 MOST_WORDS = 200
 """Characters of a complaint; the library quotes the whole value."""
 
@@ -25,14 +27,8 @@ def json_in(answer: str) -> object:
     >>> json_in('Here: ```json\\n{"a": 1}\\n```'), json_in("[1]")
     ({'a': 1}, [1])
     """
-    block, end = answer, 0
-    while (start := answer.find("```", end)) >= 0 and (close := answer.find("```", start + 3)) >= 0:
-        head, newline, body = answer[start + 3 : close].partition("\n")
-        if newline and head.strip() in ("", "json"):
-            block, end = body, close + 3
-        else:
-            end = close
-    return json.loads(block)
+    blocks: list[str] = _BLOCK.findall(answer)
+    return json.loads(blocks[-1] if blocks else answer)
 
 
 def complaint_of(schema: object) -> Callable[[object], str]:
