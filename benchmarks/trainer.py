@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from benchmarks.model import write_bench_model
 from benchmarks.rows import groups
 from shoal import wire
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.messages import Step, request_from

@@ -16,7 +16,8 @@ from experiments.grid import Record, complete
 from experiments.tito.tables import write_results
 from experiments.tito.talks import Talk, changed, hold, ledger_row, misaligned, spelling, text_row
 from experiments.tito.words import Style, questions, tokenizer, warm_model
-from shoal.config import GRPOLoss, ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import GRPOLoss, TrainConfig
 from shoal.engine.options import EngineLimits
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import StagedWeights

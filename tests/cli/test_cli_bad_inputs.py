@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli import main
-from shoal.config import Config, LossConfig
+from shoal.config import Config
+from shoal.config.training import LossConfig
 
 LOSSES = get_args(get_args(LossConfig)[0])
 URLS = (

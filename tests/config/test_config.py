@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shoal.config import (
-    RENAMED,
-    Config,
-    DecoupledLoss,
-    DoubleSidedLoss,
-    GSPOLoss,
-    LossConfig,
-    TaskConfig,
-    load,
-    parse,
-    to_toml,
-)
+from shoal.config import RENAMED, Config, TaskConfig, load, parse, to_toml
 from shoal.config.presets import PRESETS
+from shoal.config.training import DecoupledLoss, DoubleSidedLoss, GSPOLoss, LossConfig
 from shoal.errors import ConfigError
 
 # The one possible `name` of each loss: it says which section is meant, and is nothing to be set within it.

@@ -14,9 +14,9 @@ from buffer_values import open_buffer, run_group, train
 from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
-from shoal.observe.report import read_run, write_report
+from shoal.observe.report import write_report
 from shoal.observe.report.page import summary
-from shoal.observe.runs import moving_average
+from shoal.observe.runs import moving_average, read_run
 
 NASTY = "<script>alert('x')</script>$a_b^"
 

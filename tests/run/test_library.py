@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.config import ModelConfig, OwnLoss, ReinforceLoss, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
 from shoal.errors import ConfigError
 from shoal.run.library import config_of
 from shoal.trainer.own_advantage import own_advantage

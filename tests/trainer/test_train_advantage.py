@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference import token_rows
-from shoal.config import TrainConfig
+from shoal.config.training import TrainConfig
 from shoal.trainer.advantage import (
     STD_EPS,
     Kind,

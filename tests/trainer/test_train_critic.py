@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_train_trainer import row
 
 import reference.critic as definition
-from shoal.config import ModelConfig, TrainConfig, parse
+from shoal.config import ModelConfig, parse
+from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
 from shoal.trainer import critic
 from shoal.trainer.messages import StepStats

@@ -10,7 +10,8 @@ from test_train_objective import row
 from transformers import AutoModelForCausalLM
 
 from engine_models import saved
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.engine.weight_loading import WeightSlots
 from shoal.errors import RequestRefused
 from shoal.model.loading import load_model

@@ -10,7 +10,8 @@ from test_train_trainer import groups
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs

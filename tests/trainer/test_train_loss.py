@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reference import losses as reference
-from shoal.config import (
+from shoal.config import Section
+from shoal.config.training import (
     LOSSES,
     CISPOLoss,
     DecoupledLoss,
@@ -23,7 +24,6 @@ from shoal.config import (
     OwnLoss,
     PositiveOnlyLoss,
     ReinforceLoss,
-    Section,
     SoftAdaptiveLoss,
     TrainConfig,
 )

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reference import losses as definitions
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.packing import Size, loss_mean, size_of

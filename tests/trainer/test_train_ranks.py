@@ -15,7 +15,8 @@ from test_train_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
 from shoal import wire
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.net.process import Child, torch_environment
 from shoal.trainer.messages import (
     Answer,

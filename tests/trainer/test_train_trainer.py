@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from shoal.config import DecoupledLoss, DoubleSidedLoss, GRPOLoss, ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import DecoupledLoss, DoubleSidedLoss, GRPOLoss, TrainConfig
 from shoal.errors import TrainerError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs

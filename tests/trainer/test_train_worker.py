@@ -7,7 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from shoal import wire
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.net.process import Child, torch_environment
 from shoal.trainer.messages import (
     Answer,

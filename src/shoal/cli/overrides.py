@@ -17,10 +17,8 @@ class WithSettings(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parses the arguments without the settings. Raises `ConfigError` for a setting without a value."""
-        options = {"--help": False}
-        for parameter in self.params:
-            if isinstance(parameter, TyperOption):
-                options |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], not parameter.is_flag)
+        known = [one for one in self.params if isinstance(one, TyperOption)]
+        options = {"--help": False} | {name: not one.is_flag for one in known for name in one.opts}
         own: list[str] = []
         ctx.obj = list(_settings(args, options, own))
         return super().parse_args(ctx, own)

@@ -25,19 +25,7 @@ from shoal.config.settings import ModelConfig as ModelConfig
 from shoal.config.settings import RewardConfig as RewardConfig
 from shoal.config.settings import SwarmConfig as SwarmConfig
 from shoal.config.settings import TaskConfig as TaskConfig
-from shoal.config.training import LOSSES as LOSSES
-from shoal.config.training import CISPOLoss as CISPOLoss
-from shoal.config.training import DecoupledLoss as DecoupledLoss
-from shoal.config.training import DoubleSidedLoss as DoubleSidedLoss
-from shoal.config.training import GRPOLoss as GRPOLoss
-from shoal.config.training import GSPOLoss as GSPOLoss
-from shoal.config.training import LoRAConfig as LoRAConfig
-from shoal.config.training import LossConfig as LossConfig
-from shoal.config.training import OwnLoss as OwnLoss
-from shoal.config.training import PositiveOnlyLoss as PositiveOnlyLoss
-from shoal.config.training import ReinforceLoss as ReinforceLoss
-from shoal.config.training import SoftAdaptiveLoss as SoftAdaptiveLoss
-from shoal.config.training import TrainConfig as TrainConfig
+from shoal.config.training import LOSSES
 from shoal.config.tree import MOST_LEVELS, checked, place_of
 from shoal.errors import ConfigError
 

@@ -64,7 +64,7 @@ class TaskConfig(Section):
         "instruction, which asks for `<answer>` tags, for its data sets.",
     )
     rewrite: list[tuple[str, str]] = Field(
-        default_factory=list, description="Regular expression and replacement pairs that shorten the question."
+        [], description="Regular expressions and replacements that shorten questions."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
         None, description="Agent of the conversation: `module:function`, a command, or a table. See docs/agents.md."
@@ -76,9 +76,7 @@ class RolloutConfig(Section):
 
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
-    temperature: float = Field(
-        1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Temperature of the sampling distribution."
-    )
+    temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Nucleus size; 1 is off, and trained answers need it (all but positive_only)."
     )
@@ -95,8 +93,7 @@ class EngineConfig(Section):
     urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
     count: int = Field(1, ge=1, le=1024, description="Local engine processes, which share the engine's cores.")
     gpus: list[Annotated[int, Field(ge=0)]] | Literal["shared"] = Field(
-        [],
-        description="Numbers of the engines' GPUs, one each; the GPUs after the trainer's when empty, or shared.",
+        [], description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared."
     )
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
@@ -109,9 +106,7 @@ class EngineConfig(Section):
 class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
-    max_staleness: int = Field(
-        2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is exactly synchronous."
-    )
+    max_staleness: int = Field(2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is synchronous.")
     late: Literal["drop", "mask_tokens", "train"] = Field(
         "drop", description="Treatment of groups older than max_staleness at consumption."
     )
@@ -146,9 +141,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """How much of the experience log stays in one file."""
 
-    keep_steps: int = Field(
-        200, ge=0, description="Steps in log.sqlite; older ones go to Parquet files beside it. 0 keeps all there."
-    )
+    keep_steps: int = Field(200, ge=0, description="Steps in log.sqlite; older ones go to Parquet files; 0 keeps all.")
 
 
 class MetricsConfig(Section):
@@ -201,9 +194,7 @@ class Config(Section):
 
     run_dir: str = Field("runs/latest", description="Everything the run writes.")
     seed: int = Field(0, description="Name in every seed of the run.")
-    stall_s: float = Field(
-        120.0, gt=0, description="Seconds without any progress after which a run names its waits, and acts."
-    )
+    stall_s: float = Field(120.0, gt=0, description="Seconds without progress after which a run names waits and acts.")
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
         None, description="Published settings that hold where file and command line have none; the tables are below."
     )

@@ -7,6 +7,8 @@ from pydantic import Field, field_validator
 
 from shoal.config.section import OwnName, Section
 
+_Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Clipped(Section):
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
@@ -16,22 +18,28 @@ class _Clipped(Section):
     )
 
 
+class _Weighed(Section):
+    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
+    weight_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether it is of each token or the product over each row."
+    )
+    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
+
+
 class GRPOLoss(_Clipped):
     """Clipped ratio of the trained to the behaviour weights (DAPO's clip-higher)."""
 
     name: Literal["grpo"] = "grpo"
 
 
-class DecoupledLoss(_Clipped):
+class DecoupledLoss(_Weighed, _Clipped):
     """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
 
     name: Literal["decoupled"] = "decoupled"
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
-    weight_floor: float = Field(0.0, ge=0, lt=1, description="Lower bound on it, below which tokens are masked.")
-    weight_level: Literal["token", "sequence"] = Field(
-        "token", description="Whether it is of each token or the product over each row."
+    weight_floor: float = Field(
+        0.0, ge=0, lt=1, description="Bound on pi_prox / pi_behav below which tokens are masked."
     )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
     proximal: Literal["recomputed", "log_linear"] = Field(
         "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
     )
@@ -63,15 +71,10 @@ class CISPOLoss(Section):
     ratio_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
 
 
-class ReinforceLoss(Section):
+class ReinforceLoss(_Weighed):
     """REINFORCE with truncated or masked importance weights of tokens or whole rows."""
 
     name: Literal["reinforce"] = "reinforce"
-    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
-    weight_level: Literal["token", "sequence"] = Field(
-        "token", description="Whether it is of each token or the product over each row."
-    )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
 
 
 class SoftAdaptiveLoss(Section):
@@ -166,18 +169,14 @@ class TrainConfig(Section):
     overlong_tokens: int = Field(
         0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
     )
-    dynamic_sampling: bool = Field(
-        False, description="Replace groups whose rewards are all equal (DAPO), up to a bound."
-    )
+    dynamic_sampling: bool = Field(False, description="Replace groups of equal rewards (DAPO), up to a bound.")
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="Fall of the rate from then to the last of steps * minibatches updates."
     )
     lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), description="Adam's moving averages."
-    )
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's moving averages.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW; 0 is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
@@ -187,10 +186,7 @@ class TrainConfig(Section):
         [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
     )
     ranks: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Processes that train together, weights and moments sharded over them; on GPUs one each.",
+        1, ge=1, le=1024, description="Processes that train together, weights and moments sharded; on GPUs one each."
     )
 
     @field_validator("loss", mode="before")

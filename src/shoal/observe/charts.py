@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
 from shoal.observe.runs import RunRecords, column, mean, tasks_of
@@ -11,17 +11,6 @@ MOST_POINTS = 1000
 """Longest line that is drawn; in longer runs each point is the mean of several steps."""
 BOUNDED = "staleness_max"
 """Number beside which its bound, a setting, is drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A picture: names of numbers over the steps or the evaluations. A name that ends with / stands for all below."""
-
-    title: str
-    steps: tuple[str, ...] = ()
-    evals: tuple[str, ...] = ()
-    is_share: bool = False
-    is_log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +25,18 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A chart with its lines."""
+class Chart:
+    """A picture: names of numbers over the steps or the evaluations. A name that ends with / stands for all below.
+
+    `lines` are there once it is drawn.
+    """
 
     title: str
-    is_share: bool
-    is_log: bool
-    lines: list[Line]
+    steps: tuple[str, ...] = ()
+    evals: tuple[str, ...] = ()
+    is_share: bool = False
+    is_log: bool = False
+    lines: Sequence[Line] = ()
 
 
 OVERVIEW = (
@@ -75,13 +69,13 @@ SWARM = (
 )
 
 
-def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Drawn]:
+def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Chart]:
     """The charts of which some run has numbers."""
-    found = []
-    for chart in charts:
-        lines = [line for name, run in runs.items() for line in _lines(chart, name, run)]
-        found += [Drawn(chart.title, chart.is_share, chart.is_log, lines)] if lines else []
-    return found
+    found = [
+        replace(chart, lines=[line for name, run in runs.items() for line in _lines(chart, name, run)])
+        for chart in charts
+    ]
+    return [chart for chart in found if chart.lines]
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float | None]]:

@@ -1,7 +1,7 @@
 """Extras of `shoal export` add two things to the log: the advantages of training, and the text of each token."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,11 +36,8 @@ def extras_of(run_dir: Path, *, reads_log: bool = True) -> Extras:
     file = next((one for folder in folders if (one := folder / "tokenizer.json").is_file()), None)
     text = None if file is None else token_text(Tokenizer.from_file(str(file)))
     within = config.train.advantage in WITHIN_GROUPS
-    return (
-        Extras(text=text)
-        if config.train.advantage == "gae" or not (within or reads_log)
-        else Extras(_Advantages(config, run_dir), text)
-    )
+    known = config.train.advantage != "gae" and (within or reads_log)
+    return Extras(_Advantages(config, run_dir), text) if known else Extras(text=text)
 
 
 def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:
@@ -59,29 +56,26 @@ class _Advantages:
     """Computation that repeats `trainer.advantage.step_samples` for the rows of a group."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config = config
+        self._config, self._kind = config, config.train.advantage
         self._returns = returns_of(config.train, config.rollout.max_tokens)
         # Only where groups of a step are compared with one another does one need the others.
-        self._known = {} if config.train.advantage in WITHIN_GROUPS else self._of_steps(run_dir)
+        self._known = {} if self._kind in WITHIN_GROUPS else self._of_steps(run_dir)
 
     def __call__(self, group: RawGroup) -> list[list[float] | None] | None:
         """Advantages of each rollout's sampled tokens; None for failed rollouts."""
-        if group.step is None or group.version is None or group.peer_id is not None:
-            return None
         rollouts = _rollouts(group)
-        if not rollouts:
+        if not rollouts or group.version is None or group.peer_id is not None:
             return None
-        finished = [one for one in rollouts if one.status is not RolloutStatus.FAILED]
-        values = self._known.get(group.id)
-        if values is None:
-            returns = [self._returns(one) for one in finished]
-            (values,) = turn_advantages([returns], self._config.train.advantage)
-        of_turns = iter(values)
+        of_turns = iter(self._known.get(group.id) or turn_advantages([self._of_finished(rollouts)], self._kind)[0])
         late = self._config.asynchrony.late == "mask_tokens"
         oldest = group.version - self._config.asynchrony.max_staleness if late else 0
         return [
             None if one.status is RolloutStatus.FAILED else _of_tokens(one, next(of_turns), oldest) for one in rollouts
         ]
+
+    def _of_finished(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """Returns by turn of the finished rollouts."""
+        return [self._returns(one) for one in rollouts if one.status is not RolloutStatus.FAILED]
 
     def _of_steps(self, run_dir: Path) -> Mapping[str, list[list[float]]]:
         """Advantages by turn of all finished rollouts of every consumed group, by group id."""
@@ -89,13 +83,11 @@ class _Advantages:
         with snapshot(run_dir) as connection:
             for group in read_groups(connection):
                 if group.step is not None:
-                    finished = (one for one in _rollouts(group) if one.status is not RolloutStatus.FAILED)
-                    steps[group.step][group.id] = [self._returns(one) for one in finished]
-        kind = self._config.train.advantage
+                    steps[group.step][group.id] = self._of_finished(_rollouts(group))
         return {
             group_id: values
             for step in steps.values()
-            for group_id, values in zip(step, turn_advantages(list(step.values()), kind), strict=True)
+            for group_id, values in zip(step, turn_advantages(list(step.values()), self._kind), strict=True)
         }
 
 

@@ -10,17 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
+from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
 from shoal.trainer.messages import STATS_MEANINGS
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
-    from shoal.config import MetricsConfig
 
 WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
 """Events that say why nothing is learned."""
@@ -146,7 +142,8 @@ class JsonlTracker:
     def write(self, kind: str, values: Record) -> Record:
         """Writes one record and returns it; numbers that are not finite become null. Raises `RunDirError`."""
         time_s = round(self._clock() - self._started_at, 3)
-        record: Record = {"kind": kind, "time_s": time_s, **{name: _finite(value) for name, value in values.items()}}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        record: Record = {"kind": kind, "time_s": time_s, **finite}
         try:
             self._append(msgspec.json.encode(record) + b"\n")
         except OSError as error:
@@ -169,10 +166,6 @@ class JsonlTracker:
     def close(self) -> None:
         """Closes the file; no write is pending."""
         os.close(self._file)
-
-
-def _finite(value: float | str | None) -> float | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class PrometheusTracker:
@@ -208,12 +201,9 @@ class PrometheusTracker:
         # One assignment of a new mapping: the server's thread sees all of a step or nothing of it.
         self._latest = {**self._latest, "step": step, **values, **summed}
 
-    def collect(self) -> Iterator["Metric"]:
+    def collect(self) -> Iterator[Any]:
         """Metrics for the registry, which calls this for each request."""
-        from prometheus_client.metrics_core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-        )
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, value in self._latest.items():
@@ -337,9 +327,7 @@ class Trackers:
             listener(record)
 
 
-def trackers_of(
-    settings: "MetricsConfig", run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()
-) -> Trackers:
+def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:

@@ -176,14 +176,13 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> flo
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def moving_average(values: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
+def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Applies `mean` to each value and the `window - 1` values before it.
 
     >>> moving_average([1.0, 3.0, float("nan"), 5.0], 2)
     [1.0, 2.0, 3.0, 5.0]
     """
-    spans = [slice(max(0, i + 1 - window), i + 1) for i in range(len(values))]
-    return [mean(values[span], weights[span] if weights is not None else None) for span in spans]
+    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]:

@@ -11,7 +11,8 @@ from math import ceil
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.config import Config, OwnLoss, credentials, load, to_toml
+from shoal.config import Config, credentials, load, to_toml
+from shoal.config.training import OwnLoss
 from shoal.errors import ConfigError, LogBehind, RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from shoal.config import TrainConfig
+from shoal.config.training import TrainConfig
 from shoal.trainer.own_advantage import own_advantage
 from shoal.turn_tree import prompt_ids, turns_of_rows
 from shoal.types import Group, Rollout, Sample

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.config import (
+from shoal.config.training import (
     CISPOLoss,
     DecoupledLoss,
     DoubleSidedLoss,

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from shoal.config import TrainConfig
+from shoal.config.training import TrainConfig
 from shoal.errors import TrainerError
 from shoal.trainer.ranks import is_sharded, like, local, norm, whole
 

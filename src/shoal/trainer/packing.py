@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from shoal.config import GSPOLoss, SoftAdaptiveLoss, TrainConfig
+from shoal.config.training import GSPOLoss, SoftAdaptiveLoss, TrainConfig
 from shoal.types import Sample
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shoal.config import DecoupledLoss, ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import DecoupledLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import checkpoint_names
 from shoal.model.loading import DTYPES, load_model, resolve_device

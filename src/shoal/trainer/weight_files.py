@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shoal.config import LoRAConfig
+from shoal.config.training import LoRAConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.files import replaced
 from shoal.types import seed_for

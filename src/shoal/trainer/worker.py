@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shoal import wire
-from shoal.config import ModelConfig, TrainConfig
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError
 from shoal.net.process import Child, die_with_parent, receive_frame, send_frame, torch_environment
 from shoal.trainer.messages import (

@@ -6,9 +6,7 @@ from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.files import replaced
-from shoal.observe.runs import RunRecords, read_run
-
-__all__ = ["RunRecords", "read_run", "write_report"]
+from shoal.observe.runs import read_run
 
 
 def write_report(run_dir: Path) -> tuple[Path, Path]:

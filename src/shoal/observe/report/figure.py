@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from shoal.observe.charts import OVERVIEW, Drawn, drawn
+from shoal.observe.charts import OVERVIEW, Chart, drawn
 from shoal.observe.runs import RunRecords, moving_average
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
@@ -26,14 +26,11 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": GRID,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "legend.frameon": False,
-    "legend.fontsize": 8.5,
     "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
 }
 WINDOWS_PER_RUN = 12
 MOST_NAMED = 8
@@ -62,7 +59,7 @@ def figure_png(run: RunRecords) -> bytes:
     return data.getvalue()
 
 
-def _plot(axes: Axes, chart: Drawn) -> None:
+def _plot(axes: Axes, chart: Chart) -> None:
     """Plots each line as a moving average, with each step pale behind it; a logarithmic scale has no place for 0."""
     window = max(1, round(max(len(line.x) for line in chart.lines) / WINDOWS_PER_RUN))
     lines = [line for line in chart.lines if not chart.is_log or any(value and value > 0 for value in line.y)]
@@ -88,13 +85,10 @@ def _plot(axes: Axes, chart: Drawn) -> None:
 
 def subtitle(run: RunRecords) -> str:
     """Names model and tasks of a run in one line."""
-    steps = len(run.steps)
-    done = f"{steps} steps" if steps != 1 else "1 step"
-    if not steps:
-        done = "no step is finished yet"
-    if run.config is None:
+    steps, config = len(run.steps), run.config
+    done = {0: "no step is finished yet", 1: "1 step"}.get(steps, f"{steps} steps")
+    if config is None:
         return done
-    config = run.config
     tasks = ", ".join(task.name for task in config.tasks[:4]) + (", ..." if len(config.tasks) > 4 else "")
     return (
         f"{config.model.path} on {tasks}  |  {done} of {config.train.groups_per_step} groups x "

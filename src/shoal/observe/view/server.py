@@ -36,7 +36,7 @@ from shoal.experience.export import Extras
 from shoal.experience.raw import decode_rollout
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, uvicorn_config
-from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Drawn, Line, drawn, thinned
+from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Line, drawn, thinned
 from shoal.observe.export_extras import extras_of
 from shoal.observe.metrics import Record
 from shoal.observe.runs import RunRecords, WatchedRun, differences, watched
@@ -242,14 +242,14 @@ class ViewServer:
             charts += self._cut()
         return json({"stamp": stamp, "charts": charts})
 
-    def _cut(self) -> list[Drawn]:
+    def _cut(self) -> list[Chart]:
         """The chart of answers that used up their tokens, which is of the log; of runs that were read to the end."""
         lines = []
         for name, index in self._indexes.items():
             known = index.cut_by_step() if index.complete else []
             x, y = thinned([step for step, _ in known], [share for _, share in known])
             lines += [Line(name, "cut", "Share of the step's answers that used up max_tokens.", x, y)] if known else []
-        return [Drawn("Answers cut at max_tokens", is_share=True, is_log=False, lines=lines)] if lines else []
+        return [Chart("Answers cut at max_tokens", is_share=True, lines=lines)] if lines else []
 
 
 def _asked(http: Request, kind: type[T]) -> T:
