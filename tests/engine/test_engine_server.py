@@ -252,6 +252,7 @@ async def seeded(server: Server) -> list[Completion]:
 
 
 def test_metrics_are_in_prometheus_format(server: Server) -> None:
+    asyncio.run(seeded(server))
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     values = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}

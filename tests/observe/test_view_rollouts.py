@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+import aiohttp
 import pytest
-from test_view import made, seen
+from test_view import made, seen, viewing
 
 from browser import Page
 from shoal.experience.audit import audit
 from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened
+from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened, shown
 from shoal.observe.view.tokens import Token, shades
 from until import until
 from view_run import GROUPS, SIZE, MadeRun
@@ -217,6 +220,32 @@ def test_nothing_that_a_model_says_is_executed(tmp_path: Path) -> None:
             assert all(payload in shown for payload in PAYLOADS[:SIZE])
             wide = await page.value("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_cannot_be_read_is_shown_as_such_beside_the_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 1)
+        with closing(sqlite3.connect(run_dir / "log.sqlite")) as log, log:
+            log.execute("UPDATE rollouts SET body = x'01ff' WHERE finished_seq = 1 AND position = 0")
+        index = RolloutIndex(run_dir, tmp_path / "index.sqlite")
+        try:
+            await until(lambda: index.complete)
+            (row,) = index.search(Filter(status="unreadable")).rows
+            answers = [shown(position, body, ()) for position, body in enumerate(index.group(1).bodies)]
+        finally:
+            index.close()
+        assert (row.seq, row.position, glance(row)) == (1, 0, ("", answers[0].broken))
+        assert [answer.rollout is None for answer in answers] == [True, *[False] * (SIZE - 1)]
+        async with viewing(run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
+            text = ""
+            while "<article" not in text:  # the log is read in the background
+                async with http.get(f"{url}/group?seq=1") as page:
+                    text = await page.text()
+        assert text.count("<article") == SIZE
+        assert text.count("unreadable") == 2
+        assert "expected a RawRollout" in text
 
     asyncio.run(check())
 

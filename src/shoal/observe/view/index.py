@@ -302,7 +302,7 @@ class _Reward(msgspec.Struct):
     status: RewardStatus
 
 
-class _Seen(msgspec.Struct):
+class RolloutFigures(msgspec.Struct):
     """The parts of a rollout that are in the table; decoding the others as well takes three times as long."""
 
     turns: list[_Turn]
@@ -314,7 +314,7 @@ class _Seen(msgspec.Struct):
 def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None, bool]:
     """Status, reason, reward, tokens, oldest Version and whether it was cut, of one rollout."""
     try:
-        one = wire.decode(body, _Seen, BODY_BYTES)
+        one = wire.decode(body, RolloutFigures, BODY_BYTES)
     except WireError as error:
         return UNREADABLE, str(error), None, 0, None, False
     versions = [version for turn in one.turns for version in turn.completion.versions]
