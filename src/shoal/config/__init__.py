@@ -109,11 +109,11 @@ def _sentence(error: ValidationError, tree: JsonValue) -> str:
     errors = error.errors()
     first, named = errors[0], _named(errors[0], tree)
     where = ".".join(named)
+    if where in RENAMED:
+        return f"{where}: this setting is now {RENAMED[where]}; rename it"
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(named[-1], _siblings([str(part) for part in first["loc"]]), n=1, cutoff=0.5)
         hint = f"; did you mean {'.'.join([*named[:-1], close[0]])!r}?" if close else ""
-        if where in RENAMED:
-            return f"{where}: this setting is now {RENAMED[where]}; rename it"
         return f"unknown setting {where!r}{hint}"
     if first["type"] == "value_error":
         return ".".join([*named, str(first["ctx"]["error"])])
