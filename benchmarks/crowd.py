@@ -5,6 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,7 @@ async def crowd(directory: Path, prompts: Sequence[Sequence[int]], lengths: Sequ
         child = engine_child(
             directory, EngineConfig(), ModelConfig(), max_model_len=None, threads=1, log=Path(folder) / "engine.log"
         )
-        async with child, await child.serving(START_TIMEOUT_S) as engine:
+        async with child, aclosing(await child.serving(START_TIMEOUT_S)) as engine:
             process = psutil.Process(child.pid)
             idle_bytes = process.memory_info().rss
             watch = asyncio.create_task(_peak_bytes(process, done := asyncio.Event()))

@@ -270,7 +270,8 @@ def test_draining_lets_running_answers_finish_first_and_the_newest_update_wins(
     finish(served)
     assert superseded.result(0) == newest.result(0) == late.result(0) == 2
     assert served.update(served.slots.staged(1, directories["Qwen2"], None)).result(0) == served.version == 2
-    assert "2 is served, expected no older one, got 1" in str(served.update_refusal(1))
+    with pytest.raises(RequestRefused, match="2 is served, expected no older one, got 1"):
+        served.check_update(1)
     assert requests[0].drafts[0].versions == [0] * 10
     assert requests[1].drafts[0].versions == [2] * 10
     assert requests[1].drafts[0].sampled == greedy(plain(other_weights), requests[1].prompt_ids, 10)
@@ -355,12 +356,13 @@ def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Pat
     served = engine(directories["Qwen2"], max_model_len=40)
     requests = [Request(prompt_of(30), Sampling(1000)), Request(prompt_of(39), Sampling(1000))]
     for request in requests:
-        assert served.refusal(request) is None
+        served.check(request)
         served.submit(request)
     finish(served)
     assert [len(draft.sampled) for draft in drafts(requests)] == [10, 1]
     assert {draft.finish_reason for draft in drafts(requests)} == {FinishReason.LENGTH}
-    assert "1 to 39 tokens, got 40" in str(served.refusal(Request(prompt_of(40), Sampling(1))))
+    with pytest.raises(RequestRefused, match="1 to 39 tokens, got 40"):
+        served.check(Request(prompt_of(40), Sampling(1)))
 
 
 def test_pausing_keeps_aborts_or_waits(directories: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def drawn(*logprobs: float) -> dict[str, object]:
 )
 def test_an_answer_that_no_engine_gives_makes_the_engine_unavailable(given: tuple[int, bytes]) -> None:
     async def ask() -> None:
-        async with stubbed(Stub(otherwise=given)) as url, HttpEngine(url) as engine:
+        async with stubbed(Stub(otherwise=given)) as url, aclosing(HttpEngine(url)) as engine:
             with pytest.raises(EngineUnavailable):
                 await engine.generate([5], Sampling(1))
 
@@ -56,7 +57,7 @@ def test_an_answer_that_no_engine_gives_makes_the_engine_unavailable(given: tupl
 def test_health_that_a_proxy_answers_is_none() -> None:
     async def ask() -> None:
         for status in (400, 404, 503):
-            async with stubbed(Stub(otherwise=(status, b"not here"))) as url, HttpEngine(url) as engine:
+            async with stubbed(Stub(otherwise=(status, b"not here"))) as url, aclosing(HttpEngine(url)) as engine:
                 with pytest.raises(EngineUnavailable, match=f"HTTP {status} of its health: not here"):
                     await engine.alive()
 
@@ -88,7 +89,7 @@ def test_a_closed_client_opens_no_connection_again() -> None:
 def test_what_the_engine_refuses_is_refused() -> None:
     async def ask() -> None:
         for status in (400, 413):
-            async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, HttpEngine(url) as engine:
+            async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, aclosing(HttpEngine(url)) as engine:
                 with pytest.raises(RequestRefused, match="no such token"):
                     await engine.score([5])
 

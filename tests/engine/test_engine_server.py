@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from engine_server import PROMPT, Server, changed_weights, running, serving, wai
 from foreign_engine import more_drawn
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.http_server import main
+from shoal.engine.routes import MAX_BODY_BYTES
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
 from shoal.types import Completion, FinishReason, Sampling
@@ -28,7 +30,7 @@ VOCABULARY = 102
 
 @pytest.fixture(scope="module")
 def server(tiny_model_dir: Path) -> Iterator[Server]:
-    arguments = ["--max-running", "4", "--max-waiting", "8", "--max-body-bytes", "20000", "--die-with-parent"]
+    arguments = ["--max-running", "4", "--max-waiting", "8", "--die-with-parent"]
     with serving(tiny_model_dir, *arguments) as found:
         yield found
 
@@ -114,7 +116,7 @@ def test_a_wrong_request_is_answered_with_400_and_names_the_field(
 def test_other_wrong_bodies_and_routes_are_refused(server: Server) -> None:
     assert server.ask("/inference/v1/generate", raw=b"{")[0] == 400
     assert server.ask("/score", raw=b'{"token_ids": ' + b"[" * 15_000)[0] == 400
-    assert server.ask("/inference/v1/generate", raw=b" " * 30_000)[0] == 413
+    assert server.ask("/inference/v1/generate", raw=b" " * (MAX_BODY_BYTES + 1))[0] == 413
     assert server.ask("/nowhere")[0] == 404
     assert server.ask("/inference/v1/generate")[0] == 405
     assert server.ask("/pause?mode=never", {})[0] == 400
@@ -274,7 +276,7 @@ def test_every_token_but_the_first_has_a_score_whatever_chunks_they_are_prefille
 
 def test_an_engine_that_is_not_there_is_unavailable() -> None:
     async def ask() -> None:
-        async with HttpEngine("http://127.0.0.1:9") as engine:
+        async with aclosing(HttpEngine("http://127.0.0.1:9")) as engine:
             with pytest.raises(EngineUnavailable, match=r"no answer from http://127\.0\.0\.1:9"):
                 await engine.info()
 
@@ -336,7 +338,7 @@ from shoal.engine.launch import engine_child
 async def main():
     model, log = map(Path, sys.argv[1:])
     async with engine_child(model, EngineConfig(), ModelConfig(), max_model_len=64, threads=1, log=log) as child:
-        async with await child.serving(60) as engine:
+        async with aclosing(await child.serving(60)) as engine:
             await engine.pause()
         print(child.pid, flush=True)
         await asyncio.sleep(60)

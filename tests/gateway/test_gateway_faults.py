@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import openai
@@ -62,7 +62,7 @@ def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_r
     async def main() -> None:
         with engine_process(0, 30.0) as (dying, engine_url):
             port = int(engine_url.rpartition(":")[2])
-            async with HttpEngine(engine_url) as engine:
+            async with aclosing(HttpEngine(engine_url)) as engine:
                 gateway = Gateway(engine, ChatRenderer(made, (made.eos_token_id,)), max_model_len=CONTEXT)
                 listening = socket.create_server(("127.0.0.1", 0))
                 config = uvicorn.Config(gateway.app, log_level="error", timeout_graceful_shutdown=1)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_paused_engine_is_resumed_and_one_that_hangs_is_killed(tiny_model_dir:
         child = engine_child(
             tiny_model_dir, EngineConfig(), ModelConfig(), max_model_len=64, threads=1, log=tmp_path / "log"
         )
-        async with child, await child.serving(120) as engine:
+        async with child, aclosing(await child.serving(120)) as engine:
             own = OwnEngines({"engine": (child, engine)})
             assert await own.helped() == []
             await engine.pause()

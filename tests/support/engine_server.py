@@ -8,7 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,8 @@ class Server:
     def headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
 
-    def engine(self) -> HttpEngine:
-        return HttpEngine(self.url, token=self.token, timeout_s=60)
+    def engine(self) -> aclosing[HttpEngine]:
+        return aclosing(HttpEngine(self.url, token=self.token, timeout_s=60))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class DecodeRows:
         self._position_N = torch.tensor(positions, device=device)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of [span, K, capacity, D] by layer
         self._row_by_heads: dict[int, Tensor] = {}  # flat row of each (token, head) in [S * K * capacity, D]
-        self._mask_by_window: dict[int | None, Tensor | None] = {}
+        self._mask_by_window: dict[int | None, Tensor] = {}
 
     def advance(self) -> None:
         """Moves each row to the next token of its sequence."""
@@ -74,17 +74,19 @@ class DecodeRows:
         """
         if window is not None and window >= self.longest:
             window = None
-        if window not in self._mask_by_window:
-            self._mask_by_window[window] = self._new_mask(window, dtype)
-        return self._mask_by_window[window]
-
-    def _new_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        if self._uniform and self._dense and window is None:
+        if window is None and self._uniform and self._dense:
             return None
-        position_S = self._position_N
-        if not self._dense:  # holes attend to their first token: a row without a visible token would be NaN
-            position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
-        return hiding(position_S, self.longest, window, dtype)
+        if window not in self._mask_by_window:
+            position_S = self._position_N
+            if not self._dense:  # holes attend to their first token: a row without a visible token would be NaN
+                position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
+            at_L = torch.arange(self.longest, device=position_S.device)
+            hidden_SL = at_L > position_S[:, None]
+            if window is not None:
+                hidden_SL |= at_L <= position_S[:, None] - window
+            seen_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+            self._mask_by_window[window] = seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]
+        return self._mask_by_window[window]
 
 
 class ChunkRows:
@@ -196,13 +198,3 @@ def store(
         row_NK = ((slot_N[:, None] * heads + head_K) * capacity + position_N[:, None]).flatten()
         row_by_heads[heads] = row_NK
     stored_SKCD.view(-1, width).index_copy_(0, row_NK, new_NKD.reshape(-1, width))
-
-
-def hiding(position_S: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [S, 1, 1, longest]: 0 where the token at a sequence's position may look, -inf elsewhere."""
-    at_L = torch.arange(longest, device=position_S.device)
-    hidden_SL = at_L > position_S[:, None]
-    if window is not None:
-        hidden_SL |= at_L <= position_S[:, None] - window
-    seen_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
-    return seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]

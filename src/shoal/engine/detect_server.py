@@ -28,8 +28,7 @@ async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampli
     `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when no server answers.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
-    client = Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)
-    try:
+    async with contextlib.aclosing(Client(url, token=token, timeout_s=PROBE_TIMEOUT_S)) as client:
         status, data = await client.status("GET", "/info")
         if status == 401:
             raise ConfigError(f"engine.urls: {url} wants its token; set {TOKEN_VARIABLE}")
@@ -38,8 +37,6 @@ async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampli
                 msgspec.json.decode(data, type=EngineInfo)
                 return HttpEngine(url, token=token)
         status, data = await client.status("GET", "/v1/models")
-    finally:
-        await client.aclose()
     adapter = _adapter(url, token, status, data)
     return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)
 

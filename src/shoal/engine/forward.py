@@ -31,18 +31,14 @@ CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
     """Fastest known forward for a model whose sequences have at most `longest` tokens."""
-    return DirectForward(model, longest) if _is_known(model) else ModuleForward(model)
+    return DirectForward(model, longest) if _is_known(model) else through_modules(model)
 
 
-class ModuleForward:
+def through_modules(model: PreTrainedModel) -> Forward:
     """Forward of any causal LM through transformers' modules."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
-        """Computes logits; see `Forward`."""
-        logits_1KV: Tensor = self._model(
+    def forward(token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
+        logits_1KV: Tensor = model(
             input_ids=token_T[None],
             position_ids=position_T[None],
             use_cache=False,
@@ -50,6 +46,8 @@ class ModuleForward:
             layout=layout,
         ).logits
         return logits_1KV[0]
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True)

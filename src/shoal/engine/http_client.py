@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from shoal.engine import protocol
 from shoal.errors import EngineUnavailable
@@ -18,7 +16,7 @@ REFUSALS = (400, 413)  # any other 4xx comes from a proxy in front of the engine
 
 
 class HttpEngine:
-    """Engine behind HTTP. Close it with `aclose`, or use it as an async context manager.
+    """Engine behind HTTP. Close it with `aclose`.
 
     Requests that never reached the engine or lost their connection are retried a few times. Errors that the engine
     answered are not.
@@ -28,14 +26,6 @@ class HttpEngine:
         """`timeout_s` bounds the wait for one answer, queueing included."""
         self._url = url
         self._client = Client(url, token=token, timeout_s=timeout_s, refusals=REFUSALS)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Closes the connections."""

@@ -21,7 +21,7 @@ import uvicorn
 from shoal import files
 from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import EngineLimits, OnUpdate
-from shoal.engine.routes import MAX_BODY_BYTES, EngineServer
+from shoal.engine.routes import EngineServer
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import weight_file
 from shoal.errors import ConfigError, ShoalError
@@ -71,7 +71,6 @@ async def _serve(engine: StepEngine, listening: socket.socket, options: argparse
         crashed=crashed,
         token=token,
         weights=[*options.weights, *_folders_of(Path(options.model))],
-        max_body_bytes=options.max_body_bytes,
     )
     uvicorn_server = _Uvicorn(uvicorn_config(server.app, idle_s=600, grace_s=1))
     uvicorn_server.on_stop = server.stop
@@ -103,7 +102,7 @@ def _engine(options: argparse.Namespace) -> StepEngine:
         on_update=OnUpdate(options.on_update),
         version=options.version,
         checksum=files.checksum(weight_file(path)) if weight_file(path).is_file() else "",
-        seed=options.seed if options.seed is not None else secrets.randbits(63),
+        seed=secrets.randbits(63),
     )
 
 
@@ -148,10 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
     )
-    parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
     parser.add_argument("--version", type=int, default=0, help="of the weights in --model")
-    parser.add_argument("--seed", type=int, help="of requests that bring none; random when unset")
     return parser
 
 

@@ -48,17 +48,13 @@ class Pool:
         self._free: list[int] = []
         self.allocated = 0
         """Slots with storage."""
-        self._layers: dict[int, LayerKV] = {}
+        self.layers: dict[int, LayerKV] = {}
+        """K and V of the layers used so far."""
 
     @property
     def held(self) -> int:
         """Sequences in the pool."""
         return len(self.slots) - len(self._free)
-
-    @property
-    def layers(self) -> Mapping[int, LayerKV]:
-        """K and V of the layers used so far."""
-        return self._layers
 
     def take(self, sequence: SequenceState) -> int:
         """Gives the sequence a slot, and returns it; holes are reused first."""
@@ -73,7 +69,7 @@ class Pool:
     @torch.inference_mode()
     def clear(self, slot: int, length: int) -> None:
         """Zeroes the KV of the first `length` tokens in a slot."""
-        for stored in self._layers.values():
+        for stored in self.layers.values():
             for x in stored:
                 x[slot, :, :length].zero_()
 
@@ -92,23 +88,19 @@ class Pool:
         self.allocated = allocated
         self.slots, self._free = list(sequences), []
 
-    def drop_layer(self, layer: int) -> None:
-        """Frees the storage of a layer."""
-        self._layers.pop(layer, None)
-
     def layer(self, layer: int, key_TKD: Tensor, value_TKD: Tensor) -> LayerKV:
         """K and V storage [S, K, capacity, D] of a layer, made to fit the first keys seen."""
-        stored = self._layers.get(layer)
+        stored = self.layers.get(layer)
         if stored is None:
             stored = self._empty_like(key_TKD), self._empty_like(value_TKD)
-            self._layers[layer] = stored
+            self.layers[layer] = stored
         return stored
 
     def copy(self, source_slots: Sequence[int], target: "Pool", target_slots: Sequence[int], length: int) -> None:
         """Copies the KV of the first `length` tokens of slots into slots of this or another pool."""
         if length == 0:
             return
-        for layer, stored in self._layers.items():
+        for layer, stored in self.layers.items():
             target.copy_layer(layer, stored, source_slots, target_slots, length)
 
     def copy_layer(
@@ -125,19 +117,6 @@ class Pool:
                 x_target[: len(slots), :, :length] = x[: len(slots), :, :length]
             else:
                 x_target[:, :, :length].index_copy_(0, target_N, x[:, :, :length].index_select(0, source_N))
-
-    def exported(self, slot: int, length: int) -> StoredKV:
-        """A copy of the KV of the first `length` tokens in a slot."""
-        return {
-            layer: (k[slot, :, :length].clone(), v[slot, :, :length].clone()) for layer, (k, v) in self._layers.items()
-        }
-
-    def restore(self, stored: StoredKV, slot: int, length: int) -> None:
-        """Writes the first `length` tokens of an exported copy into a slot."""
-        for layer, (k_KLD, v_KLD) in stored.items():
-            k, v = self.layer(layer, k_KLD.transpose(0, 1), v_KLD.transpose(0, 1))
-            k[slot, :, :length] = k_KLD[:, :length]
-            v[slot, :, :length] = v_KLD[:, :length]
 
     def close_hole(self) -> tuple[SequenceState, int] | None:
         """Moves the last sequence into a hole when holes are many; returns the sequence and its new slot."""
@@ -264,7 +243,7 @@ class KVCache:
         for layer in {layer for pool in slots for layer in pool.layers}:
             before = {pool: pool.layers.get(layer) for pool in slots}
             for pool in slots:
-                pool.drop_layer(layer)
+                pool.layers.pop(layer, None)
             for (source, target), rows in copies.items():
                 stored, length = before[source], max(length for _, _, length in rows)
                 if stored is not None and length:
@@ -305,15 +284,22 @@ class KVCache:
         for (source_pool, target_pool, length), (sources, targets) in together.items():
             source_pool.copy(sources, target_pool, targets, length)
 
-    def exported(self, sequence: SequenceState, length: int) -> "StoredKV | None":
+    def exported(self, sequence: SequenceState, length: int) -> StoredKV | None:
         """Copy of the KV of a sequence's first `length` tokens; None when it has no slot."""
-        place = self._places.get(id(sequence))
-        return None if place is None else place[0].exported(place[1], length)
+        if (place := self._places.get(id(sequence))) is None:
+            return None
+        pool, slot = place
+        return {
+            layer: (k[slot, :, :length].clone(), v[slot, :, :length].clone()) for layer, (k, v) in pool.layers.items()
+        }
 
-    def restore(self, stored: "StoredKV", sequence: SequenceState, length: int) -> None:
+    def restore(self, stored: StoredKV, sequence: SequenceState, length: int) -> None:
         """Writes the first `length` tokens of an exported copy into the slot of a placed sequence."""
         pool, slot = self.place(sequence)
-        pool.restore(stored, slot, length)
+        for layer, (k_KLD, v_KLD) in stored.items():
+            k, v = pool.layer(layer, k_KLD.transpose(0, 1), v_KLD.transpose(0, 1))
+            k[slot, :, :length] = k_KLD[:, :length]
+            v[slot, :, :length] = v_KLD[:, :length]
 
     def close_holes(self) -> None:
         """Moves the used slots of each pool to its front."""

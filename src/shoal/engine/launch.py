@@ -39,18 +39,18 @@ def engine_child(
 
     `gpu` names the visible GPU, as in CUDA_VISIBLE_DEVICES; without it the child sees the GPUs of this process.
     """
-    arguments = [
-        *("--model", str(model_dir)),
-        *("--dtype", model.dtype),
-        *("--device", model.device),
-        *("--threads", str(threads)),
-        *("--max-running", str(engine.max_running)),
-        *("--max-waiting", str(engine.max_waiting)),
-        *("--on-update", engine.on_update),
-        *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
-        *(("--weights", str(weights)) if weights is not None else ()),
-        "--die-with-parent",
-    ]
+    options = {
+        "model": model_dir,
+        "dtype": model.dtype,
+        "device": model.device,
+        "threads": threads,
+        "max-running": engine.max_running,
+        "max-waiting": engine.max_waiting,
+        "on-update": engine.on_update,
+        "max-model-len": max_model_len,
+        "weights": weights,
+    }
+    arguments = ["--die-with-parent", *(f"--{name}={value}" for name, value in options.items() if value is not None)]
     return EngineChild(
         name, "shoal.engine.http_server", arguments, log, torch_environment(threads, [gpu] if gpu else [])
     )

@@ -43,8 +43,3 @@ class EngineLimits:
     are allocated but unused."""
     prefix_cache_bytes: int = 256 * 2**20
     """Bytes of KV kept of ended sequences, for later sequences with the same beginning; 0 keeps none."""
-
-    @property
-    def storage_tokens(self) -> int:
-        """Tokens for which slots may be allocated at most."""
-        return self.kv_tokens or 2 * self.max_running * self.max_model_len

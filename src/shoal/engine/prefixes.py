@@ -5,20 +5,12 @@ Pure: the stored values are opaque here. The size is bounded; the least recently
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Generic, TypeVar
+
+from shoal.model.prefix_tree import shared_length
 
 V = TypeVar("V")
 Tokens = tuple[int, ...]
-
-
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that two rows share at their beginning.
-
-    >>> shared_length([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class PrefixCache(Generic[V]):

@@ -129,12 +129,10 @@ class EngineServer:
         crashed: Callable[[BaseException], None],
         token: str = "",
         weights: Sequence[Path] = (),
-        max_body_bytes: int = MAX_BODY_BYTES,
         hung_s: float = HUNG_S,
     ) -> None:
         """`weights` are the folders that new weights load from; a step longer than `hung_s` counts as hung."""
         self._engine = engine
-        self._max_body_bytes = max_body_bytes
         self._hung_s = hung_s
         self._ready = ready
         self._crashed = crashed
@@ -190,8 +188,7 @@ class EngineServer:
 
     async def _generate(self, http: HttpRequest) -> Response:
         request = _request(await self._body(http, protocol.GenerateRequest))
-        if wrong := self._engine.refusal(request):
-            raise wrong
+        self._engine.check(request)
         await self._answered(http, request)
         if not request.finished:
             return Response(status_code=CLIENT_GONE)
@@ -212,8 +209,7 @@ class EngineServer:
 
     async def _score(self, http: HttpRequest) -> Response:
         token_ids = (await self._body(http, protocol.LogprobsRequest)).token_ids
-        if wrong := self._engine.score_refusal(token_ids):
-            raise wrong
+        self._engine.check_tokens(token_ids, self._engine.limits.max_model_len)
         if len(token_ids) == 1:
             return json(protocol.ScoreResponse([]))
         request = scoring(token_ids)
@@ -245,8 +241,7 @@ class EngineServer:
     async def _update_weights(self, http: HttpRequest) -> Response:
         asked = await self._body(http, protocol.UpdateWeightsRequest)
         try:
-            if wrong := self._engine.update_refusal(asked.version):
-                raise wrong
+            self._engine.check_update(asked.version)
             check_below(weight_file(Path(asked.path)), self._weights)
             # Reading and checking run in a thread of their own: generation stops for the copy only.
             read = partial(self._engine.slots.staged, asked.version, Path(asked.path), asked.checksum)
@@ -282,7 +277,7 @@ class EngineServer:
         return json(await self._call(self._engine.info))
 
     async def _body(self, http: HttpRequest, kind: type[T]) -> T:
-        return decoded(await body(http, self._max_body_bytes), kind)
+        return decoded(await body(http, MAX_BODY_BYTES), kind)
 
     async def _counted_refusal(self, _: HttpRequest, error: Exception) -> Response:
         self._refused += 1

@@ -71,10 +71,11 @@ class StepEngine:
         self._device = next(model.parameters()).device
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
-        self._cache = KVCache(limits.max_model_len, limits.storage_tokens)
+        room_tokens = limits.max_running * limits.max_model_len
+        self._cache = KVCache(limits.max_model_len, limits.kv_tokens or 2 * room_tokens)
         self._scheduler = Scheduler[Draft](
             max_running=limits.max_running,
-            kv_budget_tokens=limits.kv_tokens or limits.max_running * limits.max_model_len,
+            kv_budget_tokens=limits.kv_tokens or room_tokens,
             chunk_tokens=limits.chunk_tokens,
             max_model_len=limits.max_model_len,
             capacity=self._cache.capacity,
@@ -95,25 +96,21 @@ class StepEngine:
         self.busy_s = self.load_s = 0.0
         self._busy_before_s, self._asked_s = 0.0, time.perf_counter()
 
-    def refusal(self, request: Request) -> RequestRefused | None:
-        """Reason why a request can never be answered; None when it can. Safe in any thread: reads only constants."""
+    def check(self, request: Request) -> None:
+        """Raises `RequestRefused` for a request that can never be answered. Safe in any thread."""
         if not 1 <= request.n <= self.limits.max_waiting:
-            return RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
-        return self._tokens_refusal(request.prompt_ids, self.limits.max_model_len - 1)
+            raise RequestRefused(f"n: expected 1 to {self.limits.max_waiting}, got {request.n}")
+        self.check_tokens(request.prompt_ids, self.limits.max_model_len - 1)
 
-    def score_refusal(self, token_ids: Sequence[int]) -> RequestRefused | None:
-        """Reason why tokens can never be scored; None when they can. Safe in any thread."""
-        return self._tokens_refusal(token_ids, self.limits.max_model_len)
-
-    def _tokens_refusal(self, token_ids: Sequence[int], longest: int) -> RequestRefused | None:
+    def check_tokens(self, token_ids: Sequence[int], longest: int) -> None:
+        """Raises `RequestRefused` for tokens that the model cannot read. Safe in any thread: reads only constants."""
         if not 0 < len(token_ids) <= longest:
-            return RequestRefused(f"token_ids: expected 1 to {longest} tokens, got {len(token_ids)}")
+            raise RequestRefused(f"token_ids: expected 1 to {longest} tokens, got {len(token_ids)}")
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
-            return RequestRefused(f"token_ids: expected ids from 0 to {self._vocabulary - 1}")
-        return None
+            raise RequestRefused(f"token_ids: expected ids from 0 to {self._vocabulary - 1}")
 
     def submit(self, request: Request) -> None:
-        """Queues a request that `refusal` accepts. Raises `EngineUnavailable` when paused or full."""
+        """Queues a request that `check` accepts. Raises `EngineUnavailable` when paused or full."""
         if self._pause in (PauseMode.ABORT, PauseMode.WAIT):
             raise EngineUnavailable("the engine is paused")
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
@@ -197,11 +194,10 @@ class StepEngine:
         self._update_waiters.append(future)
         return future
 
-    def update_refusal(self, version: int) -> RequestRefused | None:
-        """Reason why a version cannot be served any more; None when it can."""
+    def check_update(self, version: int) -> None:
+        """Raises `RequestRefused` for a version that cannot be served any more."""
         if version < self.version:
-            return RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
-        return None
+            raise RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
 
     @property
     def idle(self) -> bool:

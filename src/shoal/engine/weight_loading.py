@@ -44,13 +44,6 @@ def check_below(path: Path, folders: Sequence[Path]) -> None:
         raise RequestRefused(f"weights {path}: expected a path below a folder given as --weights ({known})")
 
 
-def _regular(file: Path) -> Path:
-    """Returns a regular file; reading a device or a pipe may never end."""
-    if file.exists() and not file.is_file():
-        raise RequestRefused(f"weights {file}: expected a regular file")
-    return file
-
-
 class WeightSlots:
     """Tensors of a model that weights are loaded into, in place.
 
@@ -73,7 +66,9 @@ class WeightSlots:
         model's, or with numbers that are not finite, are refused too.
         """
         try:
-            file = _regular(weight_file(path))
+            file = weight_file(path)
+            if file.exists() and not file.is_file():  # reading a device or a pipe may never end
+                raise RequestRefused(f"weights {file}: expected a regular file")
             actual = files.checksum(file)
             beside = file.with_name("checksum")
             expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)

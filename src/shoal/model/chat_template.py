@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jinja2
@@ -31,7 +31,6 @@ class _Tokenizer(Protocol):
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-    def convert_tokens_to_ids(self, token: str) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,16 @@ class ChatRenderer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._stop_token_ids = stop_token_ids
-        self._bases: dict[tuple[tuple[Message, ...], str, str], str] = {}
+        self.stop_token_ids = stop_token_ids
+        """Tokens that end an assistant's turn."""
+        self._stops = tuple(tokenizer.decode([stop], skip_special_tokens=False) for stop in stop_token_ids)
+        template = tokenizer.chat_template or ""
+        # Channels separate thoughts from answers, as GPT-OSS's; other templates mark thoughts, or know none.
+        self._channels = CHANNEL in template and BODY in template
+        self._marks = next((marks for marks in MARKS if marks[1] in template), None)
+        self._base = lru_cache(BASES_KEPT)(self._rendered_base)
         self._opens_thought = lru_cache(BASES_KEPT)(self._opening)
         self.call_format = call_format(tokenizer.chat_template)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant's turn."""
-        return self._stop_token_ids
 
     @property
     def takes_tools(self) -> bool:
@@ -139,7 +139,7 @@ class ChatRenderer:
         None for a text that does not parse back to itself.
         """
         opened = self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:])))
-        said = parted(text) if self._reasons or opened else Parted("", text)
+        said = parted(text) if self._channels or self._marks or opened else Parted("", text)
         if any(self._plain(part) != part for part in (said.thought, said.answer)):
             return None
         if self._channels:
@@ -180,32 +180,18 @@ class ChatRenderer:
         closes = [at for stop in self._stops if (at := full.find(stop, answered_end)) >= 0]
         return full[min(closes) :] if closes else None
 
-    def _base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
-        """Stand-in dialogue by itself, cached; all tails that a user begins share it."""
-        key = (before, tools, template)
-        if key not in self._bases:
-            while len(self._bases) >= BASES_KEPT:
-                self._bases.pop(next(iter(self._bases)), None)
-            self._bases[key] = self._rendered(before, tools, template, prompt=False)
-        return self._bases[key]
+    def _rendered_base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
+        """Stand-in dialogue by itself; all tails that a user begins share it."""
+        return self._rendered(before, tools, template, prompt=False)
 
     def _closed(self, text: str) -> list[int]:
         """Tokens of a bridge, whose close is the stop token by itself.
 
         Merging the close with later text would give another token, and a sampled close would be written twice.
         """
-        stop, mark = max(zip(self._stop_token_ids, self._stops, strict=True), key=lambda pair: _begins(text, pair[1]))
+        pairs = zip(self.stop_token_ids, self._stops, strict=True)
+        stop, mark = max(pairs, key=lambda pair: len(pair[1]) if text.startswith(pair[1]) else 0)
         return [stop, *self.token_ids(text[len(mark) :])]
-
-    @cached_property
-    def _stops(self) -> tuple[str, ...]:
-        """Stop tokens as templates write them."""
-        return tuple(self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._stop_token_ids)
-
-    @cached_property
-    def _reasons(self) -> bool:
-        """Whether the template separates thoughts from answers."""
-        return self._channels or self._marks is not None
 
     def _opening(self, template: str) -> bool:
         """Whether the header of the assistant's turn already opens a thought."""
@@ -213,18 +199,6 @@ class ChatRenderer:
 
     def _ends_open(self, prompt: str) -> bool:
         return prompt.rstrip().endswith((self._marks or THINK)[0])
-
-    @cached_property
-    def _channels(self) -> bool:
-        """Whether the template uses channels, as GPT-OSS's does."""
-        template = self._tokenizer.chat_template or ""
-        return CHANNEL in template and BODY in template
-
-    @cached_property
-    def _marks(self) -> tuple[str, str] | None:
-        """Marks of a thought in the template; None without any."""
-        template = self._tokenizer.chat_template or ""
-        return next((marks for marks in MARKS if marks[1] in template), None)
 
     def _raw(self, ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -244,15 +218,10 @@ class ChatRenderer:
         return Parted(self._plain(raw.thought), self._plain(raw.answer), raw.complete)
 
     def _without_stop(self, token_ids: Sequence[int]) -> list[int]:
-        return list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids)
+        return list(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids)
 
     def _plain(self, text: str) -> str:
         return self.text(self.token_ids(text))
-
-
-def _begins(text: str, mark: str) -> int:
-    """Length of the mark if the text begins with it, else 0."""
-    return len(mark) if text.startswith(mark) else 0
 
 
 def _stand_in(tail: Sequence[Message]) -> Message:

@@ -31,6 +31,15 @@ class PrefixTree:
     node_of: tuple[int, ...]  # [T] node of each token of the rows laid end to end; -1 for the last of each row
 
 
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens that two rows share at their beginning.
+
+    >>> shared_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     """Tree of the given token rows, in any order.
 
@@ -47,8 +56,7 @@ def prefix_tree(rows: Sequence[Sequence[int]]) -> PrefixTree:
     # A row comes after the rows that begin with it, so that it adds nothing to them.
     for row in sorted(range(len(rows)), key=lambda i: [*rows[i][:-1], END_LAST]):
         inner = rows[row][:-1]
-        shared = next((i for i, (a, b) in enumerate(zip(inner, before, strict=False)) if a != b), None)
-        shared = min(len(inner), len(before)) if shared is None else shared
+        shared = shared_length(inner, before)
         first = len(tokens)
         nodes = (*nodes[:shared], *range(first, first + len(inner) - shared))
         if len(inner) > shared:

@@ -15,6 +15,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMED = re.compile(r"\s*+([\w.-]++)\[ARGS\]\s*+")
 _BETWEEN = re.compile(r"[; \n]*+")
 _decoder = json.JSONDecoder()
+ILL_FORMED = (ValueError, RecursionError)
+"""Errors of a text that is no well-formed call."""
 
 
 class CallFormat(StrEnum):
@@ -87,23 +89,22 @@ def _tagged(text: str, form: CallFormat) -> TextAndCalls:
     parts: list[str] = []
     end = 0
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
-        call = read(text[start + len(_OPEN) : close])
         before, end = end, close + len(_CLOSE)
-        parts.append(text[before : start if call else end])
-        calls += [call] if call else []
+        try:
+            calls.append(read(text[start + len(_OPEN) : close]))
+            parts.append(text[before:start])
+        except ILL_FORMED:
+            parts.append(text[before:end])
     content = "".join([*parts, text[end:]])
     ill_formed = _OPEN in content or _CLOSE in content
     return TextAndCalls(content.rstrip() if calls else content, tuple(calls), ill_formed)
 
 
-def _from_json(text: str) -> SampledCall | None:
-    try:
-        return _call(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
+def _from_json(text: str) -> SampledCall:
+    return _call(json.loads(text))
 
 
-def _from_pairs(text: str) -> SampledCall | None:
+def _from_pairs(text: str) -> SampledCall:
     name, *pairs = text.split("<arg_key>")
     name, arguments = name.strip(), {}
     for pair in pairs:
@@ -111,17 +112,17 @@ def _from_pairs(text: str) -> SampledCall | None:
         opened, mark, value = rest.partition("<arg_value>")
         value, ended, behind = value.partition("</arg_value>")
         if not (closed and mark and ended) or opened.strip() or behind.strip():
-            return None
+            raise ValueError("expected <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
         arguments[key] = _value(value)
     if not name or any(c.isspace() for c in name):
-        return None
+        raise ValueError("expected a name")
     return _sampled_call(name, arguments)
 
 
 def _value(text: str) -> Json:
     try:
         value: Json = json.loads(text)
-    except (ValueError, RecursionError):
+    except ILL_FORMED:
         return text
     return value
 
@@ -130,7 +131,7 @@ def _bare(text: str) -> TextAndCalls:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return TextAndCalls(text, ill_formed="<|python_tag|>" in text)
-    calls: list[SampledCall | None] = []
+    calls: list[SampledCall] = []
     at = 0
     try:
         while at < len(body):
@@ -139,11 +140,9 @@ def _bare(text: str) -> TextAndCalls:
             between = _BETWEEN.match(body, at)
             assert between is not None
             at = between.end()
-    except (ValueError, RecursionError):
-        calls.append(None)
-    if None in calls:
+    except ILL_FORMED:
         return TextAndCalls(text, ill_formed='"name"' in body)
-    return TextAndCalls("", tuple(call for call in calls if call))
+    return TextAndCalls("", tuple(calls))
 
 
 def _listed(text: str) -> TextAndCalls:
@@ -155,17 +154,15 @@ def _listed(text: str) -> TextAndCalls:
             calls = _named(rest)
         else:
             value = json.loads(rest)
-            calls = [_call(one) for one in value] if isinstance(value, list) else [None]
-    except (ValueError, RecursionError):
-        calls = [None]
-    if None in calls or not calls:
-        return TextAndCalls(text, ill_formed=True)
-    return TextAndCalls(content.rstrip(), tuple(call for call in calls if call))
+            calls = [_call(one) for one in value] if isinstance(value, list) else []
+    except ILL_FORMED:
+        calls = []
+    return TextAndCalls(content.rstrip(), tuple(calls)) if calls else TextAndCalls(text, ill_formed=True)
 
 
-def _named(text: str) -> list[SampledCall | None]:
+def _named(text: str) -> list[SampledCall]:
     """Calls of the form `name[ARGS]{...}`, repeated. Raises ValueError for any other text."""
-    calls: list[SampledCall | None] = []
+    calls: list[SampledCall] = []
     text = text.replace("[TOOL_CALLS]", "").rstrip()
     at = 0
     while at < len(text):
@@ -177,21 +174,21 @@ def _named(text: str) -> list[SampledCall | None]:
     return calls
 
 
-def _call(value: Json) -> SampledCall | None:
-    """Call from `{"name": ..., "arguments" or "parameters": {...}}`; None for any other value."""
+def _call(value: Json) -> SampledCall:
+    """Call from `{"name": ..., "arguments" or "parameters": {...}}`. Raises `ValueError` for any other value."""
     if not isinstance(value, dict):
-        return None
+        raise ValueError("expected an object")
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
+        raise ValueError("expected a name and arguments")
     return _sampled_call(name, arguments)
 
 
-def _sampled_call(name: str, arguments: dict[str, Json]) -> SampledCall | None:
-    """Call with its arguments as JSON; None for half a surrogate pair, which JSON can spell but nothing can encode."""
+def _sampled_call(name: str, arguments: dict[str, Json]) -> SampledCall:
+    """Call with its arguments as JSON.
+
+    Raises `ValueError` for half a surrogate pair, which JSON can spell but nothing can encode.
+    """
     text = json.dumps(arguments, ensure_ascii=False)
-    try:
-        (name + text).encode()
-    except UnicodeEncodeError:
-        return None
+    (name + text).encode()
     return SampledCall(name, text)

@@ -34,8 +34,7 @@ class Retry:
     tries: int | None = 3
     """Tries in all; None retries until the caller cancels."""
     pause_s: float = 0.1
-    growth: float = 2.0
-    """Factor between consecutive pauses."""
+    """Pause before the second try; each later one is twice as long."""
     timeouts: bool = False
     """Whether a timeout is retried, besides a broken connection."""
     statuses: Callable[[int], bool] = lambda status: False
@@ -94,7 +93,7 @@ async def exchange(
                 failure, last = f"no answer from {url}: {error or type(error).__name__}", None
         if tried == retry.tries:
             break
-        await asyncio.sleep(min(retry.pause_s * retry.growth ** min(tried - 1, 32), LONGEST_PAUSE_S))
+        await asyncio.sleep(min(retry.pause_s * 2.0 ** min(tried - 1, 32), LONGEST_PAUSE_S))
     if last is not None:
         return last
     raise EngineUnavailable(failure)

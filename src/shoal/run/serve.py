@@ -6,6 +6,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import uvicorn
@@ -45,7 +46,7 @@ async def serve(
     with listening_socket(host, port) as listening, tempfile.TemporaryDirectory(prefix="shoal-serve-") as logs:
         log = Path(logs) / "engine.log"
         child = engine_child(directory, EngineConfig(), model, max_model_len=None, threads=threads, log=log)
-        async with child, await child.serving(START_TIMEOUT_S) as engine:
+        async with child, aclosing(await child.serving(START_TIMEOUT_S)) as engine:
             pool = EnginePool(patience_s=PATIENCE_S)  # of one: it continues aborted answers
             await pool.join("engine", engine)
             longest = (await engine.info()).max_model_len
