@@ -331,6 +331,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed(tiny_model_dir: Path, tmp_
 
 PARENT = """
 import asyncio, sys
+from contextlib import aclosing
 from pathlib import Path
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.launch import engine_child

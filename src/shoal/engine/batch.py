@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
-from shoal.engine.kv_cache import KVCache, Pool
+from shoal.engine.kv_cache import KVCache
 from shoal.engine.request import Draft
 from shoal.engine.scheduler import Chunk, StepPlan
 from shoal.types import Sampling
@@ -93,7 +93,7 @@ class StepBatch:
         chunks = [chunk for members in together for chunk in members]
         self.drafts: list[Draft] = decoding
         self.scored: list[ScoredRows] = []
-        token_T = [draft.token_at(draft.total - 1) for draft in decoding]
+        token_T = [(draft.sampled or draft.prompt_ids)[-1] for draft in decoding]
         position_T = [draft.total - 1 for draft in decoding]
         keep, expand = list(range(len(decoding))), list(range(len(decoding)))
         for chunk in chunks:
@@ -112,7 +112,10 @@ class StepBatch:
         self.token_T = torch.tensor(token_T, device=device)
         self.position_T = torch.tensor(position_T, device=device)
         self._room = min((pool.capacity - draft.total for pool, _, draft in placed), default=0)
-        self._decode = _decode_rows(placed, device)
+        self._decode = [
+            DecodeRows(pool, [slot for _, slot, _ in members], [d.total - 1 for *_, d in members], device)
+            for pool, members in ((pool, list(group)) for pool, group in groupby(placed, key=lambda p: p[0]))
+        ]
         self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
         own_rows = len(expand) == len(keep) and not self.scored
@@ -133,15 +136,6 @@ class StepBatch:
         self.token_T = token_B
         self.position_T += 1
         return self._room >= 0
-
-
-def _decode_rows(placed: Sequence[tuple[Pool, int, Draft]], device: torch.device) -> list[DecodeRows]:
-    """One `DecodeRows` per pool in use, for drafts sorted by pool."""
-    rows = []
-    for pool, members in groupby(placed, key=lambda p: p[0]):
-        held = list(members)
-        rows.append(DecodeRows(pool, [slot for _, slot, _ in held], [d.total - 1 for _, _, d in held], device))
-    return rows
 
 
 def _chunks_together(chunks: Sequence[Chunk[Draft]], cache: KVCache) -> list[list[Chunk[Draft]]]:

@@ -9,7 +9,7 @@ import msgspec
 from shoal.engine.external_server import ForeignEngine
 from shoal.engine.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.engine.replica import PoolEngine
-from shoal.engine.server_adapter import Models, ServerAdapter
+from shoal.engine.server_adapter import Models
 from shoal.engine.sglang import SGLang
 from shoal.engine.vllm import VLLM
 from shoal.errors import ConfigError, EngineUnavailable
@@ -37,11 +37,6 @@ async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampli
                 msgspec.json.decode(data, type=EngineInfo)
                 return HttpEngine(url, token=token)
         status, data = await client.status("GET", "/v1/models")
-    adapter = _adapter(url, token, status, data)
-    return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)
-
-
-def _adapter(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
     if status >= 500:
         raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
     owner = ""
@@ -51,4 +46,5 @@ def _adapter(url: str, token: str, status: int, data: bytes) -> ServerAdapter:
     if owner not in ADAPTERS:
         expected = "a Shoal engine, vLLM or SGLang"
         raise ConfigError(f"engine.urls: expected {expected} at {url}, got a server that is none of them")
-    return ADAPTERS[owner](url, token)
+    adapter = ADAPTERS[owner](url, token)
+    return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)

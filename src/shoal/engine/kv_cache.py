@@ -181,8 +181,9 @@ class KVCache:
                 movers.append(sequence)
         if not (movers or new):
             return
-        if not self._room(movers, new):
-            self._lay_out(self._shares(movers, new), movers)
+        arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
+        if not self._room(arriving):
+            self._lay_out(self._shares(arriving, movers), movers)
             movers = []
         moves: dict[tuple[Pool, Pool], list[SequenceState]] = {}
         for sequence in movers:
@@ -193,9 +194,8 @@ class KVCache:
             pool = self._pool(sequence.total)
             self._places[id(sequence)] = pool, pool.take(sequence)
 
-    def _room(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> bool:
+    def _room(self, arriving: Counter[Pool]) -> bool:
         """Whether every sequence can take a slot before any gives up its own; grows pools where necessary."""
-        arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
         grown: dict[Pool, int] = {}
         for pool, count in arriving.items():
             if pool.held + count > pool.allocated:
@@ -211,9 +211,8 @@ class KVCache:
         self._lay_out(grown)
         return True
 
-    def _shares(self, movers: Sequence[SequenceState], new: Sequence[SequenceState]) -> dict[Pool, int]:
+    def _shares(self, arriving: Counter[Pool], movers: Sequence[SequenceState]) -> dict[Pool, int]:
         """Slots of all pools: the number each needs, plus half of the spare budget in proportion to need."""
-        arriving = Counter(self._pool(sequence.total) for sequence in (*movers, *new))
         leaving = Counter(self._places[id(sequence)][0] for sequence in movers)
         needed = {pool: pool.held - leaving[pool] + arriving[pool] for pool in self.pools}
         needed_tokens = sum(slots * pool.capacity for pool, slots in needed.items())

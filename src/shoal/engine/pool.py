@@ -294,9 +294,16 @@ class EnginePool:
         """Loads the newest weights into an engine that takes no requests; returns its version.
 
         The engine may hang, so no update waits for the first load. If newer weights have come by its end, the next
-        update waits for a second load: a slow engine would otherwise never catch up.
+        update waits for a second load: a slow engine would otherwise never catch up. Raises `EngineUnavailable` for
+        weights of another run.
         """
-        version = await self._version_of(engine)
+        version = (await self._within(engine.info())).version  # the engine may have restarted
+        newest = max(self._target.version, self._recovered) if self._target else version
+        if version > newest:
+            raise EngineUnavailable(
+                f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
+                f"its weights are another run's; start it again"
+            )
         if target := self._newer(version):
             try:
                 version = await load_target(engine, target)
@@ -308,20 +315,6 @@ class EnginePool:
             async with self._loading:
                 if target := self._newer(version):
                     version = await load_target(engine, target)
-        return version
-
-    async def _version_of(self, engine: PoolEngine) -> int:
-        """Version that an engine, which may have restarted, serves.
-
-        Raises `EngineUnavailable` for weights of another run.
-        """
-        version = (await self._within(engine.info())).version
-        newest = max(self._target.version, self._recovered) if self._target else version
-        if version > newest:
-            raise EngineUnavailable(
-                f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
-                f"its weights are another run's; start it again"
-            )
         return version
 
     def _newer(self, version: int) -> Target | None:

@@ -17,8 +17,6 @@ class Uniforms:
     The Philox key is (seed, index of the completion in its request), so no two completions share a stream.
     """
 
-    __slots__ = ("_generator", "_known")
-
     def __init__(self, seed: int, index: int) -> None:
         key = np.array([seed % 2**64, index], dtype=np.uint64)
         self._generator = np.random.Generator(np.random.Philox(key=key))
@@ -50,12 +48,6 @@ class Draft(SequenceState):
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
-
-    def token_at(self, position: int) -> int:
-        """Token at a position of the prompt or the answer."""
-        if position < self.prompt_len:
-            return self.prompt_ids[position]
-        return self.sampled[position - self.prompt_len]
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens `start : end`."""

@@ -131,20 +131,15 @@ def load_model(
         raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
     _refuse_different(model)
-    if gradient_checkpointing:
-        _checkpoint_layers(model)
+    if gradient_checkpointing:  # layers drop their activations and compute them again in the backward pass
+        # Before transformers 5.23 only the older name exists; since then it warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for module in model.modules():
+            # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
     return model
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Makes layers drop their activations and compute them again in the backward pass."""
-    # Before transformers 5.23 only the older name exists; since then it warns.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    for module in model.modules():
-        # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 def refuse_unsupported(config: object) -> None:
@@ -159,6 +154,4 @@ def refuse_unsupported(config: object) -> None:
 
 def resolve_device(device: str) -> str:
     """Device name for `auto`, or the given name."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -40,18 +40,11 @@ def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
         done = subprocess.run(command, env=torch_environment(1), check=False)
         if done.returncode != 0:
             raise ModelError(f"the model {name} could not be made: its process ended with code {done.returncode}")
-        _rename(unfinished, directory)
-    except BaseException:
+        try:
+            unfinished.rename(directory)
+        except OSError as error:
+            if not (directory / "config.json").is_file():  # otherwise another process was sooner: its model is used
+                raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return directory, time.monotonic() - began_s
-
-
-def _rename(unfinished: Path, directory: Path) -> None:
-    """Renames a finished model, unless another process was sooner: its model is used then."""
-    try:
-        unfinished.rename(directory)
-    except OSError as error:
-        if not (directory / "config.json").is_file():
-            raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
-        shutil.rmtree(unfinished, ignore_errors=True)

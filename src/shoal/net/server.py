@@ -203,7 +203,6 @@ def uvicorn_config(
     WebSockets are served, and closed when the other side answers no ping for so long.
     """
     bounds = {"most": _descriptors() * 3 // 4, "per_address": per_address, "headers_timeout_s": headers_timeout_s}
-    proxies = os.environ.get(PROXIES_VARIABLE)
     return uvicorn.Config(
         app,
         http=type("_BoundedHere", (_Bounded,), bounds),
@@ -215,8 +214,7 @@ def uvicorn_config(
         access_log=False,
         timeout_keep_alive=idle_s,
         timeout_graceful_shutdown=grace_s,
-        proxy_headers=proxies is not None,
-        forwarded_allow_ips=proxies,
+        proxy_headers=PROXIES_VARIABLE in os.environ,  # uvicorn reads it
         server_header=False,
     )
 
