@@ -46,19 +46,15 @@ class Engine(Protocol):
 
         Raises `RequestRefused` for a request that can never work, `EngineUnavailable` otherwise.
         """
-        ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them: L - 1 numbers."""
-        ...
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the weights at `path` as `version`; running answers go on under them."""
-        ...
 
     async def info(self) -> EngineInfo:
         """What the engine is doing."""
-        ...
 
 
 class Model(Protocol):
@@ -67,21 +63,17 @@ class Model(Protocol):
     @property
     def base_url(self) -> str:
         """URL for OpenAI's clients."""
-        ...
 
     @property
     def anthropic_base_url(self) -> str:
         """URL for Anthropic's clients."""
-        ...
 
     @property
     def api_key(self) -> str:
         """The session's key."""
-        ...
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
-        ...
 
 
 class Environment:
@@ -145,7 +137,6 @@ class Runner(Protocol):
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
-        ...
 
 
 class Scorer(Protocol):
@@ -153,7 +144,6 @@ class Scorer(Protocol):
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
-        ...
 
 
 class Renderer(Protocol):
@@ -162,19 +152,15 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an assistant's turn."""
-        ...
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The conversation up to and including the header of the assistant's turn."""
-        ...
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
         """The message that was drawn after a prompt: what was thought, and what was answered."""
-        ...
 
     def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
         """The tokens of a text with its thought, but for the stop token; None when they would not read back."""
-        ...
 
 
 class Exchange(Protocol):
@@ -183,23 +169,19 @@ class Exchange(Protocol):
     @property
     def connected(self) -> bool:
         """Whether anybody can be reached now."""
-        ...
 
     @property
     def failure(self) -> str:
         """Why nobody could be reached when it was tried last, or what is wrong there; empty before the first try."""
-        ...
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
         """Gives a frame to everybody. Raises `ExchangeUnavailable` when it cannot be handed over now."""
-        ...
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and gives up to `most`, oldest first; waits for ever while the exchange is away.
 
         Who joins late gets what is still kept of the time before.
         """
-        ...
 
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
@@ -211,20 +193,15 @@ class Swarm(Protocol):
 
     async def run(self) -> None:
         """Exchanges messages with peers for ever."""
-        ...
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
-        ...
 
     def choose(self) -> int:
         """Chooses groups of peers for the next step. Returns the number of own groups whose places they take."""
-        ...
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes the chosen groups under the weights being trained, whose newest Version is `version`."""
-        ...
 
     def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
         """Records a step and returns its metrics."""
-        ...

@@ -7,7 +7,6 @@ This is the one rule for losses, advantages, environments, rewards, agents, shar
 
 import hashlib
 import importlib.util
-import inspect
 import os
 import sys
 import sysconfig
@@ -20,10 +19,7 @@ from shoal.errors import ConfigError, ShoalError
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
-    for folder in (
-        os.path.dirname(__file__),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
+    for folder in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 )
 MOST_CHARACTERS = 500
 
@@ -55,13 +51,8 @@ def source_hash(field: str, name: str) -> str:
     module = name.rpartition(":")[0]
     _look_here()
     try:
-        if module.endswith(".py"):
-            data = Path(module).read_bytes()
-        else:
-            found = importlib.util.find_spec(module)
-            if found is None or found.origin is None:
-                raise ConfigError(f"{field}: {name!r}: no module named {module!r}")
-            data = Path(found.origin).read_bytes()
+        found = None if module.endswith(".py") else importlib.util.find_spec(module)
+        data = Path(found.origin if found and found.origin else module).read_bytes()
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"{field}: {name!r} cannot be read: {error}") from error
     return hashlib.sha256(data).hexdigest()[:16]
@@ -81,10 +72,7 @@ def name_of(field: str, given: object) -> str:
         raise ConfigError(f"{field}: expected a function at the top of a module, got {attribute or given!r}")
     if module != "__main__":
         return f"{module}:{attribute}"
-    try:
-        file = inspect.getsourcefile(given)  # type: ignore[arg-type]
-    except TypeError:
-        file = None
+    file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         raise ConfigError(
             f"{field}: {attribute!r} is in no file, so other processes cannot load it; write it into a .py file"

@@ -96,9 +96,9 @@ def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
 def test_a_call_is_under_way_until_its_generation_is_there() -> None:
     tree = TokenTree()
     call = tree.open(tree.attach(Conversation((ASK,))), (1, 2), "digest")
-    assert (tree.calls, tree.generations) == ((call,), ())
+    assert (tree.calls, tree.generations) == ({call.id: call}, ())
     generation = tree.commit(call, drawn(5, END), said("x"))
-    assert (tree.calls, tree.generations) == ((), (generation,))
+    assert (tree.calls, tree.generations) == ({}, (generation,))
 
 
 def test_what_no_client_got_is_left_out_when_an_equal_request_was_answered() -> None:

@@ -54,6 +54,15 @@ def mine(tmp_path: Path) -> Callable[[str], str]:
     return lambda name: f"{file}:{name}"
 
 
+def test_a_function_is_named_by_its_script_and_one_of_a_prompt_is_refused(tmp_path: Path) -> None:
+    source = "from shoal.plugins import name_of\ndef mine(): ...\nprint(name_of('reward', mine))"
+    (tmp_path / "script.py").write_text(source)
+    named = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    assert named.stdout == f"{tmp_path / 'script.py'}:mine\n"
+    refused = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert "reward: 'mine' is in no file" in refused.stderr
+
+
 @pytest.mark.parametrize("example", ["one_call", "own_mathematics", "own_loop"])
 def test_an_example_runs_and_has_at_most_30_lines(example: str, tmp_path: Path) -> None:
     lines = [line for line in (EXAMPLES / f"{example}.py").read_text().splitlines() if line.strip()]

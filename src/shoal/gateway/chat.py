@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -38,19 +38,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class StreamOptions(msgspec.Struct):
-    """Stream options; see OpenAI's reference."""
-
-    include_usage: bool | None = False
-
-
-class CompletionRequest(ModelRequest, kw_only=True):
-    """Fields that chat and text completions share."""
-
-    stream_options: StreamOptions | None = None
-
-
-class ChatRequest(CompletionRequest, kw_only=True):
+class ChatRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
@@ -65,7 +53,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
             self.max_tokens = self.max_completion_tokens
 
 
-class TextRequest(CompletionRequest, kw_only=True):
+class TextRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int]
@@ -86,9 +74,6 @@ class TokensRequest(ModelRequest, kw_only=True):
     token_ids: list[int]
     sampling_params: TokenSampling
     request_id: str = ""
-
-
-C = TypeVar("C", bound=CompletionRequest)
 
 
 def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
@@ -208,7 +193,7 @@ def _tail(reply: Reply[R]) -> Body:
     return {"usage": _usage(reply), **reply.prompt_fields}
 
 
-def _usage_chunk(head: Body, reply: Reply[C]) -> Iterator[Body]:
+def _usage_chunk(head: Body, reply: Reply[R]) -> Iterator[Body]:
     """Last chunk of a stream with token counts, if the client asked for it."""
     options = reply.request.stream_options
     if options and options.include_usage:

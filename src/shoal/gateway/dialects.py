@@ -25,11 +25,18 @@ class Refusal(SessionError):
         self.field = field
 
 
+class StreamOptions(msgspec.Struct):
+    """Stream options; see OpenAI's reference."""
+
+    include_usage: bool | None = False
+
+
 class ModelRequest(SamplingRequest, kw_only=True):
     """Fields that the requests of all APIs share. Unknown fields are ignored, unserved values refused."""
 
     model: str | None = ""
     stream: bool | None = False
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
 
 

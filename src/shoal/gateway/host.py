@@ -12,12 +12,12 @@ import uvicorn
 from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
 from shoal.gateway.sessions import AnswerRequest, OpenRequest, SamplingRequest, Session, SessionLimits
-from shoal.gateway.token_tree import Conversation
+from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
-from shoal.types import Message, Sampling, Turn
+from shoal.types import Message, Sampling
 
 STOP_GRACE_S = 1
 UNLIMITED = sys.maxsize
@@ -41,25 +41,15 @@ class HostedSession:
     """Opens the session at the gateway's common URL too."""
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The sampled answers, in the order in which they began."""
-        return self.session.tree.turns()
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation that ends in the newest answer; empty when nothing was sampled."""
-        return self.session.tree.messages()
-
-    @property
-    def overflowed(self) -> bool:
-        """True if the newest request did not fit the context."""
-        return self.session.tree.truncated
+    def tree(self) -> TokenTree:
+        """Turns and messages of the conversation."""
+        return self.session.tree
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message, without HTTP; messages that extend an answer are not tokenised again."""
         asked = AnswerRequest(Conversation(tuple(messages), tools), SamplingRequest(max_tokens=max_tokens))
         generation = await self.session.generation(asked)
-        self.session.deliver(generation)
+        self.tree.deliver(generation.id)
         return generation.message
 
     async def end(self) -> None:

@@ -52,9 +52,9 @@ class Sessions:
     tokens.
     """
 
-    def __init__(self, context: SessionContext, bounds: SessionBounds | None = None) -> None:
+    def __init__(self, context: SessionContext, bounds: SessionBounds) -> None:
         self.context = context
-        self.bounds = bounds or SessionBounds()
+        self.bounds = bounds
         self.closed: dict[str, str] = {}
         """Reasons by token, oldest first; older tokens are unknown."""
         self._open: dict[str, Session] = {}  # the longest unused first
@@ -62,11 +62,6 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._open)
-
-    @property
-    def tokens_held(self) -> int:
-        """Tokens that all open sessions hold."""
-        return sum(session.tokens_held for session in self._open.values())
 
     def open(self, asked: OpenRequest = DEFAULTS, priority: int = 0) -> Session:
         """Opens a session; see `Session`. Raises `EngineUnavailable` when too many are open."""
@@ -98,7 +93,7 @@ class Sessions:
 
     async def evict(self) -> None:
         """Closes sessions idle for too long, and the longest unused while too many tokens are held."""
-        now_s, held = self.context.clock(), self.tokens_held
+        now_s, held = self.context.clock(), sum(session.tokens_held for session in self._open.values())
         for session in list(self._open.values()):
             idle_s = now_s - session.used_s
             is_wanted = held <= self.bounds.tokens and idle_s <= self.bounds.idle_s

@@ -19,6 +19,8 @@ from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
+ECHOED = ("model", "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens")
+"""Names of a request's fields that its response repeats."""
 SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 
 
@@ -65,7 +67,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: str | None = None
     text: TextFormat | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = msgspec.field(default_factory=dict)
 
 
 def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
@@ -133,7 +135,7 @@ def _messages(items: Sequence[Item]) -> list[Message]:
 
 def responses_body(reply: Reply[ResponsesRequest]) -> Body:
     """Body of the answer to a request."""
-    request, prompt, sampled = reply.request, len(reply.prompt_ids), len(reply.token_ids)
+    prompt, sampled, fields = len(reply.prompt_ids), len(reply.token_ids), msgspec.to_builtins(reply.request)
     return {
         "id": f"resp_{reply.generation.id}",
         "object": "response",
@@ -141,18 +143,12 @@ def responses_body(reply: Reply[ResponsesRequest]) -> Body:
         "status": _status(reply),
         "error": None,
         "incomplete_details": None if reply.stopped else {"reason": "max_output_tokens"},
-        "instructions": request.instructions,
-        "metadata": dict(request.metadata or {}),
-        "model": request.model,
+        **{name: fields[name] for name in ECHOED},
         "output": [item for item, _ in _output(reply)],
         "parallel_tool_calls": True,
-        "previous_response_id": request.previous_response_id,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "max_output_tokens": request.max_tokens,
         "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": msgspec.to_builtins(request.tools or []),
+        "tool_choice": fields["tool_choice"] or "auto",
+        "tools": fields["tools"] or [],
         "truncation": "disabled",
         "usage": {
             "input_tokens": prompt,

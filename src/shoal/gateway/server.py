@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -62,39 +62,31 @@ class Unauthorized(SessionError):
     http_status = 401
 
 
+@dataclass(eq=False)
 class Gateway:
-    """Gateway over sessions; `app` is the ASGI application, `sessions` the registry.
+    """Gateway over sessions; `app` is the ASGI application, `sessions` the registry."""
 
-    With `is_open`, each request without a session gets a session of its own; otherwise such requests get 401.
-    """
+    engine: Engine
+    renderer: "ChatRenderer"
+    _: KW_ONLY
+    max_model_len: int
+    """Most tokens, prompt and answer together, that the engine takes."""
+    model: str = "shoal"
+    is_open: bool = False
+    """Whether each request without a session gets a session of its own; otherwise such requests get 401."""
+    admin_key: str = ""
+    """Key that a request must send to open sessions, read metrics, or ask without a session; empty for no key."""
+    bounds: SessionBounds = field(default_factory=SessionBounds)
+    max_body_bytes: int = MAX_BODY_BYTES
+    keep_alive_s: float = KEEP_ALIVE_S
+    host: str = ""
+    """Address on which the user has the gateway listen."""
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        engine: Engine,
-        renderer: "ChatRenderer",
-        *,
-        max_model_len: int,
-        model: str = "shoal",
-        is_open: bool = False,
-        admin_key: str = "",
-        bounds: SessionBounds | None = None,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        keep_alive_s: float = KEEP_ALIVE_S,
-        host: str = "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`max_model_len` is the most tokens, prompt and answer together, that the engine takes.
-
-        With an `admin_key`, only requests that send it may open sessions, read metrics, or ask without a session.
-        `host` is the address on which the user has the gateway listen.
-        """
+    def __post_init__(self) -> None:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        self.sessions = Sessions(SessionContext(engine, renderer, max_model_len, pool, clock), bounds)
-        self._admin_key = admin_key
-        self._model = model
-        self._is_open = is_open
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
+        context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
+        self.sessions = Sessions(context, self.bounds)
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
@@ -108,7 +100,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
-        self.app = guarded(self._answer, host=host)
+        self.app = guarded(self._answer, host=self.host)
 
     @contextlib.asynccontextmanager
     async def lifetime(self) -> AsyncIterator[None]:
@@ -154,7 +146,7 @@ class Gateway:
 
     async def _open(self, http: Request) -> Response:
         self._admit(http)
-        session = self.sessions.open(decoded(await body(http, self._max_body_bytes), OpenRequest))
+        session = self.sessions.open(decoded(await body(http, self.max_body_bytes), OpenRequest))
         url = f"{http.base_url}s/{session.token}"
         urls = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url}
         return json({"session_id": session.token[:8], "api_key": session.token, **urls})
@@ -167,7 +159,7 @@ class Gateway:
     async def _generate(self, dialect: Dialect[R], http: Request) -> Response:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
         session = self._session(http)
-        data = await body(http, self._max_body_bytes)
+        data = await body(http, self.max_body_bytes)
         request, created = dialect.request(data), int(time.time())
         digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
         ask = replace(dialect.ask(request, session.tree), digest=digest, is_retry=_is_retry(http))
@@ -179,11 +171,11 @@ class Gateway:
             generation = await session.generation(ask)
             answer = json(dialect.body(reply(generation)))
             if not _has_left(http):
-                session.deliver(generation)
+                session.tree.deliver(generation.id)
             return answer
         task = asyncio.ensure_future(session.generation(ask))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone then
-        await asyncio.wait({task}, timeout=self._keep_alive_s)
+        await asyncio.wait({task}, timeout=self.keep_alive_s)
         if task.done():
             task.result()  # early failures have a status of their own
         return StreamingResponse(self._streamed(http, session, task, dialect, reply), media_type="text/event-stream")
@@ -199,7 +191,7 @@ class Gateway:
         """Streams the events of an answer, with comments until it is ready; a late error becomes an event."""
         while not task.done():
             yield b": keep-alive\n\n"
-            await asyncio.wait({task}, timeout=self._keep_alive_s)
+            await asyncio.wait({task}, timeout=self.keep_alive_s)
         try:
             generation = task.result()
         except ShoalError as error:
@@ -220,18 +212,18 @@ class Gateway:
             yield _event(event, dialect.named)
         if not dialect.named:
             yield b"data: [DONE]\n\n"
-        session.deliver(generation)
+        session.tree.deliver(generation.id)
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
-        request = MESSAGES.request(await body(http, self._max_body_bytes))
+        request = MESSAGES.request(await body(http, self.max_body_bytes))
         rendered = await self.sessions.context.rendered(conversation_of(request))
         return json({"input_tokens": len(rendered)})
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
         longest = self.sessions.context.max_model_len
-        one = {"id": self._model, "object": "model", "created": 0, "owned_by": "shoal", "max_model_len": longest}
+        one = {"id": self.model, "object": "model", "created": 0, "owned_by": "shoal", "max_model_len": longest}
         return json({"object": "list", "data": [one]})
 
     async def _health(self, _: Request) -> Response:
@@ -258,14 +250,14 @@ class Gateway:
             return session
         if token in self.sessions.closed:
             raise SessionOver(self.sessions.closed[token])
-        if named is None and self._is_open:
+        if named is None and self.is_open:
             self._admit(http)
             return Session(self.sessions.context, DEFAULTS)
         raise Unauthorized(UNKNOWN)
 
     def _admit(self, http: Request) -> None:
         """Raises `Unauthorized` for a request without the admin key, where one is set."""
-        if self._admin_key and not hmac.compare_digest(_api_key(http).encode(), self._admin_key.encode()):
+        if self.admin_key and not hmac.compare_digest(_api_key(http).encode(), self.admin_key.encode()):
             raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
     def _refusal(self, http: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ from shoal.gateway.token_tree import (
     minted_id,
 )
 from shoal.interfaces import Engine
-from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
+from shoal.types import FinishReason, Message, Role, Sampling, ToolCall, seed_for
 
 if TYPE_CHECKING:
     from shoal.model.chat_template import ChatRenderer
@@ -57,7 +57,7 @@ class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sampling: Sampling | None = None
     """Sampling parameters that win over a client's, except that the client may ask for fewer tokens."""
-    limits: SessionLimits | None = None
+    limits: SessionLimits = SessionLimits()
     history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 
@@ -132,7 +132,7 @@ class Session:
         """Time of the last request or answer."""
         self._context = context
         self._sampling = asked.sampling
-        self._limits = asked.limits or SessionLimits()
+        self._limits = asked.limits
         self._priority = priority
         self._began_s = context.clock()
         self._lock = asyncio.Lock()
@@ -156,10 +156,6 @@ class Session:
         self.used_s = self._context.clock()
         self._context.latencies_s.append(self.used_s - began_s)
         return generation
-
-    def deliver(self, generation: Generation) -> None:
-        """Records that the client received the answer."""
-        self.tree.deliver(generation.id)
 
     @property
     def is_busy(self) -> bool:
@@ -227,7 +223,12 @@ class Session:
 
     async def _generate(self, call: OpenGeneration, ask: AnswerRequest) -> Generation:
         try:
-            completion = await self._completion(call.prompt_ids, self._sampling_of(call, ask))
+            sampling = self._sampling_of(call, ask)
+            (completion,) = await self._context.engine.generate(
+                call.prompt_ids, sampling, priority=self._priority, session=self.token
+            )
+            if completion.finish_reason is FinishReason.ABORT:
+                raise EngineUnavailable("the engine aborted the answer")
             ids, parent = completion.token_ids, call.attachment.parent
             answer = await self._context.computed(
                 4 * len(ids),
@@ -250,33 +251,21 @@ class Session:
         self.tree.truncated = False
         return self.tree.commit(call, completion, message, ill_formed=answer.ill_formed)
 
-    async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        (completion,) = await self._context.engine.generate(
-            prompt_ids, sampling, priority=self._priority, session=self.token
-        )
-        if completion.finish_reason is FinishReason.ABORT:
-            raise EngineUnavailable("the engine aborted the answer")
-        return completion
-
     def _sampling_of(self, call: OpenGeneration, ask: AnswerRequest) -> Sampling:
         """Sampling parameters of this generation. Raises `SessionError` for numbers out of range."""
         room = self._context.max_model_len - len(call.prompt_ids)
         stops = self._context.renderer.stop_token_ids
         own, client = self._sampling, ask.sampling
-        wanted = client.max_tokens if client.max_tokens is not None else room
+        most = room if client.max_tokens is None else min(client.max_tokens, room)
         try:
             if own is None:
-                least, temperature, top_p = min(wanted, room), _or_one(client.temperature), _or_one(client.top_p)
-                return Sampling(least, temperature, top_p, stop_token_ids=stops, seed=client.seed)
-            asked = replace(own, max_tokens=wanted)
+                temperature, top_p = _or_one(client.temperature), _or_one(client.top_p)
+                return Sampling(most, temperature, top_p, stop_token_ids=stops, seed=client.seed)
+            most, stops = min(most, own.max_tokens), own.stop_token_ids or stops
+            seed = None if own.seed is None else seed_for("session", own.seed, call.id)
+            return replace(own, max_tokens=most, stop_token_ids=stops, seed=seed)
         except ValueError as error:
             raise SessionError(str(error)) from error
-        return replace(
-            own,
-            max_tokens=min(asked.max_tokens, own.max_tokens, room),
-            stop_token_ids=own.stop_token_ids or stops,
-            seed=None if own.seed is None else seed_for("session", own.seed, call.id),
-        )
 
 
 def _or_one(asked: float | None) -> float:

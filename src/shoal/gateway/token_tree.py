@@ -117,7 +117,8 @@ class TokenTree:
         """Whether the newest request did not fit the context; the caller sets it."""
         self._generations: dict[int, Generation] = {}
         self._children: dict[int | None, list[int]] = {None: []}
-        self._calls: dict[int, OpenGeneration] = {}
+        self.calls: dict[int, OpenGeneration] = {}
+        """Generations under way."""
         self._next_id = 0
         self._by_hash: dict[bytes, list[int]] = {}
         self._hash_before: dict[int, bytes] = {}  # hash of the messages before the generation's answer
@@ -129,11 +130,6 @@ class TokenTree:
         """Generations in the order of their commits."""
         return tuple(self._generations.values())
 
-    @property
-    def calls(self) -> tuple[OpenGeneration, ...]:
-        """Generations under way."""
-        return tuple(self._calls.values())
-
     def attach(self, conversation: Conversation) -> Attachment:
         """Finds the deepest generation that the conversation begins with, and the messages after it.
 
@@ -142,9 +138,16 @@ class TokenTree:
         messages, hashes = conversation.messages, chain(conversation)
         for end in range(len(messages), 0, -1):
             if messages[end - 1].role is Role.ASSISTANT and hashes[end] in self._by_hash:
-                parent = self._twin(self._by_hash[hashes[end]], messages[:end])
-                return self._checked(self._attached(conversation, hashes[-1], parent, messages[end:]))
-        cause = Cause.DIVERGED if self._generations or self._calls else Cause.FIRST
+                parent, tail = self._twin(self._by_hash[hashes[end]], messages[:end]), messages[end:]
+                continues = not tail and self._generations[parent].completion.finish_reason is not FinishReason.STOP
+                found = Attachment(conversation, parent, tail, None, hashes[-1], continues)
+                roles = {message.role for message in tail}
+                if not roles <= TAIL_ROLES:
+                    return self.detached(found, Cause.ROLES)
+                if self.policy is HistoryPolicy.TEMPLATE and Role.USER in roles:
+                    return self.detached(found, Cause.SEGMENT)
+                return self._checked(found)
+        cause = Cause.DIVERGED if self._generations or self.calls else Cause.FIRST
         return self._checked(Attachment(conversation, None, messages, cause, hashes[-1]))
 
     def detached(self, attachment: Attachment, cause: Cause) -> Attachment:
@@ -165,18 +168,18 @@ class TokenTree:
                 rendered = rendered[1:]
         call = OpenGeneration(self._next_id, attachment, rendered, before + rendered, digest)
         self._next_id += 1
-        self._calls[call.id] = call
+        self.calls[call.id] = call
         return call
 
     def cancel(self, call: OpenGeneration) -> None:
         """Forgets a call without a result."""
-        self._calls.pop(call.id, None)
+        self.calls.pop(call.id, None)
 
     def commit(
         self, call: OpenGeneration, completion: Completion, message: Message, *, ill_formed: bool = False
     ) -> Generation:
         """Stores the completion of a call, and the message that the client receives."""
-        assert self._calls.pop(call.id, None) is call, "a call is committed once"
+        assert self.calls.pop(call.id, None) is call, "a call is committed once"
         attachment = call.attachment
         parent = None if attachment.parent is None else self._generations[attachment.parent]
         whole = message
@@ -213,7 +216,7 @@ class TokenTree:
 
     def retried(self, digest: str) -> OpenGeneration | Generation | None:
         """Open or committed generation of an equal request; the newest when there are several."""
-        found: list[OpenGeneration | Generation] = [call for call in self._calls.values() if call.digest == digest]
+        found: list[OpenGeneration | Generation] = [call for call in self.calls.values() if call.digest == digest]
         found += [self._generations[one] for one in self._by_digest.get(digest, [])]
         return max(found, key=lambda one: one.id, default=None)
 
@@ -264,18 +267,6 @@ class TokenTree:
             messages += () if later and later.continues else (one.message,)
         return tuple(messages)
 
-    def _attached(self, conversation: Conversation, whole: bytes, parent: int, tail: tuple[Message, ...]) -> Attachment:
-        roles = {message.role for message in tail}
-        cause = None
-        if not roles <= TAIL_ROLES:
-            cause = Cause.ROLES
-        elif self.policy is HistoryPolicy.TEMPLATE and Role.USER in roles:
-            cause = Cause.SEGMENT
-        if cause is not None:
-            return Attachment(conversation, None, conversation.messages, cause, whole)
-        continues = not tail and self._generations[parent].completion.finish_reason is not FinishReason.STOP
-        return Attachment(conversation, parent, tail, None, whole, continues)
-
     def _checked(self, attachment: Attachment) -> Attachment:
         """Raises `HistoryDiverged` where the policy is `strict` and the newest answer is not extended."""
         if self.policy is not HistoryPolicy.STRICT or attachment.cause is Cause.FIRST:
@@ -285,7 +276,7 @@ class TokenTree:
                 f"messages: expected the session's conversation and what follows it, got another ({attachment.cause}); "
                 "open a new session, or one with history_policy 'preserve'"
             )
-        under_way = any(call.attachment.parent == attachment.parent for call in self._calls.values())
+        under_way = any(call.attachment.parent == attachment.parent for call in self.calls.values())
         if under_way or self._children[attachment.parent]:
             raise HistoryDiverged("messages: expected an extension of the newest answer, got one of an earlier answer")
         return attachment
@@ -298,10 +289,12 @@ class TokenTree:
         if len(ids) == 1:
             return ids[0]
         held = {call.id for message in messages for call in message.tool_calls}
-        return max(ids, key=lambda one: (len(held & self._call_ids(one)), one in self._delivered, one))
 
-    def _call_ids(self, generation_id: int) -> set[str]:
-        return {call.id for one in self._path(generation_id) for call in one.message.tool_calls}
+        def rank(one: int) -> tuple[int, bool, int]:
+            quoted = {call.id for earlier in self._path(one) for call in earlier.message.tool_calls}
+            return len(held & quoted), one in self._delivered, one
+
+        return max(ids, key=rank)
 
     def _index(self, generation: Generation, message: Message, before: bytes) -> None:
         keys = {_link(before, message)}

@@ -48,10 +48,8 @@ class _Lately:
     @property
     def reason(self) -> str:
         """The observations, in words."""
-        words = f"{self.informative} of {self.finished} groups informative"
-        return (
-            f"{words}; the others waited for it although it ran as many at once as it may" if self.holds_up else words
-        )
+        slow = "; the others waited for it although it ran as many at once as it may" if self.holds_up else ""
+        return f"{self.informative} of {self.finished} groups informative{slow}"
 
 
 ENOUGH = 16

@@ -21,7 +21,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -98,18 +98,13 @@ def agent_of(named: object) -> Agent:
     if isinstance(spec.run, str):
         if find_spec("openai") is None:
             raise TaskError("agent: expected the package openai; pip install 'shoal[agents]' brings it")
-        return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, _function_at(spec.run), spec.timeout_s))
+        if not inspect.iscoroutinefunction(found := own_code("agent", spec.run)):
+            raise TaskError(f"agent: expected {spec.run!r} to be an async function of a task and a client")
+        return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, found, spec.timeout_s))
     if missing := [name for name in spec.env if name not in os.environ]:
         raise TaskError(f"agent: expected the variable {missing[0]} in the environment, as env names it; it is not set")
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
     return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run), spec.env))
-
-
-def _function_at(path: str) -> AgentFunction:
-    found = own_code("agent", path)
-    if not inspect.iscoroutinefunction(found):
-        raise TaskError(f"agent: expected {path!r} to be an async function of a task and a client")
-    return cast("AgentFunction", found)
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +150,8 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
             finally:
                 await _ended(process)
             if code:
-                raise AgentFailed(f"agent: its process ended with {_how(code)}{complaint}")
+                how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
+                raise AgentFailed(f"agent: its process ended with {how}{complaint}")
             return _outcome(os.pread(written.fileno(), MOST_OUTCOME_BYTES + 1, 0))
 
     yield play
@@ -181,11 +177,6 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await process.wait()
-
-
-def _how(code: int) -> str:
-    """An exit code in words; the supervisor says signals as a shell does."""
-    return f"signal {code - 128}" if code > 128 else f"code {code}"
 
 
 def _outcome(written: bytes) -> Outcome:

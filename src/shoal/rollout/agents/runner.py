@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from shoal.errors import ContextOverflow, EngineError, EngineUnavailable, ShoalError
@@ -44,41 +44,38 @@ class _End:
     """True if the rollout shall begin again in a new session; what was sampled is given up."""
 
 
+@dataclass(eq=False)
 class AgentRunner:
     """Implements `interfaces.Runner`: each rollout is a `play` in a session of its own.
 
     Invariant: a rollout's turns are exactly what the engine drew in its session, whatever the agent did or raised.
     """
 
-    def __init__(
-        self,
-        host: "Host",
-        play: Play,
-        scorer: Scorer,
-        sampling: Sampling,
-        *,
-        timeout_s: float,
-        max_at_once: int | None = None,
-    ) -> None:
-        """`sampling` is training's. `timeout_s` counts from a rollout's begin; those beyond `max_at_once` wait."""
-        self._host = host
-        self._play = play
-        self._scorer = scorer
-        self._sampling = sampling
-        self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(max_at_once) if max_at_once else contextlib.nullcontext()
+    host: "Host"
+    play: Play
+    scorer: Scorer
+    sampling: Sampling
+    """Sampling parameters of training."""
+    _: KW_ONLY
+    timeout_s: float
+    """Seconds from a rollout's begin."""
+    max_at_once: int | None = None
+    """Rollouts at once; further ones wait."""
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.max_at_once) if self.max_at_once else contextlib.nullcontext()
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task, side by side."""
         return tuple(await asyncio.gather(*(self._rollout(task, i, purpose) for i in range(n))))
 
     async def _rollout(self, task: Task, i: int, purpose: Purpose) -> Rollout:
-        seed = seed_for("rollout", self._sampling.seed or 0, task.id, i)
-        sampling = replace(sampled_for(purpose, self._sampling), seed=seed)
+        seed = seed_for("rollout", self.sampling.seed or 0, task.id, i)
+        sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
         async with self._places:
             for attempts_left in reversed(range(ATTEMPTS)):
                 try:
-                    model = self._host.session(sampling, priority_of(purpose), self._timeout_s)
+                    model = self.host.session(sampling, priority_of(purpose), self.timeout_s)
                 except EngineUnavailable as error:
                     return failed(task, i, f"gateway: {error}")
                 try:
@@ -92,8 +89,8 @@ class AgentRunner:
     async def _played(self, task: Task, model: "HostedSession") -> _End:
         """Runs the agent and returns how it ended."""
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return _End(await self._play(task, model))
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                return _End(await self.play(task, model))
         except asyncio.CancelledError:
             own = asyncio.current_task()
             if own is None or own.cancelling():
@@ -109,15 +106,15 @@ class AgentRunner:
             return _End(None, f"engine: {error}")
         except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
             if isinstance(error, TimeoutError) and deadline.expired():
-                return _End(None, f"deadline: the rollout took longer than {self._timeout_s:g} s")
-            if model.overflowed and _is_overflow(error):
+                return _End(None, f"deadline: the rollout took longer than {self.timeout_s:g} s")
+            if model.tree.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
             return _End(None, f"agent: {described(error)}")
 
     async def _judged(self, task: Task, i: int, model: "HostedSession", end: _End) -> Rollout:
         """The rollout of the conversation, with its reward and status."""
-        turns, messages, outcome, reason = model.turns, model.messages, end.outcome, end.reason
-        if outcome is not None and model.overflowed:
+        turns, messages, outcome, reason = model.tree.turns(), model.tree.messages(), end.outcome, end.reason
+        if outcome is not None and model.tree.truncated:
             reason = reason or OVERFLOW
         given = outcome.turn_rewards if outcome else ()
         if outcome is not None and not turns:
@@ -143,7 +140,7 @@ class AgentRunner:
         if answer is None:  # the newest one
             answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
         try:
-            (reward,) = await self._scorer.score(task, [answer])
+            (reward,) = await self.scorer.score(task, [answer])
         except ShoalError as error:  # the task says nothing of how to score it
             return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
         return reward
