@@ -145,13 +145,11 @@ gateway.server:Gateway._generate
       gateway.token_tree:TokenTree.open
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
-        gateway.sessions:Session._completion
-          engine.pool:EnginePool.generate
+        engine.pool:EnginePool.generate
         model.chat_template:ChatRenderer.answer
         gateway.token_tree:TokenTree.commit
   gateway.chat:chat_body @ Reply
-  gateway.sessions:Session.deliver
-    gateway.token_tree:TokenTree.deliver
+  gateway.token_tree:TokenTree.deliver
 """
 
 WEIGHTS = """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
+from shoal.engine.request import Draft, Request
 from shoal.engine.step_engine import StepEngine
 from shoal.engine.weight_loading import StagedWeights
 from shoal.interfaces import Environment
@@ -135,15 +135,17 @@ class Driver:
         while not self._engine.idle:
             self._engine.step()
         return [
-            tuple(self._rollout(task, request, draft.completion(), version) for draft in request.drafts)
+            tuple(self._rollout(task, request, draft, version) for draft in request.drafts)
             for task, request in zip(tasks, requests, strict=True)
         ]
 
-    def _rollout(self, task: Task, request: Request, drawn: Completion, version: int) -> Rollout:
+    def _rollout(self, task: Task, request: Request, draft: Draft, version: int) -> Rollout:
         assert task.answer is not None
+        assert draft.finish_reason is not None
+        ids = tuple(draft.sampled)
         # What reasoning-gym's scorer of spell_backward gives full marks for.
-        correct = self._renderer.text(drawn.token_ids).strip().lower() == task.answer.lower()
+        correct = self._renderer.text(ids).strip().lower() == task.answer.lower()
         # The engine counts updates, which come for evaluations too; the version is that of the training run.
-        completion = Completion(drawn.token_ids, drawn.logprobs, (version,) * len(drawn.token_ids), drawn.finish_reason)
+        completion = Completion(ids, tuple(draft.logprobs), (version,) * len(ids), draft.finish_reason)
         turn = Turn(tuple(request.prompt_ids), completion)
         return Rollout(task.id, (), (turn,), Reward(float(correct)))

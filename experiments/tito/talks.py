@@ -46,10 +46,13 @@ def hold(engine: StepEngine, style: Style, talks: Sequence[Talk], *, gateway: bo
         while not engine.idle:
             engine.step()
         for talk, request in zip(talks, requests, strict=True):
-            completion = request.drafts[0].completion()
+            (draft,) = request.drafts
+            assert draft.finish_reason is not None
+            sampled = (tuple(draft.sampled), tuple(draft.logprobs), tuple(draft.versions))
+            completion = Completion(*sampled, draft.finish_reason)
             message = Message(Role.ASSISTANT, made.answer(completion.token_ids, tools=False).content)
             if gateway:
-                talk.tree.commit(talk.tree.calls[0], completion, message)
+                talk.tree.commit(next(iter(talk.tree.calls.values())), completion, message)
             talk.prompts.append(tuple(request.prompt_ids))
             talk.drawn.append(completion)
             talk.messages.append(message)
