@@ -71,7 +71,7 @@ class _Body(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    error: dict[str, Json]
+    error: dict[str, object]
 
 
 def wire_of(message: Message) -> dict[str, Json]:
