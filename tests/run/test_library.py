@@ -24,8 +24,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
 MINE = """
 def reinforce(s):
     return -(s.logp_T - s.behav_T).exp().detach().clamp(max=2) * s.advantage_T * s.logp_T
-def reads_where_nothing_is(s):
-    return s.logp_T * (1 / s.mask_T.float())
 def flat(s):
     return s.advantage_T
 def short(s):

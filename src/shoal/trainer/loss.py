@@ -5,7 +5,6 @@ all micro-batches and ranks with weights (`packing.token_weight`). These weights
 filter or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
 """
 
-import math
 from typing import Literal, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from shoal.config.training import (
     SoftAdaptiveLoss,
 )
 from shoal.trainer.own_loss import own_loss
-from shoal.trainer.streams import Streams, TokenLoss
+from shoal.trainer.streams import Streams, TokenLoss, bounded_exp
 
 Level: TypeAlias = Literal["token", "sequence"]
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -63,12 +62,9 @@ def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
     Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), dual clip (arXiv 1912.09729 Eq. 5), GRPO (arXiv
     2402.03300 Eq. 3) with the clip-higher and token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
-    ratio_T = _ratio(streams.logp_T, streams.behav_T, m)
-    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config)
-    none_T = torch.zeros_like(m)
-    return TokenLoss(-surrogate_T, _where(m, ratio_T.detach()), clipped_T & m, none_T, none_T)
+    ratio_T = bounded_exp(streams.logp_T - streams.behav_T)
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
+    return TokenLoss(-surrogate_T, ratio_T.detach(), clipped_T)
 
 
 def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
@@ -83,18 +79,15 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     5), Hilton et al. (arXiv 2110.00641). A floor of 1 / beta, a cap of beta and "mask" give IcePop (GLM-5, arXiv
     2602.15763 §3.2).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
     prox_T = streams.prox_T.detach()
-    surrogate_T, clipped_T = _clipped_surrogate(_ratio(streams.logp_T, prox_T, m), A_T, config)
-    masked_T = capped_T = torch.zeros_like(m)
-    w_T = torch.ones_like(A_T)
-    if config.behaviour_correction == "on":
-        w_T = _weight(streams, prox_T, config.weight_level)
-        w_T, masked_T, capped_T = _bounded(
-            w_T, m, config.weight_floor, config.weight_cap, mask_over=config.over_cap == "mask"
-        )
-    return TokenLoss(-w_T * surrogate_T, _behaviour_ratio(streams), clipped_T & m & ~masked_T, masked_T, capped_T)
+    ratio_T = bounded_exp(streams.logp_T - prox_T)
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
+    if config.behaviour_correction == "off_and_biased":
+        return TokenLoss(-surrogate_T, streams.ratio_T, clipped_T)
+    w_T = _weight(streams, prox_T, config.weight_level)
+    over = config.over_cap == "mask"
+    w_T, masked_T, capped_T = _bounded(w_T, config.weight_floor, config.weight_cap, mask_over=over)
+    return TokenLoss(-w_T * surrogate_T, streams.ratio_T, clipped_T & ~masked_T, masked_T, capped_T)
 
 
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
@@ -106,14 +99,10 @@ def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     the factor r (1 + log pi_theta), whose sign is wrong for every token with pi_theta < 1/e. Takes and gives [T].
     Source: GLM-5 (arXiv 2602.15763 §4.1.2).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
-    ratio_T = _ratio(streams.logp_T.detach(), streams.behav_T.detach(), m)
+    ratio_T = streams.ratio_T
     inside_T = (ratio_T > 1 - config.band_low) & (ratio_T < 1 + config.band_high)
-    f_T = torch.where(inside_T, ratio_T, 0.0)
-    loss_T = -f_T * A_T * _where(m, streams.logp_T)
-    none_T = torch.zeros_like(m)
-    return TokenLoss(loss_T, _where(m, ratio_T), none_T, ~inside_T & m, none_T)
+    loss_T = -torch.where(inside_T, ratio_T, 0.0) * streams.advantage_T * streams.logp_T
+    return TokenLoss(loss_T, ratio_T, masked_T=~inside_T)
 
 
 def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
@@ -125,13 +114,10 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     With one advantage per row the mean of loss_t over the row is the paper's term, so `loss_mean` defaults to "rows".
     Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
-    log_ratio_T = _log_ratio(streams.logp_T, streams.behav_T, m)
-    ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(m.to(A_T.dtype), streams).clamp(min=1))
-    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, A_T, config)
-    none_T = torch.zeros_like(m)
-    return TokenLoss(-_where(m, surrogate_T), _behaviour_ratio(streams), clipped_T & m, none_T, none_T)
+    log_ratio_T = streams.logp_T - streams.behav_T
+    ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(torch.ones_like(log_ratio_T), streams))
+    surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
+    return TokenLoss(-surrogate_T, streams.ratio_T, clipped_T)
 
 
 def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over: bool) -> TokenLoss:
@@ -144,13 +130,10 @@ def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over:
     (Ionides 2008, IMPALA arXiv 1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4
     and 5, which has no lower bound).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
-    w_T, masked_T, capped_T = _bounded(
-        _weight(streams, streams.logp_T.detach(), level), m, 0.0, cap, mask_over=mask_over
-    )
-    loss_T = -w_T * A_T * _where(m, streams.logp_T)
-    return TokenLoss(loss_T, _behaviour_ratio(streams), torch.zeros_like(m), masked_T, capped_T)
+    w_T = _weight(streams, streams.logp_T.detach(), level)
+    w_T, masked_T, capped_T = _bounded(w_T, 0.0, cap, mask_over=mask_over)
+    loss_T = -w_T * streams.advantage_T * streams.logp_T
+    return TokenLoss(loss_T, streams.ratio_T, masked_T=masked_T, capped_T=capped_T)
 
 
 def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
@@ -162,13 +145,10 @@ def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
     At r = 1 the gradient is -A grad log pi_theta. Takes and gives [T]. Source: Soft Adaptive Policy Optimization (arXiv
     2511.20347).
     """
-    m = streams.mask_T
-    A_T = _where(m, streams.advantage_T)
-    ratio_T = _ratio(streams.logp_T, streams.behav_T, m)
+    A_T = streams.advantage_T
+    ratio_T = bounded_exp(streams.logp_T - streams.behav_T)
     tau_T = torch.where(A_T > 0, A_T.new_tensor(config.tau_positive), A_T.new_tensor(config.tau_negative))
-    loss_T = -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * A_T
-    none_T = torch.zeros_like(m)
-    return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
+    return TokenLoss(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * A_T, ratio_T.detach())
 
 
 def positive_only(streams: Streams) -> TokenLoss:
@@ -177,10 +157,7 @@ def positive_only(streams: Streams) -> TokenLoss:
     There is no ratio: stale answers are imitated unchanged. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
     2504.11343 Eq. 3), weighted with the advantage.
     """
-    m = streams.mask_T
-    loss_T = -_where(m, streams.advantage_T).clamp(min=0) * _where(m, streams.logp_T)
-    none_T = torch.zeros_like(m)
-    return TokenLoss(loss_T, _behaviour_ratio(streams), none_T, none_T, none_T)
+    return TokenLoss(-streams.advantage_T.clamp(min=0) * streams.logp_T, streams.ratio_T)
 
 
 def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) -> Tensor:
@@ -198,7 +175,7 @@ def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) 
     return behav_T + alpha_T * (logp_T.detach() - behav_T)
 
 
-def kl(logp_T: Tensor, ref_T: Tensor, mask_T: Tensor, estimator: Estimator) -> Tensor:
+def kl(logp_T: Tensor, ref_T: Tensor, estimator: Estimator) -> Tensor:
     """Estimate of KL(pi, pi_ref) in nats from each sampled token.
 
     With d = log pi - log pi_ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
@@ -208,10 +185,10 @@ def kl(logp_T: Tensor, ref_T: Tensor, mask_T: Tensor, estimator: Estimator) -> T
     divergence" (2020); GRPO uses k3 (arXiv 2402.03300 Eq. 4).
 
     >>> d = torch.tensor([0.0, 1.0])
-    >>> [kl(d, torch.zeros(2), d >= 0, k).tolist() for k in ("k1", "k2")]
+    >>> [kl(d, torch.zeros(2), k).tolist() for k in ("k1", "k2")]
     [[0.0, 1.0], [0.0, 0.5]]
     """
-    d_T = _log_ratio(logp_T, ref_T, mask_T)
+    d_T = logp_T - ref_T
     match estimator:
         case "k1":
             return d_T
@@ -237,36 +214,6 @@ def to_go(x_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
     return (ends_R[row_T] - wide_T.cumsum(0) + wide_T).to(x_T.dtype)
 
 
-def _where(mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """Values of x where the mask is true, 0 elsewhere. Multiplying by the mask instead would keep NaN."""
-    return torch.where(mask_T, x_T, 0.0)
-
-
-def _log_ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Difference logp - base where the mask is true, 0 elsewhere."""
-    return _where(mask_T, logp_T) - _where(mask_T, base_T)
-
-
-def bounded_exp(log_ratio_T: Tensor) -> Tensor:
-    """Exponential with the exponent bounded at two thirds of the float type's range (59 nats for float32).
-
-    Beyond the bound, a clipped token would turn inf * 0 into a NaN gradient.
-    """
-    bound = math.log(torch.finfo(log_ratio_T.dtype).max) * 2 / 3
-    return torch.exp(log_ratio_T.clamp(-bound, bound))
-
-
-def _ratio(logp_T: Tensor, base_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Ratio exp(logp - base) where the mask is true, 1 elsewhere."""
-    return bounded_exp(_log_ratio(logp_T, base_T, mask_T))
-
-
-def _behaviour_ratio(streams: Streams) -> Tensor:
-    """Ratio pi_theta / pi_behav where the mask is true, 0 elsewhere; without gradient."""
-    ratio_T = _ratio(streams.logp_T.detach(), streams.behav_T.detach(), streams.mask_T)
-    return _where(streams.mask_T, ratio_T)
-
-
 def _row_sum(x_T: Tensor, streams: Streams) -> Tensor:
     """Sum of x over each token's row."""
     return x_T.new_zeros(streams.rows).index_add(0, streams.row_T, x_T)[streams.row_T]
@@ -274,15 +221,13 @@ def _row_sum(x_T: Tensor, streams: Streams) -> Tensor:
 
 def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
     """Weight exp(logp) / pi_behav of each token, or its product over the token's row."""
-    log_ratio_T = _log_ratio(logp_T, streams.behav_T.detach(), streams.mask_T)
+    log_ratio_T = logp_T - streams.behav_T
     return bounded_exp(log_ratio_T if level == "token" else _row_sum(log_ratio_T, streams))
 
 
-def _bounded(
-    w_T: Tensor, mask_T: Tensor, floor: float, cap: float, *, mask_over: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _bounded(w_T: Tensor, floor: float, cap: float, *, mask_over: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Weights within their bounds, and masks of the masked and of the clamped weights."""
-    over_T, under_T = (w_T > cap) & mask_T, (w_T < floor) & mask_T
+    over_T, under_T = w_T > cap, w_T < floor
     masked_T = under_T | over_T if mask_over else under_T
     capped_T = torch.zeros_like(over_T) if mask_over else over_T
     return torch.where(masked_T, 0.0, w_T.clamp(max=cap)), masked_T, capped_T

@@ -64,9 +64,10 @@ class StepTotals:
         self._bins += torch.bincount(torch.bucketize(ratio_N, self._bounds), minlength=len(self._bins))
         self._largest = torch.maximum(self._largest, ratio_N.max())
 
-    def _add(self, **streams: Tensor) -> None:
+    def _add(self, **streams: Tensor | None) -> None:
         for name, stream in streams.items():
-            self._sums[name] = self._sums[name] + stream.sum(dtype=torch.float64)
+            if stream is not None:
+                self._sums[name] = self._sums[name] + stream.sum(dtype=torch.float64)
 
     def add_value_loss(self, value_loss_N: Tensor) -> None:
         """Adds the critic's loss of a micro-batch."""

@@ -331,12 +331,12 @@ class Trainer:
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
             assert entropy_N is not None
             before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
-            prox_N, all_N = before_N, torch.ones_like(logp_N, dtype=torch.bool)
+            prox_N = before_N
             if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
                 age_N = at.age(batch.version_N, config)
                 prox_N = log_linear_prox(logp_N, batch.behav_N, age_N, at.taken)
             penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
-            streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, all_N, batch.row_N, rows=len(batch.lengths))
+            streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, batch.row_N, rows=len(batch.lengths))
             terms = token_loss(streams, config.loss)
             loss_N = terms.loss_T + penalty_N - config.entropy_bonus * entropy_N
             if outputs.value_N is not None:
@@ -375,7 +375,7 @@ class Trainer:
         """Estimated distance to the reference, in nats."""
         with torch.no_grad():
             ref_N = self._outputs(batch, model=self._reference).logp_N
-        return kl(logp_N, ref_N, torch.ones_like(ref_N, dtype=torch.bool), self._config.kl.estimator)
+        return kl(logp_N, ref_N, self._config.kl.estimator)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._dtype is torch.float32:
