@@ -99,7 +99,6 @@ def test_a_resumed_critic_goes_on_bit_for_bit_and_engines_never_see_it(tiny_mode
     assert replace(got, seconds=0.0) == replace(wanted, seconds=0.0)
     assert not any("value_head" in name for name in ours.tensors())
     assert all(torch.equal(a, resumed.tensors()[name]) for name, a in ours.tensors().items())
-    assert ours.parameters == Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig()).parameters + 33
 
 
 def test_kl_in_the_reward_lowers_the_returns(tiny_model_dir: Path) -> None:

@@ -24,11 +24,9 @@ from shoal.trainer.messages import (
     LoadCheckpoint,
     Request,
     SaveCheckpoint,
-    Started,
     StartTrainer,
     Step,
-    Stepped,
-    StopTrainer,
+    StepStats,
     TrainerFailed,
     WriteVersion,
     answer_from,
@@ -177,11 +175,12 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
             async def ask(request: Request) -> Answer:
                 return answer_from(await child.ask(wire.encode(request), 120))
 
-            assert isinstance(await ask(request), Started)
+            assert isinstance(await ask(request), Done)
             assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
             assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
             first = await ask(Step(rows))
-            assert isinstance(first, Stepped)
+            assert isinstance(first, Done)
+            assert isinstance(first.value, StepStats)
             refused = await ask(Step((((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))),),)))
             assert isinstance(refused, TrainerFailed)
             assert "expected ids in" in refused.reason
@@ -190,15 +189,16 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
             assert "cannot be written" in unwritten.reason
             assert isinstance(await ask(LoadCheckpoint(str(tmp_path))), Done)
             again = await ask(Step(rows))
-            assert isinstance(again, Stepped)
-            assert replace(again.stats, seconds=0.0) == replace(first.stats, seconds=0.0)
+            assert isinstance(again, Done)
+            assert isinstance(again.value, StepStats)
+            assert replace(again.value, seconds=0.0) == replace(first.value, seconds=0.0)
             assert isinstance(await ask(WriteVersion(str(tmp_path / "published.safetensors"))), Done)
 
             os.kill(follower_of(child.pid), signal.SIGKILL)
             lost = await ask(Step(rows))
             assert isinstance(lost, TrainerFailed)
             assert "rank 1 of the trainer" in lost.reason
-            await ask(StopTrainer())
+            child._writer.close()
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
 
     asyncio.run(main())

@@ -12,17 +12,14 @@ from shoal.config.training import TrainConfig
 from shoal.net.process import Child, torch_environment
 from shoal.trainer.messages import (
     Answer,
-    ComputedLogprobs,
     ComputeLogprobs,
     Done,
     LoadCheckpoint,
     Request,
     SaveCheckpoint,
-    Started,
     StartTrainer,
     Step,
-    Stepped,
-    StopTrainer,
+    StepStats,
     TrainerFailed,
     WriteVersion,
     answer_from,
@@ -53,17 +50,19 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             assert "nowhere" in missing.reason
 
             started = await ask(child, start(tiny_model_dir))
-            assert isinstance(started, Started)
-            assert started.device == "cpu"
+            assert isinstance(started, Done)
 
             first = await ask(child, ComputeLogprobs(((1, 2, 3),)))
-            assert isinstance(first, ComputedLogprobs)
+            assert isinstance(first, Done)
+            assert isinstance(first.value, tuple)
             stepped = await ask(child, Step(((ROW,), ())))
-            assert isinstance(stepped, Stepped)
-            assert stepped.stats.updates == 1
+            assert isinstance(stepped, Done)
+            assert isinstance(stepped.value, StepStats)
+            assert stepped.value.updates == 1
             moved = await ask(child, ComputeLogprobs(((1, 2, 3),)))
-            assert isinstance(moved, ComputedLogprobs)
-            assert sum(moved.logprobs[0]) > sum(first.logprobs[0])
+            assert isinstance(moved, Done)
+            assert isinstance(moved.value, tuple)
+            assert sum(moved.value[0]) > sum(first.value[0])
 
             refused = await ask(child, Step(((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),),)))
             assert isinstance(refused, TrainerFailed)
@@ -81,7 +80,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             assert isinstance(await ask(child, LoadCheckpoint(str(tmp_path))), Done)
             assert await ask(child, ComputeLogprobs(((1, 2, 3),))) == moved
 
-            assert isinstance(await ask(child, StopTrainer()), Done)
+            child._writer.close()
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
 
     asyncio.run(main())
@@ -95,7 +94,6 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
         ComputeLogprobs(((1, 2), (3,))),
         WriteVersion("a"),
         SaveCheckpoint("b"),
-        StopTrainer(),
     ],
 )
 def test_requests_survive_the_wire(message: Request) -> None:

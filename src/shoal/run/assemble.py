@@ -12,7 +12,6 @@ from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
-from shoal.net.process import Child
 from shoal.observe.metrics import Trackers
 from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.agents.runner import AgentRunner, Play
@@ -24,7 +23,6 @@ from shoal.run.devices import Threads
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
 from shoal.run.prepared import Prepared, sampling_of
 from shoal.run.rewards import own_scorer
-from shoal.trainer.worker import TrainerProcess
 
 
 @asynccontextmanager
@@ -51,16 +49,6 @@ async def serving(
             scorer = await stack.enter_async_context(own_scorer(config, prepared, log, resumable=resumable))
         pool = await stack.enter_async_context(engines(settings, on_event, own or OwnEngines()))
         yield pool, single_turn(pool, prepared.renderer, scorer, sampling_of(config, prepared))
-
-
-async def start_trainer(child: Child, config: Config, prepared: Prepared, threads: Threads) -> TrainerProcess:
-    """Starts the trainer with the model loaded."""
-    trainer, rollout = TrainerProcess(child), config.rollout
-    sections = (prepared.model_dir, config.model, config.train)
-    await trainer.start(
-        *sections, temperature=rollout.temperature, threads=threads.trainer, max_tokens=rollout.max_tokens
-    )
-    return trainer
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from shoal.config import Config
 from shoal.experience.gate import AdmissionGate
 from shoal.interfaces import Engine, Purpose, Runner
 from shoal.rollout.evaluation import evaluation
-from shoal.run.assemble import playing, serving, start_trainer
+from shoal.run.assemble import playing, serving
 from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import prepare
@@ -141,7 +141,8 @@ async def open_policy(
             serving(config, prepared, folder, threads=threads) as (engine, single_turn),
             playing(config, prepared, engine, single_turn) as runner,
         ):
-            trainer = await start_trainer(child, config, prepared, threads)
+            trainer = TrainerProcess(child)
+            await trainer.start(prepared.model_dir, config, threads.trainer)
             policy = Policy(config, prepared, engine, trainer, runner, folder)
             try:
                 yield policy

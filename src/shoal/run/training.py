@@ -26,7 +26,7 @@ from shoal.net.process import Child
 from shoal.observe.metrics import read_records
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.assemble import orchestrator, playing, serving, start_trainer
+from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.checks import check_start
 from shoal.run.devices import Threads
 from shoal.run.engines import OwnEngines
@@ -104,7 +104,8 @@ async def train(
                 own=own,
             )
         )
-        trainer = await start_trainer(trainer_child, config, prepared, threads)
+        trainer = TrainerProcess(trainer_child)
+        await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None))
         runner = await opened(playing(config, prepared, engine, answering))

@@ -83,11 +83,11 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     ratio_T = bounded_exp(streams.logp_T - prox_T)
     surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
     if config.behaviour_correction == "off_and_biased":
-        return TokenLoss(-surrogate_T, streams.ratio_T, clipped_T)
+        return TokenLoss(-surrogate_T, streams.behaviour_ratio(), clipped_T)
     w_T = _weight(streams, prox_T, config.weight_level)
     over = config.over_cap == "mask"
     w_T, masked_T, capped_T = _bounded(w_T, config.weight_floor, config.weight_cap, mask_over=over)
-    return TokenLoss(-w_T * surrogate_T, streams.ratio_T, clipped_T & ~masked_T, masked_T, capped_T)
+    return TokenLoss(-w_T * surrogate_T, streams.behaviour_ratio(), clipped_T & ~masked_T, masked_T, capped_T)
 
 
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
@@ -99,7 +99,7 @@ def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     the factor r (1 + log pi_theta), whose sign is wrong for every token with pi_theta < 1/e. Takes and gives [T].
     Source: GLM-5 (arXiv 2602.15763 §4.1.2).
     """
-    ratio_T = streams.ratio_T
+    ratio_T = streams.behaviour_ratio()
     inside_T = (ratio_T > 1 - config.band_low) & (ratio_T < 1 + config.band_high)
     loss_T = -torch.where(inside_T, ratio_T, 0.0) * streams.advantage_T * streams.logp_T
     return TokenLoss(loss_T, ratio_T, masked_T=~inside_T)
@@ -117,7 +117,7 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     log_ratio_T = streams.logp_T - streams.behav_T
     ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(torch.ones_like(log_ratio_T), streams))
     surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
-    return TokenLoss(-surrogate_T, streams.ratio_T, clipped_T)
+    return TokenLoss(-surrogate_T, streams.behaviour_ratio(), clipped_T)
 
 
 def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over: bool) -> TokenLoss:
@@ -133,7 +133,7 @@ def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over:
     w_T = _weight(streams, streams.logp_T.detach(), level)
     w_T, masked_T, capped_T = _bounded(w_T, 0.0, cap, mask_over=mask_over)
     loss_T = -w_T * streams.advantage_T * streams.logp_T
-    return TokenLoss(loss_T, streams.ratio_T, masked_T=masked_T, capped_T=capped_T)
+    return TokenLoss(loss_T, streams.behaviour_ratio(), masked_T=masked_T, capped_T=capped_T)
 
 
 def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
@@ -157,7 +157,7 @@ def positive_only(streams: Streams) -> TokenLoss:
     There is no ratio: stale answers are imitated unchanged. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
     2504.11343 Eq. 3), weighted with the advantage.
     """
-    return TokenLoss(-streams.advantage_T.clamp(min=0) * streams.logp_T, streams.ratio_T)
+    return TokenLoss(-streams.advantage_T.clamp(min=0) * streams.logp_T, streams.behaviour_ratio())
 
 
 def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) -> Tensor:

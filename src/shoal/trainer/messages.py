@@ -2,9 +2,6 @@
 
 Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer, and
 `TrainerFailed` may answer any request. The trainer serves requests in order, one at a time.
-
-    StartTrainer -> Started    Step -> Stepped    ComputeLogprobs -> ComputedLogprobs
-    WriteVersion, SaveCheckpoint, LoadCheckpoint, StopTrainer -> Done
 """
 
 from collections.abc import Mapping
@@ -71,6 +68,9 @@ class StepStats:
     seconds: float
 
 
+Logprobs: TypeAlias = tuple[tuple[float, ...], ...]
+"""Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
+
 STATS_MEANINGS: Mapping[str, str] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(StepStats, include_extras=True).items()
@@ -131,34 +131,11 @@ class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     directory: str
 
 
-class StopTrainer(msgspec.Struct, frozen=True, tag=True):
-    """Request to end the process after the answer."""
-
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Answer after the model is loaded."""
-
-    parameters: int
-    device: str
-    tokens_per_microbatch: int
-
-
-class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Answer after the step."""
-
-    stats: StepStats
-
-
-class ComputedLogprobs(msgspec.Struct, frozen=True, tag=True):
-    """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
-
-    logprobs: tuple[tuple[float, ...], ...]
-
-
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that was carried out."""
 
-    seconds: float
+    value: StepStats | Logprobs | float
+    """Statistics of a `Step`, logprobs of `ComputeLogprobs`; else the seconds that the request took."""
 
 
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
@@ -167,10 +144,8 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request: TypeAlias = (
-    StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | LoadCheckpoint | StopTrainer
-)
-Answer: TypeAlias = Started | Stepped | ComputedLogprobs | Done | TrainerFailed
+Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | LoadCheckpoint
+Answer: TypeAlias = Done | TrainerFailed
 
 # The decoder takes unions, which `type[T]` cannot say.
 _REQUEST = cast("type[Request]", Request)

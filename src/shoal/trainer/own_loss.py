@@ -26,7 +26,7 @@ def own_loss(name: str) -> LossFunction:
     def loss(streams: Streams) -> TokenLoss:
         given = function(streams)
         if isinstance(given, Tensor):
-            given = TokenLoss(given, streams.ratio_T)
+            given = TokenLoss(given, streams.behaviour_ratio())
         if not isinstance(given, TokenLoss):
             raise ConfigError(f"train.loss: {name!r}: expected a tensor or a TokenLoss, got {type(given).__name__}")
         if given.loss_T.shape != streams.logp_T.shape:

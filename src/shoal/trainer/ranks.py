@@ -152,20 +152,19 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 class Followers:
     """Ranks 1 .. count - 1, started at construction; they end with this process."""
 
-    def __init__(self, count: int, device: str) -> None:
-        """Starts each rank on a device of the kind `device`."""
+    def __init__(self, count: int) -> None:
         self._stack = ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
         self.meeting = Path(self._stack.enter_context(folder)) / "meeting"
         """File through which the ranks find each other."""
         signal.signal(signal.SIGTERM, self._terminated)
         self._portal = self._stack.enter_context(start_blocking_portal())
-        children = [self._child(index, count, device) for index in range(1, count)]
+        children = [self._child(rank) for rank in range(1, count)]
         self._all = [self._stack.enter_context(self._portal.wrap_async_context_manager(child)) for child in children]
 
-    def _child(self, index: int, count: int, device: str) -> Child:
-        where = [f"--rank={index}", f"--ranks={count}", f"--meeting={self.meeting}", f"--device={device}"]
-        return Child(f"rank {index}", "shoal.trainer.worker", where, None, rank_environment(index), own_group=False)
+    def _child(self, rank: int) -> Child:
+        where = [f"--rank={rank}", f"--meeting={self.meeting}"]
+        return Child(f"rank {rank}", "shoal.trainer.worker", where, None, rank_environment(rank), own_group=False)
 
     def send(self, frame: bytes) -> None:
         """Sends a request to all ranks. Raises `ChildDied`."""
@@ -177,12 +176,12 @@ class Followers:
     def agreed(self, own: Answer) -> Answer:
         """Answer on which the ranks agree: this rank's, or a follower's failure if only the follower failed."""
         for index, follower in enumerate(self._all, 1):
-            gone = False
             try:
                 answer = answer_from(self._portal.call(follower.receive, ANSWER_TIMEOUT_S))
             except (ChildDied, TimeoutError):
-                answer, gone = TrainerFailed("it has ended"), True
-            if isinstance(answer, TrainerFailed) and (gone or not isinstance(own, TrainerFailed)):
+                own = TrainerFailed(f"rank {index} of the trainer: it has ended")
+                continue
+            if isinstance(answer, TrainerFailed) and not isinstance(own, TrainerFailed):
                 own = TrainerFailed(f"rank {index} of the trainer: {answer.reason}")
         return own
 

@@ -32,8 +32,7 @@ class Streams:
         if len(shapes) != 1 or self.logp_T.ndim != 1:
             raise ValueError(f"streams must be one-dimensional and of one length, got shapes {shapes}")
 
-    @property
-    def ratio_T(self) -> Tensor:
+    def behaviour_ratio(self) -> Tensor:
         """Ratio pi_theta / pi_behav, without gradient."""
         return bounded_exp((self.logp_T - self.behav_T).detach())
 

@@ -67,9 +67,9 @@ class Trainer:
         path: Path | str,
         model: ModelConfig,
         train: TrainConfig,
-        *,
         temperature: float = 1.0,
         max_tokens: int | None = None,
+        *,
         skip_uninformative: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -100,12 +100,6 @@ class Trainer:
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = self._new_reference(path) if train.kl.coefficient > 0 else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
-
-    @property
-    def parameters(self) -> int:
-        """Count of trained numbers, tied ones once."""
-        trained = (*self.model.parameters(), *self._value_head_parameters().values())
-        return sum(p.numel() for p in trained if p.requires_grad)
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None, since_push: int = 0) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
