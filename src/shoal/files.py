@@ -23,13 +23,15 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Gives the name under which a new file is written; at the end it replaces `path`, durably and whole.
 
-    An error leaves what was there. Raises `OSError`.
+    A `private` file is readable by its owner only. An error leaves what was there. Raises `OSError`.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
+        if private:
+            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600))
         yield unfinished
         sync(unfinished)
         unfinished.replace(path)

@@ -264,7 +264,7 @@ def test_a_source_that_can_run_more_says_so_and_is_asked_at_once() -> None:
             shop.max_running = most
             orchestrator.wake()
             await asyncio.sleep(1.0)
-            seen.append(buffer.counts_of("grows").in_flight)
+            seen.append(buffer.counts["grows"].in_flight)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return seen

@@ -42,7 +42,6 @@ async def run_steps(run_dir: Path, first: int, last: int, *, resume: bool = Fals
             (checkpoint.begin(run_dir, step) / "weights").write_text(str(step))
             await buffer.sync()
             checkpoint.seal(run_dir, step)
-            await buffer.record_checkpoint(step)
     await buffer.close()
 
 

@@ -176,7 +176,7 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
         print(json.dumps({"ok": result.ok, "consumed": result.consumed, "steps": result.steps, "findings": findings}))
     else:
         print("\n".join(result.sentences()))
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(int(not result.ok))
 
 
 @app.command()

@@ -10,9 +10,8 @@ Readers of the log (`log.snapshot`) see both as one log: `attach` puts tables of
 Bodies of rollouts and tasks stay in the files until a reader asks for them.
 """
 
-import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -97,13 +96,17 @@ def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard 
         schema, options = _schema(), {"compression": "zstd", "write_page_checksum": True}
         try:
             folder.mkdir(exist_ok=True)
-            _remove_leftovers(connection, folder)
-            with replaced(folder / name) as unfinished:
-                os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600))
-                with pq.ParquetWriter(unfinished, schema, **options) as writer:
-                    for table, batch in _batches(connection, last):
-                        writer.write_table(_table(schema, table, batch))
-                        rows[table] += len(batch)
+            named = {name for (name,) in connection.execute("SELECT name FROM shards")}
+            for file in folder.iterdir():
+                if file.name not in named:  # a crash left it
+                    file.unlink()
+            with (
+                replaced(folder / name, private=True) as unfinished,
+                pq.ParquetWriter(unfinished, schema, **options) as writer,
+            ):
+                for table, batch in _batches(connection, last):
+                    writer.write_table(_table(schema, table, batch))
+                    rows[table] += len(batch)
         except OSError as error:
             raise RunDirError(f"{folder} cannot be written: {error}; free space, then --resume") from error
     return Shard(name, last, rows)
@@ -111,23 +114,19 @@ def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard 
 
 def forget(connection: sqlite3.Connection, shard: Shard) -> None:
     """Removes a file's rows from the log, in the transaction that names the file."""
-    through = {"through": shard.through}
     _choose(connection, shard.through)
     for table, where in _WHERE.items():
-        removed = connection.execute(f"DELETE FROM {table} WHERE {where}", through).rowcount
+        removed = connection.execute(f"DELETE FROM {table} WHERE {where}", {"through": shard.through}).rowcount
         assert removed == shard.rows[table], f"{removed} rows of {table}, {shard.rows[table]} in {shard.name}"
     connection.execute("INSERT INTO shards VALUES (?, ?)", (shard.name, shard.through))
 
 
 def vacuum(connection: sqlite3.Connection) -> bool:
     """Gives some free pages of the log back to the disk; returns whether more are free."""
-    before = _free_pages(connection)
+    (before,) = connection.execute("PRAGMA freelist_count").fetchone()
     connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
-    return 0 < _free_pages(connection) < before
-
-
-def _free_pages(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+    (after,) = connection.execute("PRAGMA freelist_count").fetchone()
+    return bool(0 < after < before)
 
 
 def archived_through(connection: sqlite3.Connection) -> int:
@@ -163,8 +162,7 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
     for index, file in enumerate(files):
         with _reading(file) as opened:
             _load(connection, index, opened)
-    values = Values(files)
-    connection.create_function("archived_value", 4, values.get)
+    connection.create_function("archived_value", 4, archived_value(files))
     views = {table: f"SELECT * FROM temp.all_{table}" for table in _WHERE if table not in ("groups", "rollouts")}
     views["groups"] = (
         "SELECT finished_seq, group_id, COALESCE(task, archived_value(shard, row_group, finished_seq, NULL)) AS task, "
@@ -178,23 +176,24 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
         connection.execute(f"CREATE TEMP VIEW {table} AS {select}")
 
 
-class Values:
-    """Tasks and bodies in the files, a few row groups in memory at a time."""
+def archived_value(files: Sequence[Path]) -> Callable[[int | None, int | None, int, int | None], bytes | None]:
+    """Reads the body of a rollout, or the task of a group when no position is given; None without a file.
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self._rows = lru_cache(maxsize=4)(self._read)
+    A few row groups are in memory at a time.
+    """
 
-    def get(self, shard: int | None, row_group: int | None, seq: int, position: int | None) -> bytes | None:
-        """The body of a rollout; the task of a group when no position is given."""
-        return None if shard is None or row_group is None else self._rows(shard, row_group)[seq, position]
-
-    def _read(self, shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
+    @lru_cache(maxsize=4)
+    def rows(shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
         columns = ["finished_seq", "position", "task", "body"]
-        with _reading(self._files[shard]) as opened:
-            rows = opened.read_row_group(row_group, columns).to_pydict()
-        values = (body if task is None else task for task, body in zip(rows["task"], rows["body"], strict=True))
-        return dict(zip(zip(rows["finished_seq"], rows["position"], strict=True), values, strict=True))
+        with _reading(files[shard]) as opened:
+            seqs, positions, tasks, bodies = opened.read_row_group(row_group, columns).to_pydict().values()
+        values = (body if task is None else task for task, body in zip(tasks, bodies, strict=True))
+        return dict(zip(zip(seqs, positions, strict=True), values, strict=True))
+
+    def value(shard: int | None, row_group: int | None, seq: int, position: int | None) -> bytes | None:
+        return None if shard is None or row_group is None else rows(shard, row_group)[seq, position]
+
+    return value
 
 
 @contextmanager
@@ -270,11 +269,3 @@ def _batches(connection: sqlite3.Connection, through: int) -> Iterator[tuple[str
         rows = connection.execute(select, {"through": through})
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             yield table, batch
-
-
-def _remove_leftovers(connection: sqlite3.Connection, folder: Path) -> None:
-    """Removes files that a crash left: unfinished files, and files that the log does not name."""
-    named = {name for (name,) in connection.execute("SELECT name FROM shards")}
-    for file in folder.iterdir():
-        if file.name not in named:
-            file.unlink()

@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -61,10 +61,12 @@ class Buffer:
         self._failure: Exception | None = None
         self.wasted_tokens: Counter[str] = Counter()
         """Number of tokens sampled for dropped groups since this process began, by task service."""
-        self._on_room: Callable[[], None] = lambda: None
-        self._on_finished: Callable[[Group], None] = lambda group: None
+        self.on_room: Callable[[], None] = lambda: None
+        """Is called whenever there may be more room than before."""
+        self.on_finished: Callable[[Group], None] = lambda group: None
+        """Is called with every usable group as soon as it is durable, and returns at once."""
         self._opened = opened
-        self.counts: dict[str, TaskCounts]
+        self.counts: defaultdict[str, TaskCounts]
         """Per task service."""
         self.recovered, self.counts = self._recover(opened, meta)
         self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
@@ -93,32 +95,10 @@ class Buffer:
         """Number of groups on offer."""
         return len(self._waiting)
 
-    @property
-    def budget(self) -> int:
-        """Number of groups that the staleness gate allows to be accepted or running."""
-        return self.gate.budget
-
-    @property
-    def room(self) -> int:
-        """Number of groups that may start now."""
-        return self.gate.capacity
-
     def run_at_most(self, groups: int) -> None:
         """Bounds the number of running groups from now on; groups beyond it go on."""
         self.gate.max_running = groups
         self._wake_starters()
-
-    def fill(self, groups: int) -> None:
-        """Replaces so many own groups of the next step by groups of peers."""
-        self.gate.fill(groups)
-
-    def counts_of(self, service: str) -> TaskCounts:
-        """Counts of a task service's groups."""
-        return self._counts(service)
-
-    def on_room(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` whenever there may be more room than before."""
-        self._on_room = wake
 
     def on_locked(self, on_event: Callable[[bool], None]) -> None:
         """Calls `on_event` with True when another program's lock stops writing to the log, and with False after."""
@@ -144,7 +124,7 @@ class Buffer:
                 raise self._failure
             version = self.gate.admit()
         self._running[group_id] = service
-        self._counts(service).started += 1
+        self.counts[service].started += 1
         after = self._last_step
         self._writer.post(lambda c: log.insert_started(c, group_id, service, version, after))
         return version
@@ -202,10 +182,6 @@ class Buffer:
         self._taken.update({one.group.id: TakenGroup(one, version, self._horizon) for one in choice.groups})
         return [one.group for one in choice.groups]
 
-    def on_finished(self, on_event: Callable[[Group], None]) -> None:
-        """Calls `on_event` with every usable group as soon as it is durable. The callback must return at once."""
-        self._on_finished = on_event
-
     async def consumed(
         self,
         step: int,
@@ -235,12 +211,12 @@ class Buffer:
         bound = version - self.gate.max_staleness if self._late == "mask_tokens" else 0
         used = [one.use(rows[one.waited.group.id] if rows else (), bound) for one in taken]
         for one in taken:
-            self._counts(one.waited.service).consumed += 1
+            self.counts[one.waited.service].consumed += 1
             del self._taken[one.waited.group.id]
         if any(not group.external or group.oldest_version > version for group in external):
             raise ValueError(f"step {step}: expected external groups of version {version} or older")
         for group in external:
-            self._counts(group.task.service).external += 1
+            self.counts[group.task.service].external += 1
         after, self._last_step = self._last_step, step
         record = StepRecord(step, version, version_after)
 
@@ -269,10 +245,6 @@ class Buffer:
     async def record_version(self, version: int, checksum: str) -> bool:
         """Records a Version's checksum. False when an earlier record of it differs: a replay was not exact."""
         return await self._writer.commit(lambda c: log.insert_version(c, version, checksum))
-
-    async def record_checkpoint(self, step: int) -> None:
-        """Records that a checkpoint holds all steps up to `step`."""
-        await self._writer.commit(lambda c: c.execute("INSERT INTO checkpoints VALUES (?)", (step,)) and None)
 
     async def sync(self) -> None:
         """Makes all commits survive the loss of power, in one file.
@@ -306,7 +278,7 @@ class Buffer:
         """Waits for pending writes and closes the log. Groups in flight stay in flight in the log."""
         await self._writer.close()
 
-    def _recover(self, opened: LockedLog, meta: RunMeta) -> tuple[Recovered, dict[str, TaskCounts]]:
+    def _recover(self, opened: LockedLog, meta: RunMeta) -> tuple[Recovered, defaultdict[str, TaskCounts]]:
         """Fills the buffer and the gate from the log; where the run left off, and what became of each task's groups."""
         connection = opened.connection
         steps = log.read_steps(connection)
@@ -324,7 +296,7 @@ class Buffer:
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts
 
     def _wake_starters(self) -> None:
-        self._on_room()
+        self.on_room()
         self._more_room.set()
 
     def _end_running(self, group_id: str) -> str:
@@ -345,13 +317,13 @@ class Buffer:
     def _offer(self, group: Group, service: str, seq: int) -> None:
         """Offers a group. Called in commit order, after the commit: `take` could choose any group up to `_horizon`."""
         self.gate.accept()
-        self._counts(service).finished += 1
+        self.counts[service].finished += 1
         self._horizon = seq
         insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
         self._balance.delivered(service)
         self._wake_starters()
         self._offered.set()
-        self._on_finished(group)
+        self.on_finished(group)
 
     def _drop_late(self, version: int) -> None:
         """Drops the groups without a token that may be trained under `version`."""
@@ -366,7 +338,7 @@ class Buffer:
     def _record_dropped(self, groups: Sequence[Group], reason: str) -> None:
         """Frees the budget of groups that had finished."""
         for group in groups:
-            counts = self._counts(group.task.service)
+            counts = self.counts[group.task.service]
             counts.finished -= 1
             counts.dropped[reason] += 1
             self.wasted_tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.rollouts)
@@ -379,7 +351,7 @@ class Buffer:
     def _record_failure(self, service: str, reason: str) -> None:
         """Frees the budget of a group that was running."""
         self.gate.fail()
-        self._counts(service).failed[reason] += 1
+        self.counts[service].failed[reason] += 1
         self._wake_starters()
 
     def _used(self) -> Counter[str]:
@@ -393,6 +365,3 @@ class Buffer:
         self._failure = self._failure or error
         self._offered.set()
         self._more_room.set()
-
-    def _counts(self, service: str) -> TaskCounts:
-        return self.counts.setdefault(service, TaskCounts())

@@ -23,7 +23,7 @@ _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Checkpoint:
     """A whole checkpoint."""
 
@@ -37,8 +37,6 @@ def begin(run_dir: Path, step: int) -> Path:
 
     Removes what a crash left. Raises `RunDirError`.
     """
-    if step < 0:
-        raise ValueError(f"step: expected at least 0, got {step}")
     folder = run_dir / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +55,6 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
 
     Then removes all but the newest `keep`. Blocks. Raises `RunDirError`.
     """
-    if keep < 1:
-        raise ValueError(f"keep: expected at least 1, got {keep}")
     folder = run_dir / FOLDER
     unfinished, final = folder / f"step-{step}{_UNFINISHED}", folder / f"step-{step}"
     try:
@@ -75,7 +71,11 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
         sync(folder)
         shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
         for old in checkpoints(run_dir)[:-keep]:
-            _remove(old)
+            doomed = old.path.with_name(
+                old.path.name + _REPLACED
+            )  # half a checkpoint never has the name of a whole one
+            old.path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
     except OSError as error:
         raise RunDirError(f"{final} cannot be written: {error.strerror}") from error
     return Checkpoint(step, final)
@@ -87,26 +87,18 @@ def intact(run_dir: Path, on_damage: Callable[[str], None] = lambda damage: None
     `on_damage` receives the place of the damage of each newer checkpoint.
     """
     for checkpoint in reversed(checkpoints(run_dir)):
-        damaged = _damaged_file(checkpoint.path)
+        saved = [(checkpoint.path / name, digest) for name, (_, digest) in _saved(checkpoint.path).items()]
+        damaged = next((file for file, digest in saved if checksum(file) != digest), None)
         if damaged is None:
             return checkpoint
-        on_damage(f"{checkpoint.path / damaged} has other bytes than were saved")
+        on_damage(f"{damaged} has other bytes than were saved")
     return None
-
-
-def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest whole checkpoint by its name and sizes, or None."""
-    return max((checkpoint.step for checkpoint in checkpoints(run_dir)), default=None)
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Every whole checkpoint, oldest first. A checkpoint with missing or cut files, as in a broken copy, is skipped."""
-    found = []
-    for path in (run_dir / FOLDER).glob("step-*"):
-        step = path.name.removeprefix("step-")
-        if step.isdecimal() and _is_whole(path):
-            found.append(Checkpoint(int(step), path))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    steps = ((path.name.removeprefix("step-"), path) for path in (run_dir / FOLDER).glob("step-*"))
+    return sorted(Checkpoint(int(step), path) for step, path in steps if step.isdecimal() and _is_whole(path))
 
 
 def _is_whole(path: Path) -> bool:
@@ -116,18 +108,6 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _damaged_file(path: Path) -> str | None:
-    """The first file of a whole checkpoint whose bytes changed since it was saved."""
-    return next((name for name, (_, digest) in _saved(path).items() if checksum(path / name) != digest), None)
-
-
 def _saved(path: Path) -> dict[str, tuple[int, str]]:
     files: dict[str, tuple[int, str]] = json.loads((path / _FILES).read_text())
     return files
-
-
-def _remove(checkpoint: Checkpoint) -> None:
-    """Removes a folder under another name, so that half a checkpoint never has the name of a whole one."""
-    doomed = checkpoint.path.with_name(checkpoint.path.name + _REPLACED)
-    checkpoint.path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Counts of each task's groups, kept while a run goes and derived again from its log."""
 
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,11 +40,11 @@ def task_counts(run_dir: Path) -> dict[str, TaskCounts]:
         return read_task_counts(connection)
 
 
-def read_task_counts(connection: sqlite3.Connection) -> dict[str, TaskCounts]:
+def read_task_counts(connection: sqlite3.Connection) -> defaultdict[str, TaskCounts]:
     """Counts of the groups of each task service, from an open log."""
-    counts: dict[str, TaskCounts] = {}
+    counts: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
     for service, finished, outcome, reason, consumed, number in connection.execute(_TASK_COUNTS):
-        task = counts.setdefault(service, TaskCounts())
+        task = counts[service]
         task.started += number
         task.consumed += consumed
         if outcome == "failed":
@@ -54,7 +54,7 @@ def read_task_counts(connection: sqlite3.Connection) -> dict[str, TaskCounts]:
         elif finished:
             task.finished += number
     for service, number in connection.execute(_EXTERNAL_COUNTS):
-        counts.setdefault(service, TaskCounts()).external = number
+        counts[service].external = number
     return counts
 
 

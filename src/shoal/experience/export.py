@@ -21,10 +21,8 @@ A turn whose parent is the turn before goes on in the same stream, so that each 
 edited or compacted history, another branch) is appended with its whole prompt.
 """
 
-import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +36,7 @@ from shoal import wire
 from shoal.errors import RunDirError, WireError
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawGroup, RawRollout, RawTurn, decode_rollout, read_groups
+from shoal.files import replaced
 from shoal.turn_tree import prompt_ids
 from shoal.types import RewardStatus, Task, check_parents
 
@@ -187,16 +186,9 @@ def streams(turns: Sequence[RawTurn]) -> tuple[list[int], list[int], list[float]
 @contextmanager
 def _written(file: Path) -> Iterator[IO[bytes]]:
     """Opens a file that appears whole or not at all; pipes and devices are written to directly."""
+    direct = file.exists() and not file.is_file()
     try:
-        direct = file.exists() and not stat.S_ISREG(file.stat().st_mode)
-        target = file if direct else file.with_name(f".{file.name}.{os.getpid()}")
-        finish: Callable[[], object] = (lambda: None) if direct else (lambda: target.replace(file))
-        try:
-            with target.open("wb") as out:
-                yield out
-            finish()
-        finally:
-            if not direct:
-                target.unlink(missing_ok=True)
+        with nullcontext(file) if direct else replaced(file) as target, target.open("wb") as out:
+            yield out
     except OSError as error:
         raise RunDirError(f"{file} cannot be written: {error.strerror}") from error

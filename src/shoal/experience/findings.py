@@ -69,11 +69,6 @@ class AuditReport:
         """True if every promise was kept."""
         return not self.findings
 
-    @property
-    def exit_code(self) -> int:
-        """0 when every promise was kept, else 1."""
-        return 0 if self.ok else 1
-
     def sentences(self) -> list[str]:
         """The report in words, a line each."""
         lines = [

@@ -126,16 +126,16 @@ def unusable(path: Path, error: sqlite3.Error) -> RunDirError:
 
 def check_not_behind(connection: sqlite3.Connection, run_dir: Path) -> None:
     """Raises `LogBehind` when a checkpoint holds steps that the log lacks."""
-    saved = checkpoint.newest_step(run_dir)
-    if saved is None:
+    saved = checkpoint.checkpoints(run_dir)
+    if not saved:
         return
     there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'steps'").fetchone()
     (last,) = connection.execute("SELECT MAX(step) FROM steps").fetchone() if there else (None,)
-    if last is None or last < saved:
+    if last is None or last < saved[-1].step:
         raise LogBehind(
             f"{run_dir / FILE} {'has no step' if last is None else f'ends with step {last}'}, but a checkpoint holds "
-            f"step {saved}: the log has lost steps, as a copy without its -wal file does; bring back the whole log, "
-            f"or remove the checkpoints after its last step to train what it lost anew"
+            f"step {saved[-1].step}: the log has lost steps, as a copy without its -wal file does; bring back the "
+            f"whole log, or remove the checkpoints after its last step to train what it lost anew"
         )
 
 

@@ -7,7 +7,6 @@
     steps      the Version under which one training step consumed, and the Version after it
     published  checksums of the Versions
     shards     files of the archive, and the last step that each holds
-    checkpoints  the steps after which a checkpoint was saved
 
 All else (counts, staleness, waiting groups, groups that a crash interrupted) is derived from these.
 A peer's group has the peer in its row of `started`, where own groups have null. It is written whole, in the transaction
@@ -37,7 +36,6 @@ CREATE TABLE consumed(
 CREATE UNIQUE INDEX consumed_in_step ON consumed(step, position);
 CREATE TABLE steps(step INTEGER PRIMARY KEY, version INTEGER NOT NULL, version_after INTEGER NOT NULL);
 CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
-CREATE TABLE checkpoints(step INTEGER NOT NULL);
 CREATE TABLE shards(name TEXT PRIMARY KEY, through INTEGER NOT NULL);
 """
 

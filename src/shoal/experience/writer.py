@@ -1,14 +1,13 @@
 """Writes to the log from its own thread, so that no disk ever blocks the event loop."""
 
 import asyncio
-import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -60,11 +59,9 @@ class LogWriter:
         self._closing = threading.Event()
         log.connection.execute(f"PRAGMA busy_timeout={int(LOCK_TIMEOUT_S * 1000)}")
         self._failure: Exception | None = None
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._work, name="log-writer", daemon=True)
+        self._asked: list[_Write] = []
+        self._working: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "log-writer") if threaded else None
 
     def post(self, run: Callable[[sqlite3.Connection], object]) -> None:
         """Requests a write without waiting for it. A later request is never durable earlier."""
@@ -87,9 +84,10 @@ class LogWriter:
     async def close(self) -> None:
         """Waits for pending writes, but for no other program's lock, and closes the log."""
         self._closing.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._queue.put(None)
-            await asyncio.to_thread(self._thread.join)
+        if self._working is not None:
+            await self._working
+        if self._thread is not None:
+            self._thread.shutdown()
         self._log.close()
 
     def _ask(
@@ -99,39 +97,25 @@ class LogWriter:
         *,
         alone: bool = False,
     ) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        write = _Write(run, arrived, loop.create_future(), alone)
+        self._loop = asyncio.get_running_loop()
+        write = _Write(run, arrived, self._loop.create_future(), alone)
         if self._failure is not None:
             write.future.set_exception(self._failure)
         elif self._thread is None:
             self._deliver([write], self._commit_batch([write]))
         else:
-            if self._loop is None:
-                self._loop = loop
-                self._thread.start()
-            self._queue.put(write)
+            self._asked.append(write)
+            if self._working is None or self._working.done():
+                self._working = asyncio.create_task(self._work(self._thread), name="writing the log")
         return write.future
 
-    def _work(self) -> None:
-        """Runs the thread: all queued writes become one transaction, except calls between two transactions."""
-        assert self._loop is not None
-        ending = False
-        while not ending:
-            batch = [self._queue.get()]
-            while len(batch) < MAX_BATCH and not self._queue.empty():
-                batch.append(self._queue.get())
-            writes = [write for write in batch if write is not None]
-            ending = len(writes) < len(batch)
-            for _, group in groupby(writes, attrgetter("alone")):
-                together = list(group)
-                self._notify(self._deliver, together, self._commit_batch(together))
-
-    def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
-        if self._loop is None:
-            callback(*arguments)
-            return
-        with suppress(RuntimeError):  # the loop is closed: no waiter is left
-            self._loop.call_soon_threadsafe(callback, *arguments)
+    async def _work(self, thread: ThreadPoolExecutor) -> None:
+        """Makes all requested writes one transaction at a time, except calls between two transactions."""
+        while self._asked:
+            _, alike = next(groupby(self._asked, attrgetter("alone")))
+            batch = list(islice(alike, MAX_BATCH))
+            del self._asked[: len(batch)]
+            self._deliver(batch, await self._loop.run_in_executor(thread, self._commit_batch, batch))
 
     def _when_unlocked(self, run: Callable[[], object]) -> None:
         """Calls a function as soon as no other program writes."""
@@ -145,9 +129,9 @@ class LogWriter:
                     raise
             if not waiting:
                 waiting = True
-                self._notify(self.on_locked, True)
+                self._loop.call_soon_threadsafe(self.on_locked, True)
         if waiting:
-            self._notify(self.on_locked, False)
+            self._loop.call_soon_threadsafe(self.on_locked, False)
 
     def _commit_batch(self, writes: Sequence[_Write]) -> Exception | None:
         """Runs writes as one transaction: all are durable afterwards, or none and the reason is returned."""

@@ -135,8 +135,8 @@ class Orchestrator:
         self._seen: set[str] = set()
         self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
         self._adjuster = adjuster
-        consumed = {name: buffer.counts_of(name).consumed for name in self._sources}
-        window = buffer.budget - sum(consumed.values())
+        consumed = {name: buffer.counts[name].consumed for name in self._sources}
+        window = buffer.gate.budget - sum(consumed.values())
         self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
@@ -151,7 +151,7 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
-        self._buffer.on_room(self._wake.set)
+        self._buffer.on_room = self._wake.set
         self._buffer.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
             for source in self._sources.values():
@@ -179,7 +179,7 @@ class Orchestrator:
 
     async def _keep_drawn(self, source: Source) -> None:
         """Has the next question of a service at hand, always."""
-        index = self._buffer.counts_of(source.name).started
+        index = self._buffer.counts[source.name].started
         while True:
             task = await source.draw(index)
             putting = self._ready[source.name].put((index, task))
@@ -190,8 +190,8 @@ class Orchestrator:
 
     async def _start_one(self, groups: asyncio.TaskGroup) -> bool:
         """Starts the group that is due, if any."""
-        self._quotas.grow(self._buffer.budget)
-        if self._buffer.room < 1:
+        self._quotas.grow(self._buffer.gate.budget)
+        if self._buffer.gate.capacity < 1:
             return False
         ready = [name for name, drawn in self._ready.items() if not drawn.empty() and not self._full(name)]
         name = self._quotas.next(self._taken, ready)
@@ -206,13 +206,13 @@ class Orchestrator:
     @property
     def _taken(self) -> dict[str, int]:
         """Groups of each source that take part of its quota: usable ones that were not dropped, and running ones."""
-        counts = {name: self._buffer.counts_of(name) for name in self._sources}
+        counts = {name: self._buffer.counts[name] for name in self._sources}
         return {name: one.finished + one.in_flight for name, one in counts.items()}
 
     def _full(self, name: str) -> bool:
         """True if the source may not run one more group."""
         most = self._sources[name].groups_at_once()
-        return most is not None and self._buffer.counts_of(name).in_flight >= most
+        return most is not None and self._buffer.counts[name].in_flight >= most
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
         try:
@@ -265,7 +265,7 @@ class Orchestrator:
             return
         for name, taken in self._taken.items():
             below = taken < self._quotas.quota(name)
-            self._adjuster.looked(name, holding=below and self._full(name) and self._buffer.room > 0)
+            self._adjuster.looked(name, holding=below and self._full(name) and self._buffer.gate.capacity > 0)
         if not self._adjuster.due:
             return
         quotas = {name: self._quotas.quota(name) for name in self._sources}

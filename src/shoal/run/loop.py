@@ -184,7 +184,7 @@ class TrainLoop:
         train = self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
         places = parts.swarm.choose() if parts.swarm else 0
-        parts.buffer.fill(places)
+        parts.buffer.gate.fill(places)
         async with asyncio.TaskGroup() as both:
             taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
             # While the step waits for groups of its own, the trainer is free to encode those of peers.
@@ -277,7 +277,6 @@ class TrainLoop:
         self._busy_s += await parts.trainer.save(directory)
         await parts.buffer.sync()
         await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
-        await parts.buffer.record_checkpoint(step)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""

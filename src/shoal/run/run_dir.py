@@ -16,6 +16,7 @@ from shoal.config.training import OwnLoss
 from shoal.errors import ConfigError, LogBehind, RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
+from shoal.files import replaced
 from shoal.observe.metrics import JsonlTracker, Record, Trackers, trackers_of
 from shoal.plugins import source_hash
 
@@ -143,21 +144,11 @@ def write_resolved(config: Config, run_dir: Path) -> None:
     hidden: dict[str, str] = {}
     text = to_toml(config, hidden)
     try:
-        if hidden:
-            _write(run_dir / credentials.FILE, json.dumps(hidden))
-        else:
+        if not hidden:
             (run_dir / credentials.FILE).unlink(missing_ok=True)
-        _write(run_dir / "resolved.toml", text)
+        files = {credentials.FILE: json.dumps(hidden), "resolved.toml": text}
+        for name in files if hidden else ["resolved.toml"]:
+            with replaced(run_dir / name, private=True) as unfinished:
+                unfinished.write_text(files[name], encoding="utf-8")
     except OSError as error:
         raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Replaces a file whole, readable by its owner only."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.unlink(missing_ok=True)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

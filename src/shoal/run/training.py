@@ -174,7 +174,7 @@ async def _train_and_evaluate(
         "watching for standstills": watch_progress(progress, own.helped, stood_still, parts.config.stall_s),
     }
     if parts.swarm is not None:
-        parts.buffer.on_finished(parts.swarm.offer)
+        parts.buffer.on_finished = parts.swarm.offer
         beside["swarm"] = parts.swarm.run()
     async with asyncio.TaskGroup() as tasks:
         background = {name: tasks.create_task(part, name=name) for name, part in beside.items()}

@@ -199,11 +199,11 @@ class RolloutIndex:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """A connection to the table with the log beside it. Raises `RunDirError`."""
-        values = archive.Values(list(self._shards))
+        value = archive.archived_value(list(self._shards))
         try:
             with closing(sqlite3.connect(self._file, uri=True)) as connection:
                 connection.execute("ATTACH ? AS log", (log_uri(self._run_dir),))
-                connection.create_function("archived_value", 4, values.get)
+                connection.create_function("archived_value", 4, value)
                 yield connection
         except sqlite3.Error as error:
             raise RunDirError(f"{self._run_dir / FILE} cannot be read: {error}") from error
