@@ -102,8 +102,8 @@ class DemoPlan:
 def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     """Runs the demonstration; returns the figures and the picture's path. Raises a `ShoalError`."""
     began_s = time.monotonic()
-    models = {trainee.name: demo_model(trainee.recipe).directory for trainee in plan.trainees}
-    frozen = demo_model(plan.frozen).directory
+    models = {trainee.name: demo_model(trainee.recipe)[0] for trainee in plan.trainees}
+    frozen = demo_model(plan.frozen)[0]
     made_s = time.monotonic() - began_s
     plan.folder.mkdir(parents=True, exist_ok=True)
     outcomes = asyncio.run(_each_condition(plan, models, frozen))

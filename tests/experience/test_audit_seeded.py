@@ -239,7 +239,7 @@ class Silent(Buffer):
     async def admit(self, group_id, service):
         version = self.gate.admit()
         self._running[group_id] = service
-        self._counts(service).started += 1
+        self.counts[service].started += 1
         return version
 
 

@@ -14,7 +14,7 @@ from shoal.config import Config, parse
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.run.devices import Devices, devices_of, visible_gpus
-from shoal.run.engines import EngineSettings, OwnEngines, _Own
+from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
 
 
 def config(*overrides: str) -> Config:
@@ -89,7 +89,7 @@ def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> No
     async def main() -> list[str]:
         parts: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices(("4", "GPU-9")))
         settings = EngineSettings(config("engine.count=2"), parts, tmp_path, 1)
-        own = _Own(settings, EnginePool(), print, OwnEngines())
+        own = _Keeper(settings, EnginePool(), print, OwnEngines())
         seen = []
         for name in ("engine-0", "engine-1"):
             async with own._child(name) as child:

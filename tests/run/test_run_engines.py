@@ -12,8 +12,9 @@ import pytest
 
 from shoal.config import parse
 from shoal.engine.pool import EnginePool
-from shoal.errors import ConfigError
+from shoal.errors import ChildDied, ConfigError
 from shoal.interfaces import EngineInfo
+from shoal.run.devices import Devices
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
 from shoal.run.prepared import Prepared
 from stub_server import Stub, stubbed
@@ -94,3 +95,19 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
             await until(lambda: pool.replicas[0].state == "ready")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_an_engine_that_ends_in_its_first_start_says_how_a_resumed_run_goes_on(resume: bool, tmp_path: Path) -> None:
+    """A new run has no groups by then and is removed, so there is nothing to resume."""
+    prepared: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices())
+    settings = EngineSettings(parse({"tasks": [{"name": "gcd"}]}), prepared, tmp_path, 1, resume=resume)
+
+    async def run() -> None:
+        async with engines(settings, lambda how: None, OwnEngines()):
+            raise AssertionError("it began")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert caught.group_contains(ChildDied, match="--resume") == resume
+    assert caught.group_contains(ChildDied, match="the engine process ended")

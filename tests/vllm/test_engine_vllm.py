@@ -40,7 +40,7 @@ PROMPT = [1, 2, 3, 4]
 @pytest.fixture(scope="module")
 def model_dir() -> Path:
     """The embedded model, which has its head apart from its embeddings."""
-    return demo_model().directory
+    return demo_model()[0]
 
 
 @pytest.fixture(scope="module")

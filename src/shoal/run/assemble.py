@@ -35,14 +35,16 @@ async def serving(
     single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
     recovered: int | None = None,
+    resume: bool = False,
     on_event: OnEvent = lambda how: None,
     own: OwnEngines | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
     """Starts the engines as one, a scorer, and the runner over both; `on_event` gets the loss of an engine.
 
-    `recovered` is the newest Version of a run, which engines may serve already; None outside of runs.
+    `recovered` is the newest Version of a run, which engines may serve already; None outside of runs. `resume` says
+    that the run existed before.
     """
-    settings = EngineSettings(config, prepared, run_dir, (threads or Threads()).engine, recovered or 0)
+    settings = EngineSettings(config, prepared, run_dir, (threads or Threads()).engine, recovered or 0, resume)
     async with AsyncExitStack() as stack:
         if scorer is None:
             log, resumable = run_dir / "logs" / "reward.log", recovered is not None

@@ -87,7 +87,7 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
         local_directory(SMOLLM2)
         warm_start_s, learned = 0.0, LEARNED_REAL
     else:
-        warm_start_s, learned = demo_model().warm_start_s, LEARNED
+        warm_start_s, learned = demo_model()[1], LEARNED
     began_s = time.monotonic()
     result = train_with_progress(config)
     png, html = write_report(result.run_dir)

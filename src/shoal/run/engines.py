@@ -47,6 +47,8 @@ class EngineSettings:
     """Cores that all engines of this machine have together."""
     recovered: int = 0
     """Newest Version of the run so far."""
+    resume: bool = False
+    """Whether the run existed before: unlike a new one, it is there even if its engines never start."""
     ask_again_s: float = ASK_AGAIN_S
     """Seconds until a remote engine that could not join is asked again."""
 
@@ -85,20 +87,20 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
     engine = settings.config.engine
     pool = EnginePool(patience_s=PATIENCE_S, initial=settings.prepared.model_dir, recovered=settings.recovered)
     names = engine.urls or _own_names(engine.count)
-    failures: list[str] = []
-    keeper = _Remote(settings, pool, on_event, failures) if engine.urls else _Own(settings, pool, on_event, own)
+    keeper = _Keeper(settings, pool, on_event, own)
+    keep = keeper.keep_remote if engine.urls else keeper.keep_own
     ready = [asyncio.Event() for _ in names]
     try:
         async with asyncio.TaskGroup() as tasks:
             keeping = [
-                tasks.create_task(keeper.keep(name, event), name=f"keeping {name}")
+                tasks.create_task(keep(name, event), name=f"keeping {name}")
                 for name, event in zip(names, ready, strict=True)
             ]
             for event in ready:
                 await event.wait()
             if not pool.replicas:
-                raise EngineUnavailable("; ".join(failures))
-            for failure in failures:
+                raise EngineUnavailable("; ".join(keeper.failures))
+            for failure in keeper.failures:
                 on_event(failure)
             keeping.append(tasks.create_task(pool.watch(), name="watching the engines"))
             yield pool
@@ -113,16 +115,18 @@ def _own_names(count: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """Keeper of this run's engine processes."""
+class _Keeper:
+    """Keeper of a run's engines in the pool."""
 
     settings: EngineSettings
     pool: EnginePool
     on_event: OnEvent
     own: OwnEngines
+    failures: list[str] = field(default_factory=list)
+    """Failures of remote engines missing at the start."""
 
-    async def keep(self, name: str, ready: asyncio.Event) -> None:
-        """Restarts the engine whenever it ends. Raises `ChildDied` when it does not stay alive."""
+    async def keep_own(self, name: str, ready: asyncio.Event) -> None:
+        """Restarts the engine process whenever it ends. Raises `ChildDied` when it does not stay alive."""
         short_lives = 0
         while True:
             began_s = time.monotonic()
@@ -130,7 +134,8 @@ class _Own:
                 how = await self._life(name, ready)
             except ChildDied as error:
                 if not ready.is_set():
-                    raise
+                    advice = "; go on with --resume" if self.settings.resume else ""
+                    raise ChildDied(f"{error}{advice}") from error
                 how = str(error)
             short_lives = short_lives + 1 if time.monotonic() - began_s < SHORT_LIFE_S else 0
             if short_lives == SHORT_LIVES:
@@ -173,29 +178,17 @@ class _Own:
             weights=run_dir / "weights",
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """Keeper of remote engines that are not there yet."""
-
-    settings: EngineSettings
-    pool: EnginePool
-    on_event: OnEvent
-    failures: list[str]
-    """Failures of engines missing at the start."""
-
-    async def keep(self, url: str, ready: asyncio.Event) -> None:
+    async def keep_remote(self, url: str, ready: asyncio.Event) -> None:
         """Returns when the engine at `url` has joined; from then on the pool looks after it.
 
         Raises `ConfigError` or `RequestRefused` for an unusable engine at the start; later, other engines serve the
         run.
         """
         reported, config, prepared = False, self.settings.config, self.settings.prepared
-        sampling, model_dir = sampling_of(config, prepared), prepared.model_dir
+        sampling, on_update = sampling_of(config, prepared), config.engine.on_update
         while True:
             try:
-                on_update = config.engine.on_update
-                engine = await connect(url, on_update=on_update, model_dir=model_dir, sampling=sampling)
+                engine = await connect(url, on_update=on_update, model_dir=prepared.model_dir, sampling=sampling)
                 await self.pool.join(url, engine)
                 return
             except EngineUnavailable as error:

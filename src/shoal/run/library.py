@@ -6,8 +6,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+import msgspec
 from pydantic import JsonValue
 
 from shoal.config import Config, parse
@@ -98,17 +99,15 @@ def _home(keyword: str) -> str | None:
 
 def _plain(keyword: str, value: object) -> JsonValue:
     """Converts a keyword's value to TOML's types; functions become their names."""
-    if callable(value):
-        return name_of(keyword, value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(f"{keyword}.{key}", one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(keyword, one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    raise ConfigError(f"{keyword}: expected a setting's value or a function, got {value!r}")
+
+    def named(one: object) -> str:
+        if callable(one):
+            return name_of(keyword, one)
+        if isinstance(one, Path):
+            return str(one)
+        raise ConfigError(f"{keyword}: expected a setting's value or a function, got {one!r}")
+
+    return cast(JsonValue, msgspec.to_builtins(value, enc_hook=named))
 
 
 def _tables(tasks: Sequence[TaskSource] | TaskSource | None) -> list[dict[str, JsonValue]]:
@@ -127,10 +126,11 @@ def _task(source: TaskSource) -> dict[str, JsonValue]:
     """Table of `[[tasks]]` for one source."""
     if isinstance(source, Mapping):
         return {str(key): _plain(f"tasks.{key}", value) for key, value in source.items()}
-    if isinstance(source, Definition):
-        return {"name": source.name, "service": "python", "path": name_of("tasks", source.source)}
-    if isinstance(source, type):
-        return {"name": source.__name__.lower(), "service": "python", "path": name_of("tasks", source)}
+    if isinstance(source, Definition | type):
+        name, kind = (
+            (source.name, source.source) if isinstance(source, Definition) else (source.__name__.lower(), source)
+        )
+        return {"name": name, "service": "python", "path": name_of("tasks", kind)}
     if isinstance(source, str | Path):
         text = str(source)
         if text.endswith((".jsonl", ".parquet")):

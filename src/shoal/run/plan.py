@@ -19,7 +19,7 @@ from shoal.rollout.agents.clients import agent_of
 from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.checks import check_functions, check_scores, check_start
 from shoal.run.devices import devices_of, gpus_present, visible_gpus
-from shoal.run.prepared import Prepared, kv_bytes_per_token, number_in, settings_of, shapes_of
+from shoal.run.prepared import Prepared, shapes_of, sizes_of
 from shoal.run.run_dir import own_mathematics
 from shoal.sandbox.runner import strongest
 from shoal.tasks.library import library_of
@@ -42,7 +42,6 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
     renderer = load_renderer(model_dir)
     max_model_len = _max_model_len(model_dir, config)
     shapes_of(model_dir)
-    kv_bytes_per_token(settings_of(model_dir), 1)
     for task in config.tasks:
         hooks_of(task.name, task.reward)
         if task.agent is not None:
@@ -80,12 +79,12 @@ def _model_directory(path: str) -> Path:
     if path in EMBEDDED:
         from shoal.run.demo_model.warm_start import RECIPES, demo_model
 
-        return demo_model(RECIPES[path]).directory
+        return demo_model(RECIPES[path])[0]
     return local_directory(path)
 
 
 def _max_model_len(model_dir: Path, config: Config) -> int:
-    limit = number_in(settings_of(model_dir), "max_position_embeddings")
+    limit = sizes_of(model_dir).max_position_embeddings
     asked = config.engine.max_model_len
     if limit is None and asked is None:
         raise ConfigError(f"engine.max_model_len: the model in {model_dir} names no limit of its own, so set one")
@@ -113,7 +112,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
     parameters = sum(map(prod, shapes.values()))
     rows = config.train.groups_per_step * config.rollout.group_size
     row_tokens = min(prepared.longest_prompt + config.rollout.max_tokens, prepared.max_model_len)
-    kv_bytes = kv_bytes_per_token(settings_of(prepared.model_dir), number_bytes) * row_tokens
+    kv_bytes = sizes_of(prepared.model_dir).kv_numbers_per_token * number_bytes * row_tokens
     rank = config.train.lora.rank
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
     copies = 2 if config.train.kl.coefficient else 1  # and the reference
@@ -146,12 +145,11 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
 
 def _micro_batch_bytes(config: Config, prepared: Prepared, row_tokens: int) -> int:
     """Bytes of activations kept for the backward pass and of one chunk of logits; an estimate."""
-    settings = settings_of(prepared.model_dir)
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    layers, width, inner, vocabulary = (number_in(settings, name) or 0 for name in names)
+    sizes = sizes_of(prepared.model_dir)
+    layers, width, vocabulary = sizes.num_hidden_layers, sizes.hidden_size, sizes.vocab_size or 0
     budget = config.train.tokens_per_microbatch or tokens_per_microbatch(on_gpu=bool(prepared.devices.ranks))
     tokens = max(budget, row_tokens)
-    of_layer = 8 * width + 4 * (inner or 4 * width)  # norms, projections, attention, feed-forward
+    of_layer = 8 * width + 4 * (sizes.intermediate_size or 4 * width)  # norms, projections, attention, feed-forward
     of_token = layers * width + of_layer if config.model.gradient_checkpointing else layers * of_layer
     logits = LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * WEIGHT_BYTES
     return tokens * of_token * BYTES[config.model.dtype] + logits

@@ -1,11 +1,11 @@
 """Parts of a run that need no process of their own, and what model files tell of a model without torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
-from pydantic import JsonValue
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from shoal.config import Config
@@ -15,6 +15,8 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.run.devices import Devices
 from shoal.tasks.mixture import Mixture
 from shoal.types import Sampling
+
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +45,33 @@ def sampling_of(config: Config, prepared: Prepared) -> Sampling:
     return Sampling(**settings, stop_token_ids=prepared.renderer.stop_token_ids, seed=config.seed)
 
 
-def settings_of(model_dir: Path) -> Mapping[str, JsonValue]:
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes of a causal language model, by their names in config.json."""
+
+    num_attention_heads: Positive
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    intermediate_size: Positive | None = None
+    vocab_size: Positive | None = None
+    max_position_embeddings: Positive | None = None
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers in the KV cache per token of context."""
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        return 2 * self.num_hidden_layers * (self.num_key_value_heads or self.num_attention_heads) * width
+
+
+def sizes_of(model_dir: Path) -> Sizes:
     """Reads the language model's part of config.json. Raises `ModelError`."""
     path = model_dir / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = msgspec.json.decode(path.read_bytes())
+        return msgspec.convert(settings.get("text_config", settings) if isinstance(settings, dict) else settings, Sizes)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: expected a JSON object: {error}") from None
-    inner = settings.get("text_config", settings) if isinstance(settings, dict) else None
-    if not isinstance(inner, dict):
-        raise ModelError(
-            f"{path}: expected a JSON object, got {'a list' if isinstance(settings, list) else settings!r}"
-        )
-    return inner
-
-
-def number_in(settings: Mapping[str, JsonValue], name: str) -> int | None:
-    """Reads an optional count of config.json. Raises `ModelError` for a value of another type."""
-    value = settings.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ModelError(f"config.json: {name}: expected a whole number of at least 1, got {value!r}")
-    return value
-
-
-def kv_bytes_per_token(settings: Mapping[str, JsonValue], number_bytes: int) -> int:
-    """Bytes of KV cache per token of context. Raises `ModelError` when config.json lacks a size."""
-    found = {name: number_in(settings, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")}
-    for name, value in found.items():
-        if value is None:
-            raise ModelError(f"config.json: expected {name}, as causal language models have, got none")
-    heads, layers, width = (value or 0 for value in found.values())
-    width = number_in(settings, "head_dim") or width // heads
-    return 2 * layers * (number_in(settings, "num_key_value_heads") or heads) * width * number_bytes
+        raise ModelError(f"{path}: expected the sizes of a causal language model: {error}") from None
 
 
 def shapes_of(model_dir: Path) -> dict[str, list[int]]:

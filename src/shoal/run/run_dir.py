@@ -28,32 +28,19 @@ Listener: TypeAlias = Callable[[Record], None]
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """Raises `RunDirError` unless a run can be written (or resumed) there. Leaves nothing behind."""
-    try:
-        _check_run_dir(run_dir, resume=resume)
-    except OSError as error:
-        raise RunDirError(
-            f"run_dir: expected a folder that can be made, got {str(run_dir)!r}: {error.strerror}"
-        ) from None
-
-
-def _check_run_dir(run_dir: Path, *, resume: bool) -> None:
     log = run_dir / "log.sqlite"
-    if resume and not log.is_file():
-        raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
-    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
-    for inner in FOLDERS:
-        if (run_dir / inner).exists() and not (run_dir / inner).is_dir():
-            raise RunDirError(f"{run_dir / inner}: expected a folder, got a file; move it away")
-    parent = run_dir
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise RunDirError(f"{run_dir} cannot be written: {parent} is no folder")
     try:
+        if resume and not log.is_file():
+            raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
+        if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
+        for inner in FOLDERS:
+            if (run_dir / inner).exists() and not (run_dir / inner).is_dir():
+                raise RunDirError(f"{run_dir / inner}: expected a folder, got a file; move it away")
+        parent = next(folder for folder in (run_dir, *run_dir.parents) if os.path.lexists(folder))
         os.rmdir(tempfile.mkdtemp(dir=parent))
     except OSError as error:
-        raise RunDirError(f"{run_dir} cannot be written: {error.strerror} in {parent}") from None
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from None
 
 
 def own_mathematics(config: Config) -> dict[str, str]:

@@ -100,6 +100,7 @@ async def train(
                 single_turn=single_turn,
                 threads=threads,
                 recovered=buffer.recovered.version,
+                resume=resume,
                 on_event=lambda how: trackers.log_event("engine_lost", reason=how),
                 own=own,
             )

@@ -8,21 +8,21 @@ The embedded model can learn this within a minute. Only unit tests can tell whet
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from shoal.types import Json, seed_for
 
-EXPRESSIONS: Mapping[str, str] = {
-    "[::-1]": "{reversed}",
-    ".upper()": "{upper}",
-    "*2": "{word}{word}",
-    "[0]": "{first}",
-    "[-1]": "{last}",
-    "[1:]": "{tail}",
-    "[:-1]": "{head}",
-    ".title()": "{title}",
+EXPRESSIONS: Mapping[str, Callable[[str], str]] = {
+    "[::-1]": lambda word: word[::-1],
+    ".upper()": str.upper,
+    "*2": lambda word: word * 2,
+    "[0]": lambda word: word[0],
+    "[-1]": lambda word: word[-1],
+    "[1:]": lambda word: word[1:],
+    "[:-1]": lambda word: word[:-1],
+    ".title()": str.title,
 }
 """Answers with their effect on a word."""
 RARE = ("[-1]", "[1:]", "*2")
@@ -32,16 +32,6 @@ HIDDEN = 2
 """Words in a program's tests besides the shown word."""
 
 
-def value(word: str, answer: str) -> str:
-    """Applies an answer's program to a word.
-
-    >>> value("sun", "[::-1]"), value("sun", "*2")
-    ('nus', 'sunsun')
-    """
-    parts = {"reversed": word[::-1], "upper": word.upper(), "word": word, "first": word[0], "last": word[-1]}
-    return EXPRESSIONS[answer].format(**parts, tail=word[1:], head=word[:-1], title=word.title())
-
-
 def rows() -> Iterator[dict[str, Json]]:
     """Questions without end, each different, as rows of a data set for the `code` checker."""
     generator = random.Random(seed_for("small programs"))
@@ -49,10 +39,10 @@ def rows() -> Iterator[dict[str, Json]]:
     while True:
         answer = generator.choice(list(EXPRESSIONS))
         words = ["".join(generator.sample(LETTERS, generator.randint(3, 5))) for _ in range(1 + HIDDEN)]
-        prompt = f"f('{words[0]}')='{value(words[0], answer)}'"
+        prompt = f"f('{words[0]}')='{EXPRESSIONS[answer](words[0])}'"
         if prompt not in asked:
             asked.add(prompt)
-            tests: list[Json] = [{"call": "f", "args": [word], "returns": value(word, answer)} for word in words]
+            tests: list[Json] = [{"call": "f", "args": [word], "returns": EXPRESSIONS[answer](word)} for word in words]
             yield {"prompt": prompt, "answer": answer, "info": {"tests": tests}}
 
 

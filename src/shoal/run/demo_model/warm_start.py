@@ -80,24 +80,16 @@ CODE_EVAL_SHARE = 0.2
 """Share of held-out questions as in examples/code, which the model never sees."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoModel:
-    """Directory of the embedded model, and the seconds its making took just now (0 from the cache)."""
+def demo_model(recipe: Recipe | None = None) -> tuple[Path, float]:
+    """Makes the embedded model unless it is in the cache. Raises `ModelError`.
 
-    directory: Path
-    warm_start_s: float
-
-
-def demo_model(recipe: Recipe | None = None) -> DemoModel:
-    """Makes the embedded model unless it is in the cache. Raises `ModelError`."""
-    recipe = recipe or Recipe()
-    shown = asdict(recipe)
-    for later, value in (("lesson", "spell_backward"), ("tokenizer", "characters")):
-        if shown[later] == value:
-            del shown[later]  # as before there was a choice, so that models made then are found
+    Returns its directory, and the seconds that its making took just now: 0 from the cache.
+    """
+    later = {"lesson": "spell_backward", "tokenizer": "characters"}  # models made before there was a choice are found
+    shown = {name: value for name, value in asdict(recipe or Recipe()).items() if later.get(name) != value}
     settings = msgspec.json.encode(shown)
     digest = hashlib.blake2b(settings, digest_size=6).hexdigest()
-    return DemoModel(*make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()]))
+    return make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()])
 
 
 def slip(generator: random.Random, answer: str) -> str:
@@ -112,12 +104,6 @@ def slip(generator: random.Random, answer: str) -> str:
         case 2:
             return answer[:i] + answer[i] + answer[i:]
     return answer[:i] + generator.choice(LETTERS) + answer[i + 1 :]
-
-
-def lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
-    """Lessons of every step, in order."""
-    kinds = {"fill_in": _fill_in_lessons, "hanoi": _tower_lessons, "spell_backward": _word_lessons}
-    return kinds[recipe.lesson](recipe, renderer)
 
 
 def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
@@ -164,11 +150,8 @@ def _taught(
     slip: Callable[[random.Random, str], str],
 ) -> list[Lesson]:
     """Answers of the careless teacher, who slips in some. Each question is drawn after the answer before it."""
-    rows = []
-    for prompt_ids, answer in questions:
-        shown = slip(generator, answer) if generator.random() < recipe.slip_share else answer
-        rows.append((prompt_ids, [*renderer.token_ids(shown), renderer.stop_token_ids[0]]))
-    return rows
+    shown = ((ids, slip(generator, a) if generator.random() < recipe.slip_share else a) for ids, a in questions)
+    return [(ids, [*renderer.token_ids(said), renderer.stop_token_ids[0]]) for ids, said in shown]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -187,7 +170,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     tokenizer = pair_tokenizer() if recipe.tokenizer == "pairs" else character_tokenizer()
     save(untrained(shape, recipe.seed, tokenizer), directory, tokenizer)
-    rows = lessons(recipe, load_renderer(directory))
+    lessons = {"fill_in": _fill_in_lessons, "hanoi": _tower_lessons, "spell_backward": _word_lessons}
+    rows = lessons[recipe.lesson](recipe, load_renderer(directory))  # of every step, in order
     model = load_model(directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
     began_s = time.monotonic()
