@@ -129,7 +129,7 @@ run.loop:TrainLoop._step
   run.loop:TrainLoop._rows
     swarm.external:external_rows
   experience.buffer:Buffer.consumed
-    experience.log:insert_external
+    experience.log:insert_group
 """
 
 CHAT = """

@@ -446,7 +446,7 @@ def test_a_buffer_in_memory_writes_at_once():
 
 def test_a_write_that_fails_halfway_leaves_nothing(tmp_path):
     def halfway(connection):
-        insert_started(connection, "a", "chain_sum", 0, -1)
+        insert_started(connection, "a", "chain_sum", (0, -1))
         raise ValueError("the disk went away")
 
     async def main():

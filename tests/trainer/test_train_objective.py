@@ -70,12 +70,13 @@ def gradient(
     """
     totals = StepTotals("cpu")
     whole = whole or size_of([row for part in parts for row in part])
-    for part in parts:
-        ours.accumulate(ours.minibatch(part, whole), totals, at=Moment(version), fresh=True)
+    minibatches = [ours.minibatch(part, whole) for part in parts]
+    for minibatch in minibatches:
+        ours.accumulate(minibatch, totals, Moment(version), fresh=True)
     zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours.model.parameters()]
     result = torch.cat([g.flatten() for g in zeros])
     ours.model.zero_grad()
-    return result, totals.stats([], 1, whole.tokens, 0, 0.0).loss
+    return result, totals.stats([], minibatches, 0.0).loss * len(minibatches)
 
 
 @settings(max_examples=40)

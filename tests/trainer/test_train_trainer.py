@@ -22,7 +22,7 @@ from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.step_stats import StepTotals
-from shoal.trainer.trainer import Trainer
+from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
 
 VOCABULARY = 60  # from 1: the pad token's embedding is zero, where gradients are ill-conditioned
@@ -58,10 +58,10 @@ def gradient(trainer: Trainer, rows: Sequence[Sample]) -> tuple[list[Tensor], St
     """Of the loss of one update, with its statistics; leaves the trainer as it was."""
     totals = StepTotals("cpu")
     minibatch = trainer.minibatch(rows)
-    trainer.accumulate(minibatch, totals, fresh=True)
+    trainer.accumulate(minibatch, totals, Moment(), fresh=True)
     result = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
     trainer.model.zero_grad()
-    return result, totals.stats([], 1, minibatch.tokens, minibatch.skipped_tokens, 0.0)
+    return result, totals.stats([], [minibatch], 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_tied_weights_are_trained_and_published_once(tiny_model_dir: Path, tmp_p
 def test_a_failed_step_leaves_no_gradient_behind(tiny_model_dir: Path) -> None:
     ours, untouched = trainer(tiny_model_dir), trainer(tiny_model_dir)
     minibatch = ours.minibatch(groups(5)[0])
-    ours.accumulate(minibatch, StepTotals("cpu"), fresh=True)
+    ours.accumulate(minibatch, StepTotals("cpu"), Moment(), fresh=True)
     assert ours.step(groups(0)).grad_norm == untouched.step(groups(0)).grad_norm
 
 

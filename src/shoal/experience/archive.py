@@ -40,13 +40,11 @@ _INDEXED = {
 
 # Groups that were consumed by a step, or that ended by then and will never be; the rest depends on these.
 _CHOOSE = (
-    "CREATE TEMP TABLE IF NOT EXISTS settled(group_id TEXT PRIMARY KEY)",
-    "CREATE TEMP TABLE IF NOT EXISTS settled_seq(finished_seq INTEGER PRIMARY KEY)",
+    "CREATE TEMP TABLE IF NOT EXISTS settled(group_id TEXT PRIMARY KEY, finished_seq INTEGER)",
     "DELETE FROM temp.settled",
-    "DELETE FROM temp.settled_seq",
-    "INSERT INTO temp.settled SELECT group_id FROM consumed JOIN groups USING (finished_seq) WHERE step <= :through "
-    "UNION SELECT group_id FROM ended WHERE after_step <= :through",
-    "INSERT INTO temp.settled_seq SELECT finished_seq FROM groups JOIN temp.settled USING (group_id)",
+    "INSERT INTO temp.settled SELECT group_id, finished_seq FROM (SELECT group_id FROM consumed JOIN groups USING "
+    "(finished_seq) WHERE step <= :through UNION SELECT group_id FROM ended WHERE after_step <= :through) "
+    "LEFT JOIN groups USING (group_id)",
 )
 _WHERE = {
     "published": "version < (SELECT version FROM steps WHERE step = :through)",
@@ -55,7 +53,7 @@ _WHERE = {
     "ended": "group_id IN (SELECT group_id FROM temp.settled)",
     "consumed": "step <= :through",
     "steps": "step <= :through",
-    "rollouts": "finished_seq IN (SELECT finished_seq FROM temp.settled_seq)",
+    "rollouts": "finished_seq IN (SELECT finished_seq FROM temp.settled)",
 }
 
 

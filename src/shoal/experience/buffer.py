@@ -125,8 +125,8 @@ class Buffer:
             version = self.gate.admit()
         self._running[group_id] = service
         self.counts[service].started += 1
-        after = self._last_step
-        self._writer.post(lambda c: log.insert_started(c, group_id, service, version, after))
+        at = version, self._last_step
+        self._writer.post(lambda c: log.insert_started(c, group_id, service, at))
         return version
 
     async def add(self, group: Group) -> bool:
@@ -223,7 +223,9 @@ class Buffer:
         def write(connection: sqlite3.Connection) -> None:
             foreign = []
             for group in external:
-                seq = log.insert_external(connection, group, after)
+                at = group.admitted_version, after
+                log.insert_started(connection, group.id, group.task.service, at, group.origin)
+                seq = log.insert_group(connection, group, after)
                 foreign.append(ConsumedGroup(seq, seq, group.oldest_version))
             log.insert_step(connection, record, [*used, *foreign])
 
@@ -290,7 +292,7 @@ class Buffer:
             self._horizon = seq
         version = last.version_after if last else 0
         with opened.whole() as whole:
-            used, filled = log.count_used(whole), log.count_filled(whole, meta.groups_per_step)
+            used, filled = log.count_used(whole, meta.groups_per_step)
             counts = read_task_counts(whole)
         self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts

@@ -38,10 +38,6 @@ BODY_BYTES = 1_000_000_000
 
 CONSUMED_OF = "consumed JOIN groups USING (finished_seq) LEFT JOIN started USING (group_id)"
 """Table of the groups that were trained on, with the peers they came from."""
-_GROUPS = (
-    "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, message_id "
-    "FROM groups LEFT JOIN started USING (group_id)"
-)
 
 
 class LockedLog:
@@ -223,11 +219,15 @@ def read(run_dir: Path, query: Callable[[sqlite3.Connection], T]) -> T:
         return query(connection)
 
 
-def insert_started(connection: sqlite3.Connection, group_id: str, service: str, version: int, after_step: int) -> None:
-    """Records that a group was admitted."""
+def insert_started(
+    connection: sqlite3.Connection, group: str, service: str, at: tuple[int, int], origin: Origin | None = None
+) -> None:
+    """Records that a group was admitted, or came from a peer; `at` is the Version and the last step by then."""
+    peer = (origin.peer_id, origin.message_id) if origin else (None, None)
     connection.execute(
-        "INSERT INTO started(group_id, service, admitted_version, after_step) VALUES (?, ?, ?, ?)",
-        (group_id, service, version, after_step),
+        "INSERT INTO started(group_id, service, admitted_version, after_step, peer_id, message_id) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (group, service, *at, *peer),
     )
 
 
@@ -241,17 +241,6 @@ def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) 
     bodies = [(seq, position, wire.encode(rollout)) for position, rollout in enumerate(group.rollouts)]
     connection.executemany("INSERT INTO rollouts VALUES (?, ?, ?)", bodies)
     return seq
-
-
-def insert_external(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
-    """Records a peer's group, which started and finished here at once, and returns its finished_seq."""
-    assert group.origin is not None
-    insert_started(connection, group.id, group.task.service, group.admitted_version, after_step)
-    connection.execute(
-        "UPDATE started SET peer_id = ?, message_id = ? WHERE group_id = ?",
-        (group.origin.peer_id, group.origin.message_id, group.id),
-    )
-    return insert_group(connection, group, after_step)
 
 
 def insert_ended(
@@ -296,56 +285,54 @@ def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
 
 
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
-    """Groups that finished and were neither consumed nor ended, in the order of their finished_seq."""
-    rows = connection.execute(
-        f"{_GROUPS} WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
-        "AND group_id NOT IN (SELECT group_id FROM ended) ORDER BY finished_seq"
+    """Groups that finished and were neither consumed nor ended, in the order of their finished_seq, which they have."""
+    return _groups(
+        connection,
+        "WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
+        "AND group_id NOT IN (SELECT group_id FROM ended) ORDER BY finished_seq",
     )
-    for row in rows:
-        yield row[0], _group(connection, *row)
 
 
 def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
     """The groups of a step, in training order."""
-    rows = connection.execute(
-        f"{_GROUPS} JOIN consumed USING (finished_seq) WHERE step = ? ORDER BY position",
-        (step,),
-    ).fetchall()
-    return [_group(connection, *row) for row in rows]
+    consumed = "JOIN consumed USING (finished_seq) WHERE step = ? ORDER BY position"
+    return [group for _, group in _groups(connection, consumed, step)]
 
 
 def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
     """The newest groups of peers that were trained on, oldest first."""
+    newest = "WHERE peer_id IS NOT NULL ORDER BY finished_seq DESC LIMIT ?"
+    return [group for _, group in _groups(connection, newest, most)][::-1]
+
+
+def _groups(connection: sqlite3.Connection, which: str, *values: int) -> Iterator[tuple[int, Group]]:
+    """Finished groups with their finished_seq."""
     rows = connection.execute(
-        f"{_GROUPS} WHERE peer_id IS NOT NULL ORDER BY finished_seq DESC LIMIT ?",
-        (most,),
-    ).fetchall()
-    return [_group(connection, *row) for row in reversed(rows)]
-
-
-def count_used(connection: sqlite3.Connection) -> int:
-    """Number of groups that passed the gate and were trained on."""
-    query = f"SELECT COUNT(*) FROM {CONSUMED_OF} WHERE peer_id IS NULL"
-    return int(connection.execute(query).fetchone()[0])
-
-
-def count_filled(connection: sqlite3.Connection, groups_per_step: int) -> int:
-    """Number of peers' groups trained in place of own groups: where a step had fewer own groups than its number."""
-    query = (
-        "SELECT SUM(MIN(foreign_ones, MAX(0, ? - own))) FROM (SELECT SUM(peer_id IS NOT NULL) AS foreign_ones, "
-        f"SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step)"
+        "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, message_id "
+        f"FROM groups LEFT JOIN started USING (group_id) {which}",
+        values,
     )
-    return int(connection.execute(query, (groups_per_step,)).fetchone()[0] or 0)
+    bodies = "SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position"
+    for seq, group_id, task, version, *of in rows:
+        rollouts = tuple(wire.decode(body, Rollout, BODY_BYTES) for (body,) in connection.execute(bodies, (seq,)))
+        origin = None if of[0] is None else Origin(*of)
+        yield seq, Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version, origin)
+
+
+def count_used(connection: sqlite3.Connection, groups_per_step: int) -> tuple[int, int]:
+    """Number of groups that passed the gate and were trained on, and of peers' groups trained in place of own groups.
+
+    Peers' groups have places where a step had fewer own groups than its number.
+    """
+    query = (
+        "SELECT COALESCE(SUM(own), 0), COALESCE(SUM(MIN(foreign_ones, MAX(0, ? - own))), 0) FROM (SELECT "
+        f"SUM(peer_id IS NOT NULL) AS foreign_ones, SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step)"
+    )
+    used, filled = connection.execute(query, (groups_per_step,)).fetchone()
+    return used, filled
 
 
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:
     """The steps after `step`, in order."""
     rows = connection.execute("SELECT step, version, version_after FROM steps WHERE step > ? ORDER BY step", (after,))
     return [StepRecord(*row) for row in rows]
-
-
-def _group(connection: sqlite3.Connection, seq: int, group_id: str, task: bytes, version: int, *of: str) -> Group:
-    bodies = connection.execute("SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position", (seq,))
-    rollouts = tuple(wire.decode(body, Rollout, BODY_BYTES) for (body,) in bodies)
-    origin = None if of[0] is None else Origin(*of)
-    return Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version, origin)

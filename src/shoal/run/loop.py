@@ -299,6 +299,7 @@ class TrainLoop:
         self.totals.samples += len(finished)
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
         self.totals.rewards.append(reward)
+        counted = self._counts()
         engine_shares = self._engine_shares or [self._engine_info.busy_share if self._engine_info else 0.0]
         values = {
             "version": version,
@@ -318,17 +319,14 @@ class TrainLoop:
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "waiting": self._parts.buffer.waiting,
             **scorer_values(self._parts.single_turn.scorer),
-            **self._counts_since(),
+            **{name: count - self._counted.get(name, 0) for name, count in counted.items()},  # lost since, by cause
         }
+        self._counted = counted
         self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
         return values
 
-    def _counts_since(self) -> dict[str, float]:
-        """Groups lost since the step before, by cause."""
-        before, self._counted = self._counted, self._counts()
-        return {name: count - before.get(name, 0) for name, count in self._counted.items()}
-
     def _counts(self) -> dict[str, int]:
+        """Groups lost so far, by cause."""
         counts, wasted = self._parts.buffer.counts, self._parts.buffer.wasted_tokens
         return {
             "wasted_tokens": wasted.total(),

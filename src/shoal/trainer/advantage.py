@@ -160,19 +160,11 @@ def is_informative(group: Group, returns: Callable[[Rollout], list[float]] = tur
     return any(value for turns in values for value in turns)
 
 
-def samples(group: Group, kind: Kind) -> tuple[Sample, ...]:
-    """Training rows of a group's finished rollouts, in order, with their advantages.
+def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) -> list[tuple[Sample, ...]]:
+    """Training rows of each of a step's groups, with the config's advantage; `max_tokens` is the limit of one answer.
 
     Failed rollouts enter neither the baseline nor the rows. A group with one finished rollout or equal rewards still
     gives its rows, with advantage 0; they count in the loss's denominator.
-    """
-    finished = group.finished
-    (values,) = turn_advantages([[turn_returns(rollout) for rollout in finished]], kind)
-    return tuple(row for rollout, value in zip(finished, values, strict=True) for row in rows(rollout, value))
-
-
-def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) -> list[tuple[Sample, ...]]:
-    """Training rows of each of a step's groups, with the config's advantage; `max_tokens` is the limit of one answer.
 
     With `short_groups` "pad" the rows of finished rollouts repeat, in order, up to the group's original size. So every
     group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline counts each finished rollout once. The buffer

@@ -149,14 +149,10 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads a `state` of whole tensors. Raises `TrainerError` for the state of another model."""
         wanted = {f"{key}/{name}": p for name, p in self._named.items() for key in MOMENTS}
-        unknown = {key for key in tensors if "/" in key and not key.startswith("step/")} - wanted.keys()
-        if unknown or not {"updates", "since_reset"} <= tensors.keys():
-            raise TrainerError(f"optimizer state: expected that of this model, got {sorted(unknown or tensors)[:1]}")
-        for key in tensors.keys() & wanted.keys():
-            if tensors[key].shape != wanted[key].shape:
-                raise TrainerError(
-                    f"optimizer state {key}: expected shape {tuple(wanted[key].shape)}, got {tuple(tensors[key].shape)}"
-                )
+        moments = {key: tensor for key, tensor in tensors.items() if "/" in key and not key.startswith("step/")}
+        strange = [key for key, one in moments.items() if key not in wanted or wanted[key].shape != one.shape]
+        if strange or not {"updates", "since_reset"} <= tensors.keys():
+            raise TrainerError(f"optimizer state: expected that of this model, got {sorted(strange or tensors)[:1]}")
         self._adam.state.clear()
         for name, parameter in self._named.items():
             found = {key: tensors[f"{key}/{name}"] for key in (*MOMENTS, "step") if f"{key}/{name}" in tensors}

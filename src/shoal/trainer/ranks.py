@@ -70,14 +70,11 @@ class Ranks:
 
     def mean_and_deviation(self, streams: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation (with n) of the numbers of all ranks, float64."""
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for stream in streams:
-            sums += torch.stack([stream.sum(dtype=torch.float64), sums.new_tensor(stream.numel())])
+        x_T = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *streams])
+        sums = torch.stack([x_T.sum(), x_T.new_tensor(len(x_T))])
         self.add_up(sums)
         mean, count = sums[0] / sums[1].clamp(min=1), sums[1].clamp(min=1)
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        for stream in streams:
-            squares += (stream.double() - mean).square().sum()
+        squares = (x_T - mean).square().sum()
         self.add_up(squares)
         return mean, (squares / count).sqrt()
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
 from shoal.trainer.optim import Update
+from shoal.trainer.packing import Minibatch
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.streams import TokenLoss
 
@@ -80,15 +81,13 @@ class StepTotals:
         self._sums = dict(zip(SUMS, sums, strict=True))
         ranks.largest(self._largest)
 
-    def stats(
-        self, updates: Sequence[Update], minibatches: int, tokens: int, skipped_tokens: int, seconds: float
-    ) -> StepStats:
-        """Statistics of the step; `tokens` were to be trained, and `skipped_tokens` of them were not computed."""
+    def stats(self, updates: Sequence[Update], minibatches: Sequence[Minibatch], seconds: float) -> StepStats:
+        """Statistics of a step of some updates, each of one minibatch."""
         sums = {name: float(total) for name, total in self._sums.items()}
         taken = [update for update in updates if update.taken]
         trained = sums["trained"] or math.inf
         return StepStats(
-            loss=sums["loss"] / minibatches,
+            loss=sums["loss"] / len(minibatches),
             grad_norm=_mean([update.grad_norm for update in taken]),
             update_norm=_mean([update.update_norm for update in taken]),
             lr=updates[-1].lr if updates else 0.0,
@@ -105,8 +104,8 @@ class StepTotals:
             kl=sums["kl"] / trained,
             value_loss=sums["value_loss"] / trained,
             explained_variance=self.explained_variance,
-            tokens=tokens,
-            skipped_tokens=skipped_tokens,
+            tokens=sum(minibatch.tokens for minibatch in minibatches),
+            skipped_tokens=sum(minibatch.skipped_tokens for minibatch in minibatches),
             computed_tokens=int(sums["computed"]),
             updates=len(taken),
             refused_updates=len(updates) - len(taken),

@@ -130,18 +130,12 @@ class Trainer:
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
             at = Moment(version, since_push, taken=len(updates))
-            self.accumulate(minibatch, totals, at=at, fresh=k == 0 or wants_prox)
+            self.accumulate(minibatch, totals, at, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay unchanged.
             if minibatch.informative:
                 updates.append(self._optimizer.update())
         totals.add_up(self._ranks)
-        return totals.stats(
-            updates,
-            minibatches=len(minibatches),
-            tokens=sum(minibatch.tokens for minibatch in minibatches),
-            skipped_tokens=sum(minibatch.skipped_tokens for minibatch in minibatches),
-            seconds=time.perf_counter() - started,
-        )
+        return totals.stats(updates, minibatches, time.perf_counter() - started)
 
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens.
@@ -151,7 +145,8 @@ class Trainer:
         result: list[list[float]] = []
         with torch.no_grad(), self._precision():
             for row in rows:
-                logp_T = packed_logprobs(self.model, self._long(row), [len(row)], temperature=temperature)
+                row_L = torch.tensor(row, dtype=torch.long, device=self.device)
+                logp_T = packed_logprobs(self.model, row_L, [len(row)], temperature=temperature)
                 result.append(logp_T[1:].tolist())
         return result
 
@@ -310,16 +305,9 @@ class Trainer:
             batch, prox_N=outputs.logp_N, value_N=outputs.value_N, advantage_N=advantage_N, return_N=return_N
         )
 
-    def accumulate(
-        self,
-        minibatch: Minibatch,
-        totals: StepTotals,
-        *,
-        at: "Moment | None" = None,
-        fresh: bool,
-    ) -> None:
+    def accumulate(self, minibatch: Minibatch, totals: StepTotals, at: Moment, *, fresh: bool) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh` says that its proximal logprobs are known."""
-        config, at = self._config, at or Moment()
+        config = self._config
         for batch in minibatch.batches:
             outputs = self._outputs(batch, with_entropy=True)
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
@@ -375,9 +363,6 @@ class Trainer:
         if self._dtype is torch.float32:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
-
-    def _long(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
 
 
 def _changed(minibatch: Minibatch, change: Callable[[MicroBatch], MicroBatch]) -> Minibatch:
