@@ -14,8 +14,8 @@ from shoal.config import ModelConfig
 from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
 from shoal.errors import ConfigError
 from shoal.run.library import config_of
-from shoal.trainer.own_advantage import own_advantage
-from shoal.trainer.own_loss import own_loss
+from shoal.trainer.advantage import own_advantage
+from shoal.trainer.loss import own_loss
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 

@@ -23,7 +23,7 @@ from shoal.run.prepared import Prepared, shapes_of, sizes_of
 from shoal.run.run_dir import own_mathematics
 from shoal.sandbox.runner import strongest
 from shoal.tasks.library import library_of
-from shoal.trainer.own_advantage import own_advantage
+from shoal.trainer.advantage import own_advantage
 from shoal.trainer.packing import tokens_per_microbatch
 from shoal.types import Split, Task
 
@@ -98,7 +98,7 @@ def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
     check_start(config, resume=resume)
     for setting, name in own_mathematics(config).items():
         if setting == "train.loss":
-            from shoal.trainer.own_loss import own_loss  # loads torch
+            from shoal.trainer.loss import own_loss  # loads torch
 
             own_loss(name)
         else:

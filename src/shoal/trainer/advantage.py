@@ -6,14 +6,20 @@ The baseline averages over rollouts, never over rows. All rows of a rollout carr
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from functools import cache
+from typing import Literal, TypeAlias, cast
 
 from shoal.config.training import TrainConfig
-from shoal.trainer.own_advantage import own_advantage
+from shoal.errors import ConfigError
+from shoal.plugins import own_code
 from shoal.turn_tree import prompt_ids, turns_of_rows
 from shoal.types import Group, Rollout, Sample
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
+
+Rewards: TypeAlias = Sequence[Sequence[float]]
+"""Rewards of each group of a step, one per finished rollout; groups may differ in size."""
+PROBE: Rewards = ((0.0, 1.0, 1.0, 0.25), (1.0, 1.0), (0.5,))
 
 STD_EPS = 1e-6
 
@@ -55,7 +61,7 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list
         group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
         gae          r_i as it is: the critic makes advantages of it (`critic.py`)
         grpo, grpo_no_std, rloo  within each group: see `advantages`
-        module:function  the user's own: see `own_advantage.py`
+        module:function  the user's own: see `own_advantage`
 
     Groups may differ in size. Mean and std are over rollouts, not over tokens.
 
@@ -239,3 +245,30 @@ def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Samp
         result.append(replace(row, advantages=tuple(kept)) if any(late) else row)
         late_tokens += sum(late)
     return tuple(result), late_tokens
+
+
+@cache
+def own_advantage(name: str) -> Callable[[Rewards], list[list[float]]]:
+    """User's function from the rewards of each group to an advantage for each rollout, checked at every call.
+
+    Raises `ConfigError` for a function that cannot be imported or fails on a small example.
+    """
+    function = cast(Callable[[Rewards], object], own_code("train.advantage", name))
+
+    def checked(rewards: Rewards) -> list[list[float]]:
+        try:
+            given = function([list(group) for group in rewards])
+            result = [[float(value) for value in group] for group in cast(Rewards, given)]
+        except Exception as error:  # the user's function raises what it will
+            raise ConfigError(f"train.advantage: {name!r} failed: {type(error).__name__}: {error}") from error
+        if [len(group) for group in result] != [len(group) for group in rewards]:
+            raise ConfigError(
+                f"train.advantage: {name!r}: expected one number for each of {[len(g) for g in rewards]} rewards, "
+                f"got {[len(group) for group in result]}"
+            )
+        if not all(math.isfinite(value) for group in result for value in group):
+            raise ConfigError(f"train.advantage: {name!r}: expected finite numbers, got {result}")
+        return result
+
+    checked(PROBE)
+    return checked
