@@ -159,14 +159,16 @@ def test_rewards_that_compare_nothing_give_exactly_zero(kind: Kind, values: list
 def test_failed_rollouts_enter_neither_baseline_nor_rows(kind: Kind) -> None:
     good, bad = rollout(1.0, turn((1,), (2,))), rollout(0.0, turn((1,), (3,)))
     failed = rollout(-100.0, turn((1,), (4,)), failed=True)
-    found, wanted = step_samples([group(good, failed, bad), group(good, bad)], TrainConfig(advantage=kind), 4)
+    found, wanted = step_samples(
+        [group(good, failed, bad), group(good, bad)], TrainConfig(advantage=kind, short_groups="keep"), 4
+    )
     assert found == wanted
     assert all(4 not in row.tokens for row in found)
 
 
 def test_a_group_with_one_finished_rollout_gives_rows_without_advantage() -> None:
     alone = group(rollout(1.0, turn((1,), (2, 3))), rollout(0.0, turn((1,), (4,)), failed=True))
-    ((row,),) = step_samples([alone], TrainConfig(advantage="grpo"), 4)
+    ((row,),) = step_samples([alone], TrainConfig(advantage="grpo", short_groups="keep"), 4)
     assert row.advantages == (0.0, 0.0, 0.0)
     assert row.mask == (0, 1, 1)
     assert not is_informative(alone)
