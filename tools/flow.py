@@ -90,7 +90,6 @@ run.loop:TrainLoop.run
 
 OFFER = """
 run.training:_train_and_evaluate
-  experience.buffer:Buffer.on_finished
   swarm.node:Node.offer
 swarm.node:Node._share
   swarm.claim_verification:OwnTasks.claim
