@@ -17,7 +17,8 @@ from shoal.errors import ConfigError
 from shoal.trainer import critic
 from shoal.trainer.messages import StepStats
 from shoal.trainer.optim import Optimizer
-from shoal.trainer.trainer import Trainer
+from shoal.trainer.step_stats import StepTotals
+from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
 
 numbers = st.floats(-3, 3)
@@ -142,3 +143,17 @@ def test_the_critic_learns_at_its_own_rate_and_the_schedule_moves_both() -> None
         # Adam's step on a constant gradient is the rate itself.
         for parameter, old, rate in zip((model.weight, head.weight), before, (1e-3, 1e-1), strict=True):
             torch.testing.assert_close(old - parameter, torch.full_like(old, rate * share), rtol=1e-3, atol=1e-6)
+
+
+def test_a_micro_batch_that_stands_for_no_rows_counts_in_no_statistic_of_the_critic(tiny_model_dir: Path) -> None:
+    ours = trainer(tiny_model_dir)
+    minibatch = ours.minibatch([one for group in batch(0) for one in group])
+    valued = tuple(map(ours._with_gae, minibatch.batches))
+    idle = replace(valued[0], idle=True, weight_N=torch.zeros_like(valued[0].weight_N))
+    losses = []
+    for batches in (valued, (*valued, idle)):
+        totals = StepTotals("cpu")
+        ours.accumulate(replace(minibatch, batches=batches), totals, Moment(), fresh=True)
+        losses.append(totals.stats([], [minibatch], 0.0).value_loss)
+    assert losses[0] > 0
+    assert losses[1] == pytest.approx(losses[0])

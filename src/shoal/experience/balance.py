@@ -115,10 +115,8 @@ class Balance:
                 ahead.append(one)
         if len(chosen) < n:
             missing = [name for name, groups in due.items() if taken[name] < groups - ROUNDING]
-            wait_s = max((self._patience_left_s(name, now_s) for name in missing), default=0.0)
+            since_s = [self._missed_since_s.setdefault(name, now_s) for name in missing]
+            wait_s = max(since_s, default=now_s - PATIENCE_S) + PATIENCE_S - now_s
             if wait_s > CLOCK_S:
                 return BatchChoice(wait_s=wait_s)
         return BatchChoice(tuple(chosen + ahead[: n - len(chosen)]))
-
-    def _patience_left_s(self, service: str, now_s: float) -> float:
-        return self._missed_since_s.setdefault(service, now_s) + PATIENCE_S - now_s

@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TypeVar
 
@@ -40,13 +41,13 @@ CONSUMED_OF = "consumed JOIN groups USING (finished_seq) LEFT JOIN started USING
 """Table of the groups that were trained on, with the peers they came from."""
 
 
+@dataclass(frozen=True, slots=True)
 class LockedLog:
     """The one connection that writes a run's log. Invariant: while it is open, no other process has one."""
 
-    def __init__(self, connection: sqlite3.Connection, lock: IO[bytes] | None, path: Path) -> None:
-        self.connection = connection
-        self.path = path
-        self._lock = lock
+    connection: sqlite3.Connection
+    lock: IO[bytes] | None
+    path: Path
 
     def sync(self) -> None:
         """Makes all commits survive the loss of power, and the log be whole without its -wal file. Blocks.
@@ -72,8 +73,8 @@ class LockedLog:
     def close(self) -> None:
         """Closes the file and lets others write it."""
         self.connection.close()
-        if self._lock is not None:
-            self._lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:

@@ -147,16 +147,12 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
 Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | LoadCheckpoint
 Answer: TypeAlias = Done | TrainerFailed
 
-# The decoder takes unions, which `type[T]` cannot say.
-_REQUEST = cast("type[Request]", Request)
-_ANSWER = cast("type[Answer]", Answer)
-
 
 def request_from(data: bytes) -> Request:
     """Request in a frame's bytes. Raises `WireError`."""
-    return wire.decode(data, _REQUEST, MAX_FRAME_BYTES)
+    return wire.decode(data, cast("type[Request]", Request), MAX_FRAME_BYTES)  # type[T] cannot say a union
 
 
 def answer_from(data: bytes) -> Answer:
     """Answer in a frame's bytes. Raises `WireError`."""
-    return wire.decode(data, _ANSWER, MAX_FRAME_BYTES)
+    return wire.decode(data, cast("type[Answer]", Answer), MAX_FRAME_BYTES)

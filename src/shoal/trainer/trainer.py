@@ -117,7 +117,7 @@ class Trainer:
         totals = StepTotals(self.device)
         if self._value_head is not None:
             minibatches = [_changed(minibatch, self._with_gae) for minibatch in minibatches]
-            batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+            batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.idle]
             values = [batch.value_N for batch in batches if batch.value_N is not None]
             returns = [batch.return_N for batch in batches if batch.return_N is not None]
             totals.explained_variance = critic.explained_variance(values, returns)
@@ -328,7 +328,8 @@ class Trainer:
                     outputs.value_N, batch.value_N, batch.return_N, config.critic.value_clip
                 )
                 loss_N = loss_N + config.critic.coefficient * value_loss_N
-                totals.add_value_loss(value_loss_N.detach())
+                if not batch.idle:
+                    totals.add_value_loss(value_loss_N.detach())
             loss = (loss_N * batch.weight_N).sum()
             # Sharding takes the mean over the ranks; the weights want the sum.
             (loss * self._ranks.count).backward()  # type: ignore[no-untyped-call]
