@@ -89,7 +89,7 @@ def test_a_failed_update_is_reported_and_the_old_weights_go_on(
             assert (status, "expected checksum" in answer["error"]["message"]) == (400, True)
             _, after = server.ask("/weight_info")
             assert (after["version"], after["checksum"]) == (info.version, info.checksum)
-            assert after["failure"].startswith("version 7: weights ")
+            assert str(after["failure"]).startswith("version 7: weights ")
             assert await engine.generate(PROMPT, Sampling(9, temperature=0)) == before
 
     asyncio.run(ask())

@@ -3,13 +3,16 @@
 import ast
 import doctest
 import importlib
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from test_layers import SOURCE, modules
 
 from shoal.config import parse
@@ -47,6 +50,8 @@ def test_every_link_between_documents_leads_somewhere(page: Path) -> None:
 def test_every_example_of_a_document_is_valid(page: Path) -> None:
     for text in blocks(page, "toml"):
         parse(tomllib.loads(text))
+    for text in blocks(page, "json"):
+        json.loads(text)
     for text in blocks(page, "python"):
         exec(compile(text, str(page), "exec"), {"__name__": page.stem})
 
@@ -69,6 +74,30 @@ def test_the_readme_s_table_of_commands_is_the_command_line_s() -> None:
     named = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
     named += [group.name or group.typer_instance.info.name for group in app.registered_groups]
     assert sorted(set(listed)) == sorted(named)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_shoal_command_of_a_document_is_one_that_the_command_line_takes(page: Path) -> None:
+    text = page.read_text() if page.name != "CHANGELOG.md" else ""  # which also names what is no more
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines() if text else []
+    for line in [*lines, *re.findall(r"`([^`\n]*)`", text)]:
+        if found := re.search(r"(?:^|[\s/])shoal (?=-|[a-z]+\b)(.*)", line):
+            words = shlex.split(re.split(r"\s#|\s\||&&|;|\s>|\s&$", found[1])[0])
+            settings = [word.removeprefix("--") for word in words if re.match(r"--\w+\.", word)]
+            parse({"tasks": [{"name": "chain_sum"}]}, settings)
+            taken([word for word in words if not re.match(r"--\w+\.", word)])
+
+
+def taken(words: list[str]) -> None:
+    """Has the command line parse words without running their command. Raises `UsageError`."""
+    from shoal.cli import app
+
+    command = typer.main.get_command(app)
+    context = typer.Context(command)
+    while words and (inner := getattr(command, "commands", {})) and not words[0].startswith("-"):
+        assert words[0] in inner, f"shoal has no command {words[0]}"
+        command, context, words = inner[words[0]], typer.Context(inner[words[0]], parent=context), words[1:]
+    command.make_parser(context).parse_args(list(words))
 
 
 def test_the_readme_s_commands_are_the_makefile_s() -> None:

@@ -130,7 +130,9 @@ def simulate(
         total = sum(trained, Counter())
         started = sum(c.started for c in counts)
         failed = {name: c.failed for name, c in buffer.counts.items()}
-        return Run(total, ids, started, accounted, changes, orchestrator.shares, trained, ends_s, failed)
+        weights = adjuster.weights if adjuster else shares
+        last = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        return Run(total, ids, started, accounted, changes, last, trained, ends_s, failed)
 
     return run_virtual(main())
 

@@ -144,11 +144,6 @@ class Orchestrator:
         for source in sources:
             source.on_presence = self.presence
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of the trained groups that each present service shall have."""
-        return self._quotas.shares
-
     async def run(self) -> None:
         """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
         self._buffer.on_room = self._wake.set
