@@ -130,8 +130,8 @@ def simulate(
         total = sum(trained, Counter())
         started = sum(c.started for c in counts)
         failed = {name: c.failed for name, c in buffer.counts.items()}
-        weights = adjuster.weights if adjuster else shares
-        last = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        newest = adjuster.weights if adjuster else shares
+        last = {name: weight / sum(newest.values()) for name, weight in newest.items()}
         return Run(total, ids, started, accounted, changes, last, trained, ends_s, failed)
 
     return run_virtual(main())
