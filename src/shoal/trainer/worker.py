@@ -1,9 +1,9 @@
 """The trainer process, `python -m shoal.trainer.worker --fd N`, and its client in the main process.
 
 The process serves the requests of `shoal.trainer.messages` one after the other from an inherited socket. It ends when
-the socket closes or its parent is gone. A failed request is answered with
-`TrainerFailed`. With `train.ranks` the process is the first rank: it starts the others and passes all requests on to
-them. Only the process loads torch, not its client.
+the socket closes or its parent is gone. A failed request is answered with `TrainerFailed`. With `train.ranks` the
+process is the first rank: it starts the others and passes all requests on to them. Only the process loads torch, not
+its client.
 """
 
 import argparse
