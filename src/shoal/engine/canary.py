@@ -6,7 +6,6 @@ keeps the head of a model with tied embeddings. Checksums do not show this; logp
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 
@@ -39,8 +38,3 @@ def canary_of(weights: Path) -> Canary | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise RequestRefused(f"{file} cannot be read: {error}") from error
-
-
-def mismatch(canary: Canary, logprobs: list[float]) -> float:
-    """Mean |difference| in nats between the engine's logprobs and the trainer's."""
-    return fmean(abs(a - b) for a, b in zip(canary.logprobs, logprobs, strict=True))

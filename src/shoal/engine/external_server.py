@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from uuid import uuid4
 
 from shoal.engine import canary
@@ -210,7 +211,8 @@ class ForeignEngine:
     async def _ask_canary(self, version: int, path: Path) -> None:
         known = canary.canary_of(path)
         if known is not None:
-            off_nats = canary.mismatch(known, await self._adapter.score(known.token_ids))
+            logprobs = await self._adapter.score(known.token_ids)
+            off_nats = fmean(abs(a - b) for a, b in zip(known.logprobs, logprobs, strict=True))
             if not off_nats <= known.bound:
                 raise RequestRefused(
                     f"{self.abilities.server} took version {version} but computes with other weights: mean "
