@@ -36,7 +36,7 @@ from shoal.run.assemble import serving
 from shoal.run.devices import Threads
 from shoal.run.prepared import Prepared
 from shoal.run.training import train
-from shoal.trainer.advantage import samples
+from shoal.trainer.advantage import step_samples
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import (
     Completion,
@@ -269,22 +269,19 @@ class _Bench:
         child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
         async with child:
             trainer = TrainerProcess(child)
-            await trainer.start(
-                self._prepared.model_dir, config.model, config.train, temperature=1.0, threads=threads.trainer
-            )
-            await trainer.step(self._rows(0))
+            await trainer.start(self._prepared.model_dir, config, threads.trainer)
+            await trainer.step(self._rows(config, 0))
             count = max(1, self._work.steps // 4)
-            seconds = [(await trainer.step(self._rows(step))).seconds for step in range(count)]
+            seconds = [(await trainer.step(self._rows(config, step))).seconds for step in range(count)]
         return sum(seconds) / count * self._work.steps
 
-    def _rows(self, step: int) -> list[tuple[Sample, ...]]:
+    def _rows(self, config: Config, step: int) -> list[tuple[Sample, ...]]:
         """Rows of a step: prompt and answer tokens of the given lengths, half of them rewarded."""
         prompt = tuple(self._prepared.renderer.prompt_ids((Message(Role.USER, PROMPT),)))
         first = step * self._work.groups_per_step
-        return [
-            samples(_drawn_group(index, prompt, self._work.lengths(index)), "grpo")
-            for index in range(first, first + self._work.groups_per_step)
-        ]
+        indices = range(first, first + self._work.groups_per_step)
+        groups = [_drawn_group(index, prompt, self._work.lengths(index)) for index in indices]
+        return step_samples(groups, config.train, MOST_TOKENS)
 
     def _config(self, max_staleness: int, on_update: str, max_running: int) -> Config:
         return parse(

@@ -56,7 +56,7 @@ def measure(quick: bool) -> Report:
         "computed_tokens": sum(len(part.tokens_1T[0]) for part in bare),
         "rows": len(rows),
         "microbatches": len(bare),
-        "parameters": trainer.parameters,
+        "parameters": sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
     }
 
 
