@@ -19,7 +19,6 @@ import zstandard
 
 from shoal import wire
 from shoal.net.process import die_with_parent
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Signer, signed
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
@@ -38,7 +37,7 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     """Builds (author, frame) pairs, shuffled; each claim is offered with answers that hang."""
     rng = random.Random(0)
     made = Offer(Claim("gcd", "gcd of 1 and 1?", "1"), (OfferedRollout("7" * 400),) * 8, GeneratorKind.RULE, "x", now_s)
-    payload = offers.encode(made)
+    payload = wire.encode(made)
     sybils = [Identity.fresh() for _ in range(SYBILS)]
     found = [(one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, payload, now_s)) for one in sybils]
     flooder = Identity.fresh()
@@ -54,7 +53,7 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     for claim in claims:
         one = Identity.fresh()
         hanging = Offer(claim, (OfferedRollout(HANG),) * 4, GeneratorKind.RULE, "x", now_s)
-        found.append((one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, offers.encode(hanging), now_s)))
+        found.append((one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, wire.encode(hanging), now_s)))
     rng.shuffle(found)
     return found
 

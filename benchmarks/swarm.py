@@ -18,15 +18,15 @@ from string import ascii_letters
 
 from benchmarks.clock import run_virtual
 from benchmarks.work import coin
-from shoal.config import SwarmConfig, TaskConfig
-from shoal.swarm import offer as offers
+from shoal import wire
+from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.peer import INTAKE_PER_S, Intake
+from shoal.swarm.peer import INTAKE_PER_S, Intake, Joined
 from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
@@ -72,7 +72,7 @@ def _admission(count: int) -> tuple[float, float]:
     for i in range(count):
         claim = Claim("bench", f"question {i}", "truth")
         made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(signers[i % AUTHORS].frame(Kind.OFFER, offers.encode(made), now_s))
+        frames.append(signers[i % AUTHORS].frame(Kind.OFFER, wire.encode(made), now_s))
     ingress = IngressFilter("reef", "", UNLIMITED)
     began_s = time.process_time()
     admitted = sum(isinstance(ingress.admit(frame, now_s), VerifiedMessage) for frame in frames)
@@ -97,7 +97,7 @@ async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     frames = []
     for task in tasks:
         made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(signer.frame(Kind.OFFER, offers.encode(made), now_s))
+        frames.append(signer.frame(Kind.OFFER, wire.encode(made), now_s))
     began_s = time.perf_counter()
     for frame in frames:
         message = ingress.admit(frame, now_s)
@@ -162,16 +162,16 @@ def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
     """Small node in a large swarm that reads two frames a second."""
     coins = _Coins()
     loop = asyncio.get_running_loop()
-    return Node(
-        NodeDeps(exchange, coins, _Characters(), coins, 4096, "simulated"),
-        SwarmConfig(external_groups=2),
+    joined = Joined(
+        exchange,
+        coins,
         Identity.fresh(),
         folder,
-        seed=i,
+        Config(seed=i, tasks=[TaskConfig(name="coins")], swarm=SwarmConfig(external_groups=2)),
         clock=lambda: 1.8e9 + loop.time(),
         intake=Intake(2.0, timer=lambda: 0.0),
-        threads=False,
     )
+    return Node(joined, coins, _Characters(), 4096, threads=False)
 
 
 async def _steps(node: Node, i: int) -> None:

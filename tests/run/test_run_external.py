@@ -12,7 +12,8 @@ from shoal.run.run_dir import run_meta
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
+from shoal.swarm.peer import Joined
 from shoal.trainer.packing import even_slices
 from shoal.types import (
     Completion,
@@ -71,8 +72,8 @@ def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> 
 
     async def main() -> None:
         nothing = cast(Any, None)
-        deps = NodeDeps(MemorySwarm().join(), nothing, nothing, nothing, 64, "tiny")
-        node = Node(deps, config.swarm, Identity.fresh(), tmp_path)
+        joined = Joined(MemorySwarm().join(), nothing, Identity.fresh(), tmp_path, config)
+        node = Node(joined, nothing, nothing, 64)
         assert node.choose() == 0  # nothing is there to be chosen
         assert node.tally.missing == before.external > 0
 

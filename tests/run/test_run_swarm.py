@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal import wire
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.run.training import run_training
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
@@ -86,7 +86,7 @@ def weights_of(run: Path) -> str:
 
 def offer(question: str, truth: str, *texts: str) -> bytes:
     rollouts = tuple(OfferedRollout(text) for text in texts)
-    return offers.encode(Offer(Claim("letters", question, truth), rollouts, GeneratorKind.RULE, "rule", time.time()))
+    return wire.encode(Offer(Claim("letters", question, truth), rollouts, GeneratorKind.RULE, "rule", time.time()))
 
 
 def with_peer(

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from chat_templates import renderer
 from fuzz_attack import Attack, Target
 from fuzz_bodies import CHAT, MESSAGES, RESPONSES
 from shoal import wire
-from shoal.config import RewardConfig, TaskConfig
+from shoal.config import Config, RewardConfig, TaskConfig
 from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo
 from shoal.net.listening import listening_socket, url_of
@@ -41,7 +42,7 @@ from shoal.reward.service import RewardService
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
+from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.identity import Identity
@@ -49,6 +50,7 @@ from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Condition, opened, signed
 from shoal.swarm.judge.server import WIRE, JudgeServer
 from shoal.swarm.judge.store import JudgeStore
+from shoal.swarm.peer import Joined
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.tasks.remote_server import TaskServer
@@ -227,9 +229,8 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
     options = {"scorer": "exact", "eval_share": 0.4}
-    service = JsonlService(
-        TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options}), 0
-    )
+    task = TaskConfig.model_validate({"name": "letters", "service": "jsonl", "path": str(data), **options})
+    service = JsonlService(task, 0)
     async with AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(RewardService(RewardConfig(timeout_s=1.0)))
         drawer = stack.enter_context(ProceduralClient())
@@ -238,8 +239,8 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
         judge = Judge(book, HERE, [SUMS], drawer, rewards, Rules(each=2))
         own = OwnTasks([service])
         stack.callback(own.close)
-        means = HumanNodeDeps(MemorySwarm().join(), own, rewards, lambda index: service.draw(Split.TRAIN, index))
-        human = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=1))
+        joined = Joined(MemorySwarm().join(), own, HERE, folder, Config(tasks=[task]))
+        human = HumanNode(joined, rewards, partial(service.draw, Split.TRAIN), QuestionPace(answers=2, wait_s=1))
         running = asyncio.create_task(human.run())
         stack.callback(running.cancel)
         (folder / "run").mkdir()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,15 +14,15 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import TaskConfig
+from shoal import wire
+from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.net.listening import listening_socket
 from shoal.net.server import uvicorn_config
-from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
-from shoal.swarm.human.human_node import HumanNode, HumanNodeDeps
+from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import (
     MOST_ANSWERS,
     MOST_CHARACTERS,
@@ -37,6 +38,7 @@ from shoal.swarm.human.questions import (
 from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import Joined
 from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
@@ -205,9 +207,10 @@ async def site(
     own, member, other = OwnTasks([service]), joined(hub), hub.join()
     seal = Signer(PEER, "reef", session=1)
     for content in before:
-        hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, offers.encode(content), 1e9))
-    means = HumanNodeDeps(member, own, ExactScorer(), lambda index: service.draw(Split.TRAIN, index))
-    node = HumanNode(means, "reef", HERE, folder, QuestionPace(answers=2, wait_s=0), clock=lambda: 1e9, seed=1)
+        hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, wire.encode(content), 1e9))
+    here = Joined(member, own, HERE, folder, Config(tasks=[config]), clock=lambda: 1e9)
+    draw = partial(service.draw, Split.TRAIN)
+    node = HumanNode(here, ExactScorer(), draw, QuestionPace(answers=2, wait_s=0), seed=1)
     with listening_socket("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = uvicorn.Server(uvicorn_config(HumanServer(node, rates).app))
@@ -292,13 +295,13 @@ def test_who_passes_a_question_over_is_asked_another(tmp_path: Path) -> None:
 def test_an_offer_waits_for_an_exchange_that_is_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with site(tmp_path) as at, Visitor(at.url) as ann:
-            at.member.away = True
+            at.member.here.clear()
             found = await ann.ask()
             await ann.say(found, "?")
             await ann.say(found, str(found["question"])[-1])
             await asyncio.sleep(0.6)
             assert at.node.tally.shared == 0
-            at.member.away = False
+            at.member.here.set()
             _, offer = await at.offer()
             assert len(offer.rollouts) == 2
 
@@ -408,7 +411,7 @@ def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp
             for _ in range(30):
                 async with Visitor(at.url) as fresh:
                     status, found = await fresh.post("question")
-            assert (status, found["error"]) == (429, "slowly, please: wait a few seconds")
+            assert (status, found["error"]["message"]) == (429, "slowly, please: wait a few seconds")
 
     asyncio.run(main())
 

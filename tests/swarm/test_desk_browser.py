@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from browser import Page, browser_path, chromium
+from shoal import wire
 from shoal.experience.log import FILE
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.listing import listed
@@ -143,7 +143,7 @@ async def offered(server: str, question: str) -> None:
     async with NatsExchange(NatsOptions((server,), "reef")) as exchange:
         receiving = asyncio.create_task(exchange.receive(1))
         await until(lambda: exchange.connected)
-        frame = seal.frame(Kind.OFFER, offers.encode(content), time.time())
+        frame = seal.frame(Kind.OFFER, wire.encode(content), time.time())
         await exchange.publish(Kind.OFFER, identity.peer_id, frame)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)

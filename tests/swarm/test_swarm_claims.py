@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal import wire
+from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.errors import TaskError
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
-from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import Joined
 from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
 from shoal.types import Receipt, Split, Task
@@ -151,14 +152,15 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
         own = OwnTasks(library.services, SwarmConfig(datasets="any"))
         theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
         async with RewardService(RewardConfig()) as scorer:
-            means = NodeDeps(hub.join(), own, load_renderer(tiny_model_dir), scorer, 1024, "tiny")
-            node = Node(means, SwarmConfig(external_groups=4, take="uniform"), Identity.fresh(), tmp_path)
+            config = Config(tasks=[GCD], swarm=SwarmConfig(external_groups=4, take="uniform"))
+            joined = Joined(hub.join(), own, Identity.fresh(), tmp_path, config)
+            node = Node(joined, scorer, load_renderer(tiny_model_dir), 1024)
             running = asyncio.ensure_future(node.run())
             lie = replace(claims[4], truth="7000", libraries="python 2.7")
             for claim in (*claims[:4], lie):
                 rollouts = (OfferedRollout(claim.truth or ""), OfferedRollout("no"))
                 made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
-                frame = seal.frame(Kind.OFFER, offers.encode(made), time.time())
+                frame = seal.frame(Kind.OFFER, wire.encode(made), time.time())
                 await theirs.publish(Kind.OFFER, specialist.peer_id, frame)
             await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
             groups = await node.take(0, logprobs)

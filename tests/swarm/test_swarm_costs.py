@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 from test_swarm_envelope import nested
 
-from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal import wire
+from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
+from shoal.config.settings import RolloutConfig
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
-from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.contents import Contents
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.peer import BANNED_FILE, STATUS_FILE
+from shoal.swarm.peer import BANNED_FILE, STATUS_FILE, Joined
 from shoal.swarm.trust import ESTABLISHED, Reason
 from shoal.tasks.library import Library
 from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task
@@ -29,11 +30,12 @@ from until import until
 HANG = "1e99999999"
 """coin_flip reads it as a fraction: minutes inside one multiplication."""
 TIMEOUT_S = 1.0
+TASKS = [TaskConfig(name="coin_flip")]
 
 
 @pytest.fixture(scope="module")
 def library() -> Iterator[Library]:
-    with Library([TaskConfig(name="coin_flip")], 0) as library:
+    with Library(TASKS, 0) as library:
         yield library
 
 
@@ -52,7 +54,7 @@ class Stranger:
     async def says(self, claim: Claim, *answers: str) -> None:
         rollouts = tuple(OfferedRollout(answer) for answer in answers)
         content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time())
-        await self.sends(self._signer.frame(Kind.OFFER, offers.encode(content), time.time()))
+        await self.sends(self._signer.frame(Kind.OFFER, wire.encode(content), time.time()))
 
     async def sends(self, frame: bytes) -> None:
         await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
@@ -84,8 +86,9 @@ def beside(
         own, hub = OwnTasks(library.services), MemorySwarm()
         tasks = [library.services[0].draw(Split.TRAIN, i) for i in range(12)]
         async with RewardService(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
-            means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 1024, "tiny", most_answers)
-            node = Node(means, SwarmConfig(external_groups=4), Identity.fresh(), folder)
+            swarm = SwarmConfig(external_groups=4)
+            config = Config(tasks=TASKS, rollout=RolloutConfig(group_size=most_answers), swarm=swarm)
+            node = Node(Joined(hub.join(), own, Identity.fresh(), folder, config), scorer, load_renderer(model), 1024)
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
             assert not running.done()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shoal import wire
 from shoal.errors import ConfigError, WireError
 from shoal.swarm import envelope as env
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of, signed
 from shoal.swarm.identity import Identity, peer_id_of
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, offer_of
@@ -134,7 +133,7 @@ def test_an_envelope_with_a_wrong_field_is_a_wire_error(changes: dict[str, objec
 
 def test_frames_over_the_limit_are_refused_before_they_are_parsed() -> None:
     frame = unsigned(body=bytes(env.MAX_FRAME_BYTES))
-    with pytest.raises(WireError, match=f"at most {env.MAX_FRAME_BYTES} bytes"):
+    with pytest.raises(WireError, match=f"at most {env.MAX_FRAME_BYTES - 64} bytes"):
         opened(frame)
     with pytest.raises(WireError, match="payload: expected at most"):
         Signer(ME, "reef", session=0).frame(Kind.OFFER, bytes(env.MAX_PAYLOAD_BYTES + 1), 0.0)
@@ -168,7 +167,7 @@ def test_a_body_that_lies_about_its_size_or_has_something_behind_it_is_refused()
 
 def test_an_offer_comes_out_as_it_went_in() -> None:
     made = Offer(CLAIM, (OfferedRollout("2"), OfferedRollout("3", complete=False)), "frozen", "qwen", 1.0)
-    assert offers.decode(offers.encode(made)) == Offer(CLAIM, made.rollouts, GeneratorKind.FROZEN, "qwen", 1.0)
+    assert wire.decode(wire.encode(made), Offer) == Offer(CLAIM, made.rollouts, GeneratorKind.FROZEN, "qwen", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,11 @@ def test_an_offer_with_a_wrong_field_cannot_be_made_or_decoded(field: str, value
     fields: dict[str, object] = {
         "claim": CLAIM, "rollouts": (OfferedRollout("x"),), "generator": GeneratorKind.RULE, "model": "", "made_s": 0.0
     }  # fmt: skip
-    with pytest.raises(ValueError):  # noqa: PT011
-        Offer(**{**fields, field: value})
+    if field in ("claim", "model"):  # own ones may be wrong, and are then not sent
+        with pytest.raises(ValueError):  # noqa: PT011
+            Offer(**{**fields, field: value})
     with pytest.raises(WireError):
-        offers.decode(wire.encode({**fields, field: value}))
+        wire.decode(wire.encode({**fields, field: value}), Offer)
 
 
 def test_a_group_is_shared_as_text_and_only_what_others_can_read_of_it() -> None:
@@ -209,12 +209,12 @@ def test_a_group_is_shared_as_text_and_only_what_others_can_read_of_it() -> None
         ),
         0,
     )
-    made = offer_of(group, CLAIM, generator=GeneratorKind.TRAINING, model="tiny", made_s=9.0)
-    assert made is not None
+    made = offer_of(group, CLAIM, "tiny", 9.0)
     assert made.rollouts == (
         OfferedRollout("2", complete=True),
         OfferedRollout("two thousand", complete=False),
         OfferedRollout("<think>\nhm\n</think>\n\n2", complete=True),
     )
     nothing = Group("g", task, tuple(one for i, one in enumerate(group.rollouts) if i not in (0, 1, 5)), 0)
-    assert offer_of(nothing, CLAIM, generator=GeneratorKind.TRAINING, model="tiny", made_s=9.0) is None
+    with pytest.raises(ValueError, match="expected a question and an answer"):
+        offer_of(nothing, CLAIM, "tiny", 9.0)

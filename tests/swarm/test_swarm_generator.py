@@ -8,28 +8,27 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from shoal.config import RewardConfig, SwarmConfig, TaskConfig, parse
+from shoal import wire
+from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import answerer_of
-from shoal.swarm import offer as offers
-from shoal.swarm.answerers import Answerer, ChatModel, ModelAt, RuleSolver
+from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.generator import RETRY_S, Generator, GeneratorPace
+from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
-from shoal.swarm.peer import ban_in
+from shoal.swarm.peer import RETRY_S, Joined, ban_in
 from shoal.swarm.trust import IngressFilter, Recogniser, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
@@ -77,19 +76,12 @@ async def taken_from(
 ) -> tuple[list[Group], Node, Generator]:
     """What a node takes of one generator that made six groups."""
     hub = MemorySwarm()
-    generator = Generator(
-        hub.join(),
-        own,
-        library.services,
-        answerer,
-        Identity.fresh(),
-        folder / "generator",
-        swarm="reef",
-        pace=GeneratorPace(4, 0.01, 6),
-    )
+    config = Config(tasks=TASKS, swarm=settings)
+    joined = Joined(hub.join(), own, Identity.fresh(), folder / "generator", config)
+    generator = Generator(joined, library.services, answerer, GeneratorPace(4, 0.01, 6))
     async with RewardService(RewardConfig()) as scorer:
-        means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
-        node = Node(means, settings, Identity.fresh(), folder / "node")
+        joined = Joined(hub.join(), own, Identity.fresh(), folder / "node", config)
+        node = Node(joined, scorer, load_renderer(model), 256)
         running = asyncio.ensure_future(node.run())
         await generator.run()
         taken: list[Group] = []
@@ -125,23 +117,15 @@ def settled(node: Node) -> bool:
 async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> list[list[Group]]:
     """What a node takes before and after its run is resumed, while the exchange still has everything."""
     hub, lives = MemorySwarm(), list[list[Group]]()
-    rule, generator = RuleSolver("truth", 0), Identity.fresh()
-    await Generator(
-        hub.join(),
-        own,
-        library.services,
-        rule,
-        generator,
-        folder / "generator",
-        swarm="reef",
-        pace=GeneratorPace(4, 0.01, 3),
-    ).run()
-    identity, settings = Identity.fresh(), SwarmConfig(external_groups=2)
+    config = Config(tasks=TASKS, swarm=SwarmConfig(external_groups=2))
+    joined = Joined(hub.join(), own, Identity.fresh(), folder / "generator", config)
+    await Generator(joined, library.services, RuleSolver("truth", 0), GeneratorPace(4, 0.01, 3)).run()
+    identity = Identity.fresh()
     async with RewardService(RewardConfig()) as scorer:
-        means = NodeDeps(hub.join(), own, load_renderer(model), scorer, 256, "tiny")
         for _ in range(2):
-            means = replace(means, exchange=hub.join())
-            node = Node(means, settings, identity, folder / "node", trained=[group for life in lives for group in life])
+            joined = Joined(hub.join(), own, identity, folder / "node", config)
+            before = [group for life in lives for group in life]
+            node = Node(joined, scorer, load_renderer(model), 256, trained=before)
             running = asyncio.ensure_future(node.run())
             await until(partial(settled, node))
             lives.append(await node.take(0, logprobs))
@@ -181,7 +165,7 @@ def test_with_its_own_skill_as_the_baseline_a_node_learns_from_a_single_answer(
 
 def test_a_model_behind_an_openai_url_answers() -> None:
     async def main(url: str, task: Task) -> None:
-        async with ChatModel(ModelAt(url, "frozen")) as model:
+        async with ChatModel(url, "frozen") as model:
             first, *rest = await model.answers(task, 3)
         assert (first.text, first.complete) == ("3", True)
         assert rest == [first, first]
@@ -192,11 +176,9 @@ def test_a_model_behind_an_openai_url_answers() -> None:
 
 def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sentence(tmp_path: Path) -> None:
     async def main(url: str, library: Library, own: OwnTasks) -> None:
-        async with ChatModel(ModelAt(url, "frozen")) as model:
-            generator = Generator(
-                MemorySwarm().join(), own, library.services, model, Identity.fresh(), tmp_path, swarm="reef"
-            )
-            await generator.run()
+        async with ChatModel(url, "frozen") as model:
+            joined = Joined(MemorySwarm().join(), own, Identity.fresh(), tmp_path, Config(tasks=TASKS))
+            await Generator(joined, library.services, model, GeneratorPace()).run()
 
     with Library(TASKS, 0) as library, openai_server(401) as url:
         own = OwnTasks(library.services)
@@ -210,11 +192,10 @@ def generator_of(answerer: Answerer, folder: Path, hub: MemorySwarm, pace: Gener
     """One that shares questions of a file."""
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
-    service = JsonlService(
-        TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4), 0
-    )
-    own = OwnTasks([service])
-    return Generator(hub.join(), own, [service], answerer, Identity.fresh(), folder, swarm="reef", pace=pace)
+    task = TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4)
+    service = JsonlService(task, 0)
+    joined = Joined(hub.join(), OwnTasks([service]), Identity.fresh(), folder, Config(tasks=[task]))
+    return Generator(joined, [service], answerer, pace)
 
 
 class Answers:
@@ -249,7 +230,7 @@ def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_
         nowhere = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
 
     async def main() -> None:
-        async with ChatModel(ModelAt(nowhere, "frozen")) as model:
+        async with ChatModel(nowhere, "frozen") as model:
             await generator_of(model, tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 3)).run()
 
     with pytest.raises(BaseExceptionGroup) as raised:
@@ -319,7 +300,7 @@ def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: P
         hub, peers = MemorySwarm(), [Identity.fresh(), Identity.fresh()]
         for need, peer in zip((0.9, 0.4), peers, strict=True):
             frame = Signer(peer, "reef", session=1).frame(
-                Kind.WANT, offers.encode(Want((("letters", need),))), time.time()
+                Kind.WANT, wire.encode(Want((("letters", need),))), time.time()
             )
             hub.put(Kind.WANT, peer.peer_id, frame)
         ban_in(tmp_path, [peers[0].peer_id])

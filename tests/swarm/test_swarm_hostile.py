@@ -12,18 +12,18 @@ from pathlib import Path
 
 from test_swarm_envelope import bomb, nested, unsigned
 
-from shoal.config import RewardConfig, SwarmConfig, TaskConfig
+from shoal import wire
+from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
-from shoal.swarm import offer as offers
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
-from shoal.swarm.node import Node, NodeDeps
+from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.peer import Intake
+from shoal.swarm.peer import Intake, Joined
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
@@ -39,7 +39,7 @@ TASKS = [
 
 def offer(claim: Claim, *texts: str) -> bytes:
     rollouts = tuple(OfferedRollout(text) for text in texts)
-    return offers.encode(Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time()))
+    return wire.encode(Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time()))
 
 
 class Crowd:
@@ -149,9 +149,10 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
         async with NatsServer(ServerOptions(tmp_path / "server")) as server:
             options = NatsOptions((server.url,), "reef")
             async with NatsExchange(options) as mine, NatsExchange(options) as theirs:
-                means = NodeDeps(mine, own, renderer, scorer, 256, "tiny")
                 identity = Identity.load(tmp_path / "node" / "identity.pem")
-                node = Node(means, SwarmConfig(external_groups=4), identity, tmp_path / "node", intake=Intake(5000))
+                config = Config(tasks=TASKS, swarm=SwarmConfig(external_groups=4))
+                joined = Joined(mine, own, identity, tmp_path / "node", config, intake=Intake(5000))
+                node = Node(joined, scorer, renderer, 256)
                 lorises = slow_lorises(server.url, 50)
                 running = asyncio.ensure_future(node.run())
                 hearing = asyncio.ensure_future(drained(theirs))

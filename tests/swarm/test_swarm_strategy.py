@@ -119,13 +119,6 @@ def test_where_everybody_is_new_the_paper_s_taker_gives_all_that_a_first_step_wa
     assert len(apply_taker(taker_of("trusted"), candidates, 4, random.Random(0))) == 1
 
 
-def test_a_name_that_was_changed_is_answered_with_the_new_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"swarm.take: 'informative' is now 'uniform'.*'trusted', keeps these to 15 ?%"
-    ):
-        taker_of("informative")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "odds"),
     [

@@ -5,7 +5,7 @@ import pytest
 from chat_templates import ANSWERING, renderer_of
 from shoal.model.answer import parted
 from shoal.swarm.encoding import encode_offer
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, offer_of
+from shoal.swarm.offer import Claim, Offer, offer_of
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 TASK = Task("t", "sums", (Message(Role.USER, "3 + 4?"),), "7")
@@ -25,9 +25,7 @@ def offered(author: str) -> Offer:
     messages = (*TASK.messages, made.message(ids, prompt_ids))
     group = Group("g", TASK, (Rollout("r", messages, (Turn(prompt_ids, completion),), Reward(1.0)),), 0)
     claim = Claim("sums", "3 + 4?", "7")
-    offer = offer_of(group, claim, generator=GeneratorKind.TRAINING, model="m", made_s=1.0)
-    assert offer is not None
-    return offer
+    return offer_of(group, claim, "m", 1.0)
 
 
 @pytest.mark.parametrize("author", DRAWN)

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import wire
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
 from shoal.swarm.trust import (
     ESTABLISHED,
-    FALLEN,
     LIARS,
     WINDOW,
     Bucket,
@@ -31,7 +29,7 @@ from shoal.swarm.trust import (
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9
 OFFER = Offer(Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, GeneratorKind.RULE, "", NOW_S)
-PAYLOAD = offers.encode(OFFER)
+PAYLOAD = wire.encode(OFFER)
 
 
 def ingress(limits: TrustLimits | None = None, **options: object) -> IngressFilter:
@@ -49,7 +47,7 @@ def test_what_an_honest_peer_says_comes_in_once() -> None:
     assert message == VerifiedMessage(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
     assert at.admit(frame, NOW_S) is Reason.REPLAYED
     want = Want((("gcd", 0.5),))
-    heard = at.admit(said.frame(Kind.WANT, offers.encode(want), NOW_S), NOW_S)
+    heard = at.admit(said.frame(Kind.WANT, wire.encode(want), NOW_S), NOW_S)
     assert isinstance(heard, VerifiedMessage)
     assert heard.content == want
     assert (at.admitted, at.refused) == (2, {Reason.REPLAYED: 1})
@@ -144,14 +142,6 @@ def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks
         assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(i)), VerifiedMessage)
     assert len(at.peers) == 16
     assert not at.is_newcomer(PEER.peer_id)
-
-
-def test_of_established_liars_no_more_are_remembered_than_a_file_should_hold() -> None:
-    at = ingress(banned=[OTHER.peer_id])
-    for i in range(FALLEN + 10):
-        established(at, f"x{i}")
-        at.refuse(f"x{i}", Reason.WRONG_TRUTH)
-    assert len(at.lasting_bans) == FALLEN + 1
 
 
 def test_a_second_lie_of_a_banned_peer_takes_no_other_s_place_among_the_banned() -> None:

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, printable, show
+from shoal.cli.output import JsonFlag, announce, printable, show
 from shoal.errors import ConfigError, RunDirError
 from shoal.swarm.judge.messages import Condition
 
@@ -43,10 +42,6 @@ def serve(
     from shoal.run.serve_judge import serve_judge
     from shoal.swarm.judge.judging import Rules
 
-    def announce(url: str, peer_id: str) -> None:
-        print(url, f"peer id {peer_id}", sep="\n")
-        sys.stdout.flush()
-
     rules = Rules(questions, sitting_s, answer_s, peer_every_s=every_s)
     uvloop.run(serve_judge(config, folder, rules, host=host, port=port, workers=workers, announce=announce))
 
@@ -69,14 +64,14 @@ def take(
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
     from shoal.config.urls import checked_url
-    from shoal.swarm.answerers import ModelAt
+    from shoal.swarm.answerers import ChatModel
     from shoal.swarm.identity import Identity
     from shoal.swarm.judge.client import take as take_challenge
 
-    at = ModelAt(checked_url("--engine", engine), model, os.environ.get(key_env, ""), max_tokens, temperature)
+    chat = ChatModel(checked_url("--engine", engine), model, os.environ.get(key_env, ""), max_tokens, temperature)
     key = Identity.load(identity)
     challenge, verdict, unanswered = asyncio.run(
-        take_challenge(judge_url.rstrip("/"), at, key, arm=arm, round_=round_, judge=judge)
+        take_challenge(judge_url.rstrip("/"), chat, key, arm=arm, round_=round_, judge=judge)
     )
     passed: dict[str, list[bool]] = {}
     for answer in verdict.marks:

@@ -33,6 +33,11 @@ def show(values: dict[str, object], as_json: bool) -> None:
         print(f"{printable(name):<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
 
 
+def announce(*lines: str) -> None:
+    """Prints lines at once, although the command goes on and its output may be a file."""
+    print(*lines, sep="\n", flush=True)
+
+
 def warn(sentence: str) -> None:
     """Prints a sentence on standard error between two rules: a command's last words."""
     rule = "!" * 80

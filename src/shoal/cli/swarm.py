@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.cli.output import JsonFlag, from_checkout, show
+from shoal.cli.output import JsonFlag, announce, from_checkout, show
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ConfigError, RunDirError
 
@@ -43,8 +42,7 @@ def serve(
     async def run() -> None:
         async with NatsServer(options) as server:
             known = server.url.replace("://", "://TOKEN@") if token else server.url
-            print(f"shoal train CONFIG.toml --swarm.servers='[\"{known}\"]' --swarm.external_groups=4")
-            sys.stdout.flush()
+            announce(f"shoal train CONFIG.toml --swarm.servers='[\"{known}\"]' --swarm.external_groups=4")
             raise RunDirError(f"{await server.died()}; see {folder / 'server.log'}")
 
     try:
@@ -75,12 +73,8 @@ def human_ui(
     from shoal.run.join_swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace
 
-    def announce(url: str, peer_id: str) -> None:
-        print(url, f"peer id {peer_id}", sep="\n")
-        sys.stdout.flush()
-
-    settings = load(config, context.obj)
-    uvloop.run(serve_human(settings, folder, QuestionPace(answers, wait_s), host=host, port=port, announce=announce))
+    settings, pace = load(config, context.obj), QuestionPace(answers, wait_s)
+    uvloop.run(serve_human(settings, folder, pace, host=host, port=port, announce=announce))
 
 
 @app.command(cls=WithSettings, epilog=HELP)

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.errors import ShoalError
+from shoal.net.listening import listening_socket, url_of
 
 JSON = "application/json"
 HOSTS_VARIABLE = "SHOAL_HOSTS"
@@ -62,9 +63,9 @@ class Refused(ShoalError):
         self.http_status = status
 
 
-def json(value: object, status: int = 200) -> Response:
+def json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """JSON response."""
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
+    return Response(msgspec.json.encode(value), status, headers, JSON)
 
 
 def exposition(prefix: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> Response:
@@ -84,7 +85,7 @@ def refusal(error: Exception) -> Response:
         status, why = error.http_status, str(error)
     else:
         status, why = 500, f"{type(error).__name__}: {error}"
-    return json({"error": {"message": why, "code": status}}, status)
+    return json({"error": {"message": why, "code": status}}, status, PAGE_HEADERS)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -217,6 +218,15 @@ def uvicorn_config(
         proxy_headers=PROXIES_VARIABLE in os.environ,  # uvicorn reads it
         server_header=False,
     )
+
+
+async def serve_app(
+    app: ASGIApp, host: str, port: int, announce: Callable[[str], None], *, per_address: int | None = None
+) -> None:
+    """Serves `app` until SIGTERM or SIGINT; `announce` gets its URL. Raises `ConfigError`."""
+    with listening_socket(host, port) as listening:
+        announce(url_of(listening))
+        await uvicorn.Server(uvicorn_config(app, per_address=per_address)).serve([listening])
 
 
 def _descriptors() -> int:

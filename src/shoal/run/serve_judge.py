@@ -4,12 +4,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import uvicorn
-
 from shoal.config import RewardConfig, TaskConfig, load
 from shoal.errors import ConfigError
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import PER_ADDRESS, uvicorn_config
+from shoal.net.server import PER_ADDRESS, serve_app
 from shoal.reward.service import RewardService
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audit
@@ -36,7 +33,7 @@ async def serve_judge(
     workers: int,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Judges until SIGTERM or SIGINT. `announce` gets URL and peer id. Raises a `ShoalError`."""
+    """Judges until SIGTERM or SIGINT. `announce` gets two lines: URL and peer id. Raises a `ShoalError`."""
     tasks = load(config).tasks if config else [TaskConfig(name=name) for name in NINE]
     identity = Identity.load(folder / "identity.pem")
     async with AsyncExitStack() as stack:
@@ -50,9 +47,8 @@ async def serve_judge(
         scorer = await stack.enter_async_context(RewardService(rewards))
         judge = Judge(store, identity, specialties, drawer, scorer, rules)
         judge.ledger()  # committed to before anybody can ask
-        listening = stack.enter_context(listening_socket(host, port))
-        announce(url_of(listening), identity.peer_id)
-        await uvicorn.Server(uvicorn_config(JudgeServer(judge).app, per_address=PER_ADDRESS)).serve([listening])
+        app, peer = JudgeServer(judge).app, f"peer id {judge.peer_id}"
+        await serve_app(app, host, port, lambda url: announce(url, peer), per_address=PER_ADDRESS)
 
 
 async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:

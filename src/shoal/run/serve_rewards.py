@@ -3,11 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
-
 from shoal.config import RewardConfig
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serve_app
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 
@@ -17,8 +14,4 @@ async def serve_rewards(
 ) -> None:
     """Scores until SIGTERM or SIGINT. `announce` gets the URL. Raises a `ShoalError`."""
     async with RewardService(config, log) as service:  # before it listens: what cannot start ends the command
-        with listening_socket(host, port) as bound:
-            announce(url_of(bound))
-            app = RewardServer(service, token=token).app
-            server = uvicorn.Server(uvicorn_config(app))
-            await server.serve(sockets=[bound])
+        await serve_app(RewardServer(service, token=token).app, host, port, announce)

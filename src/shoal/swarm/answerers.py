@@ -6,7 +6,7 @@ A rule is `truth` or a user's `module:function`.
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import ascii_letters, digits
 from typing import Protocol, TypeAlias
 
@@ -29,24 +29,19 @@ Rule: TypeAlias = Callable[[Task, int, random.Random], Sequence[str]]
 class Answerer(Protocol):
     """Source of answers."""
 
-    @property
-    def kind(self) -> GeneratorKind:
-        """Kind of generator that offers name."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Name for people."""
-        ...
+    kind: GeneratorKind
+    """Kind of generator that offers name."""
+    name: str
+    """Name for people."""
 
     async def answers(self, task: Task, n: int) -> Sequence[OfferedRollout]:
         """Returns up to `n` answers, possibly none. Raises an `EngineError` while the source is away."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAt:
-    """Address of a model, with its sampling settings."""
+@dataclass
+class ChatModel:
+    """Client of one model; use as an async context manager."""
 
     url: str
     """URL up to and including /v1."""
@@ -55,16 +50,9 @@ class ModelAt:
     max_tokens: int = 256
     temperature: float | None = 1.0
     """Temperature of sampling; None leaves it to the server."""
+    kind: GeneratorKind = field(default=GeneratorKind.FROZEN, init=False)
 
-
-class ChatModel:
-    """Client of one model; use as an async context manager."""
-
-    kind = GeneratorKind.FROZEN
-
-    def __init__(self, model: ModelAt) -> None:
-        self._model = model
-        self.name = model.name
+    def __post_init__(self) -> None:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> "ChatModel":
@@ -82,17 +70,17 @@ class ChatModel:
 
     async def ask(self, messages: Sequence[Message], tries: int = 1, pause_s: float = FIRST_PAUSE_S) -> ChatChoice:
         """Samples one answer, with up to `tries` attempts. Raises `EngineUnavailable` or `RequestRefused`."""
-        model, asked = self._model, [wire_of(message) for message in messages]
-        request: dict[str, object] = {"model": model.name, "messages": asked, "max_tokens": model.max_tokens}
-        if model.temperature is not None:
-            request["temperature"] = model.temperature
+        asked = [wire_of(message) for message in messages]
+        request: dict[str, object] = {"model": self.name, "messages": asked, "max_tokens": self.max_tokens}
+        if self.temperature is not None:
+            request["temperature"] = self.temperature
         try:
             async with self._turn:
-                return await completion(self._http, model.url, request, key=model.key, tries=tries, pause_s=pause_s)
+                return await completion(self._http, self.url, request, key=self.key, tries=tries, pause_s=pause_s)
         except ChatRefused as refusal:
-            raise RequestRefused(f"model {model.url}: {refusal}") from None
+            raise RequestRefused(f"model {self.url}: {refusal}") from None
         except EngineUnavailable as error:
-            raise EngineUnavailable(f"model {model.url}: {error}") from None
+            raise EngineUnavailable(f"model {self.url}: {error}") from None
 
 
 def truth(task: Task, n: int, rng: random.Random) -> list[str]:

@@ -62,9 +62,9 @@ class OwnTasks:
         spec = self._specs.get(task.receipt.dataset)
         if spec is None or self._drawer is None:
             raise TaskError(f"{task.service}: no dataset of this node")
-        if not spec.rewrite:
-            return Claim(task.service, task.messages[-1].content, task.answer, task.receipt, libraries())
-        question, _, _ = await asyncio.to_thread(self._drawer.redraw, spec, task.receipt)
+        question = task.messages[-1].content
+        if spec.rewrite:
+            question, _, _ = await asyncio.to_thread(self._drawer.redraw, spec, task.receipt)
         return Claim(task.service, question, task.answer, task.receipt, libraries())
 
     async def task(self, claim: Claim) -> Task | Reason:

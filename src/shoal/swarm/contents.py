@@ -5,10 +5,10 @@ gave before. A question counts once in a while per author, and earns praise once
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from shoal.model.answer import written
+from shoal.swarm.trust import Recent
 from shoal.types import Group, Task
 
 MOST = 1 << 17
@@ -20,8 +20,8 @@ class Contents:
 
     def __init__(self, trained: Iterable[Group] = ()) -> None:
         """`trained` lists external groups of this run's earlier process, oldest first."""
-        self._answers: OrderedDict[bytes, float] = OrderedDict()
-        self._asked: OrderedDict[bytes, float] = OrderedDict()  # when, of a clock that is never set
+        self._answers: Recent[bytes, None] = Recent(MOST)
+        self._asked: Recent[bytes, float] = Recent(MOST)  # when, of a clock that is never set
         for group in trained:
             self._remember(group.task, [written(rollout.messages[-1]) for rollout in group.rollouts])
 
@@ -37,21 +37,14 @@ class Contents:
     def take(self, task: Task, texts: Sequence[str], peer_id: str, now_s: float) -> bool:
         """Stores the digests of an offer; returns True for the author's first offer of this question."""
         self._remember(task, texts)
-        return _put(self._asked, _digest(task, peer_id), now_s)
+        asked = _digest(task, peer_id)
+        new = asked not in self._asked
+        self._asked[asked] = now_s
+        return new
 
     def _remember(self, task: Task, texts: Sequence[str]) -> None:
         for text in texts:
-            _put(self._answers, _digest(task, _plain(text)), 0.0)
-
-
-def _put(table: OrderedDict[bytes, float], key: bytes, value: float) -> bool:
-    """Inserts a key as the newest; returns True if the table did not have it."""
-    new = key not in table
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > MOST:
-        table.popitem(last=False)
-    return new
+            self._answers[_digest(task, _plain(text))] = None
 
 
 def _plain(text: str) -> str:

@@ -10,19 +10,9 @@ from dataclasses import dataclass
 
 from shoal.errors import SessionError
 from shoal.interfaces import Renderer
-from shoal.swarm.offer import Offer
+from shoal.swarm.offer import Offer, OfferedRollout
 from shoal.swarm.trust import Reason, VerifiedMessage
-from shoal.types import (
-    Completion,
-    External,
-    FinishReason,
-    Message,
-    Reward,
-    Role,
-    Rollout,
-    Task,
-    Turn,
-)
+from shoal.types import Completion, External, FinishReason, Message, Reward, Role, Rollout, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +20,15 @@ class Encoded:
     """Rollouts of an offer that this node can read, as token ids."""
 
     task: Task
-    offer: Offer
     prompt_ids: tuple[int, ...]
-    kept: tuple[int, ...]
-    """Indices of the kept rollouts within the offer."""
+    kept: tuple[OfferedRollout, ...]
     answer_ids: tuple[tuple[int, ...], ...]
     """Token ids of each kept answer, with the stop token if the answer is complete."""
 
     @property
     def answers(self) -> list[str]:
         """Texts of the kept rollouts."""
-        return [self.offer.rollouts[i].text for i in self.kept]
+        return [rollout.text for rollout in self.kept]
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
@@ -66,19 +54,19 @@ def encode_offer(offer: Offer, task: Task, renderer: Renderer, max_model_len: in
         prompt_ids = tuple(renderer.prompt_ids(task.messages))
     except SessionError:
         refused[Reason.UNREADABLE] += len(offer.rollouts)
-        return Encoded(task, offer, (), (), ()), refused
-    for i, rollout in enumerate(offer.rollouts):
-        ids = renderer.completion_ids(rollout.text, prompt_ids)
-        if ids is None:
+        return Encoded(task, (), (), ()), refused
+    for rollout in offer.rollouts:
+        found = renderer.completion_ids(rollout.text, prompt_ids)
+        stop = renderer.stop_token_ids[:1] if rollout.complete else ()
+        ids = () if found is None else (*found, *stop)
+        if not ids:
             refused[Reason.UNREADABLE] += 1
-            continue
-        ids = [*ids, *renderer.stop_token_ids[:1]] if rollout.complete else ids
-        if not ids or len(prompt_ids) + len(ids) > max_model_len:
-            refused[Reason.TOO_LONG if ids else Reason.UNREADABLE] += 1
-            continue
-        kept.append(i)
-        answers.append(tuple(ids))
-    return Encoded(task, offer, prompt_ids, tuple(kept), tuple(answers)), refused
+        elif len(prompt_ids) + len(ids) > max_model_len:
+            refused[Reason.TOO_LONG] += 1
+        else:
+            kept.append(rollout)
+            answers.append(ids)
+    return Encoded(task, prompt_ids, tuple(kept), tuple(answers)), refused
 
 
 def rollouts_of(
@@ -94,21 +82,11 @@ def rollouts_of(
     temperature, for every token of a row but the first. The behaviour policy is therefore the node at the time of
     encoding. The log keeps `external`.
     """
-    rollouts = []
-    for position, (i, ids, reward, row) in enumerate(
-        zip(source.kept, source.answer_ids, rewards, logprobs, strict=True)
-    ):
-        offered = source.offer.rollouts[i]
+    rollouts, task = list[Rollout](), source.task
+    for offered, ids, reward, row in zip(source.kept, source.answer_ids, rewards, logprobs, strict=True):
         own = tuple(min(0.0, value) for value in row[-len(ids) :])
         reason = FinishReason.STOP if offered.complete else FinishReason.LENGTH
-        completion = Completion(ids, own, (version,) * len(ids), reason)
-        rollouts.append(
-            Rollout(
-                id=f"{source.task.id}#{position}",
-                messages=(*source.task.messages, Message(Role.ASSISTANT, offered.text)),
-                turns=(Turn(source.prompt_ids, completion),),
-                reward=reward,
-                external=external,
-            )
-        )
+        turn = Turn(source.prompt_ids, Completion(ids, own, (version,) * len(ids), reason))
+        messages, id_ = (*task.messages, Message(Role.ASSISTANT, offered.text)), f"{task.id}#{len(rollouts)}"
+        rollouts.append(Rollout(id_, messages, (turn,), reward, external=external))
     return tuple(rollouts)

@@ -14,14 +14,15 @@ Only then `payload_of` decompresses, within the stated and allowed size.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Literal
 
 import zstandard
+from msgspec import Meta
 
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed_by, peer_id_of
 
-SCHEMA = 1
 MAX_FRAME_BYTES = 256 * 1024
 """Bytes of a frame as it travels; servers allow 512 KiB."""
 MAX_PAYLOAD_BYTES = 512 * 1024
@@ -30,6 +31,8 @@ LEVEL = 3  # of compression: higher ones gain little on texts of a few KB
 _SIGNED = b"shoal envelope\x00"  # what else the key may sign one day begins in another way
 _DECOMPRESSOR = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD_BYTES)
 _COMPRESSOR = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+
+UnixTime = Annotated[float, Meta(ge=0, lt=2**40)]
 
 
 class Kind(StrEnum):
@@ -41,26 +44,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One signed message; `author` is the public key."""
+    """One signed message; `author` is the public key. The bounds of the fields hold for decoded envelopes."""
 
-    schema: int
+    schema: Literal[1]
     swarm: str
-    author: bytes
-    session: int
-    sequence: int
-    sent_s: float  # Unix time
+    author: Annotated[bytes, Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+    session: Annotated[int, Meta(ge=0, lt=2**53)]
+    sequence: Annotated[int, Meta(ge=0, lt=2**53)]
+    sent_s: UnixTime
     kind: Kind
     body: bytes
-
-    def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"envelope schema: expected {SCHEMA}, got {self.schema}")
-        if len(self.author) != PUBLIC_KEY_BYTES:
-            raise ValueError(f"author: expected {PUBLIC_KEY_BYTES} bytes, got {len(self.author)}")
-        if not (0 <= self.session < 2**53 and 0 <= self.sequence < 2**53):
-            raise ValueError(f"session and sequence: expected 0 to 2**53, got {self.session} and {self.sequence}")
-        if not 0 <= self.sent_s < 2**40:  # also false for NaN
-            raise ValueError(f"sent_s: expected a Unix time, got {self.sent_s}")
 
     @property
     def peer_id(self) -> str:
@@ -68,24 +61,24 @@ class Envelope:
         return peer_id_of(self.author)
 
 
+@dataclass(slots=True)
 class Signer:
     """Signer of one node's messages in one swarm; numbers each."""
 
-    def __init__(self, identity: Identity, swarm: str, *, session: int) -> None:
-        """`session` must exceed that of every earlier process with this identity; Unix time in ms does."""
-        self._identity = identity
-        self._swarm = swarm
-        self._session = session
-        self._sequence = 0
+    identity: Identity
+    swarm: str
+    session: int
+    """Number above that of every earlier process with this identity, such as Unix time in ms."""
+    _sequence: int = 0
 
     def frame(self, kind: Kind, payload: bytes, now_s: float) -> bytes:
         """Signs a payload. Raises `WireError` for a frame that every ingress filter would refuse."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise WireError(f"payload: expected at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
         body = _COMPRESSOR.compress(payload)
-        author = self._identity.public_key
-        envelope = Envelope(SCHEMA, self._swarm, author, self._session, self._sequence, now_s, kind, body)
-        frame = signed(self._identity, wire.encode(envelope))
+        author = self.identity.public_key
+        envelope = Envelope(1, self.swarm, author, self.session, self._sequence, now_s, kind, body)
+        frame = signed(self.identity, wire.encode(envelope))
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"frame: expected at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
         self._sequence += 1
@@ -99,9 +92,7 @@ def signed(identity: Identity, data: bytes) -> bytes:
 
 def opened(frame: bytes) -> Envelope:
     """Decodes a frame without checking its signature. Raises `WireError`."""
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"frame: expected at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
-    return wire.decode(frame[SIGNATURE_BYTES:], Envelope, MAX_FRAME_BYTES)
+    return wire.decode(frame[SIGNATURE_BYTES:], Envelope, MAX_FRAME_BYTES - SIGNATURE_BYTES)
 
 
 def is_genuine(frame: bytes, envelope: Envelope) -> bool:

@@ -1,11 +1,12 @@
 """A swarm inside one process serves tests, simulations and experiments with many nodes. Deterministic.
 
 It keeps the last frames of each author and kind for late joiners, as a server would. An exchange that is `away` neither
-publishes nor receives, as with a cut cable. Once back it reads on from its last frame.
+publishes nor receives, as with a cut cable (`here` is cleared). Once back it reads on from its last frame.
 """
 
 import asyncio
 from collections import defaultdict, deque
+from itertools import islice
 
 from shoal.errors import ExchangeUnavailable
 
@@ -42,7 +43,7 @@ class MemorySwarm:
         if len(kept) > self._most:
             del self.frames[kept.popleft()]
         for member in self._peers:
-            member.wake()
+            member.news.set()
 
 
 class MemoryExchange:
@@ -51,54 +52,36 @@ class MemoryExchange:
     def __init__(self, swarm: MemorySwarm) -> None:
         self._swarm = swarm
         self._next = 0
-        self._news = asyncio.Event()
-        self._away = False
+        self.news, self.here = asyncio.Event(), asyncio.Event()
+        """Events that a frame has come, and that this exchange is not cut off."""
+        self.here.set()
 
     @property
     def connected(self) -> bool:
         """True unless this exchange is away."""
-        return not self._away
+        return self.here.is_set()
 
     @property
     def failure(self) -> str:
         """Reason why the swarm cannot be reached; empty if it can."""
-        return "this member is cut off" if self._away else ""
-
-    @property
-    def away(self) -> bool:
-        """True while this exchange is cut off."""
-        return self._away
-
-    @away.setter
-    def away(self, away: bool) -> None:
-        self._away = away
-        self.wake()
+        return "" if self.connected else "this peer is cut off"
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
         """Delivers a frame to every exchange. Raises `ExchangeUnavailable` while this one is away."""
-        if self._away:
+        if not self.connected:
             raise ExchangeUnavailable(self.failure)
         self._swarm.put(kind, author, frame)
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and returns up to `most`, oldest first."""
         while True:
-            if not self._away and (found := self._following(most)):
-                return found
-            self._news.clear()
-            await self._news.wait()
-
-    def wake(self) -> None:
-        """Wakes the waiting reader."""
-        self._news.set()
-
-    def _following(self, most: int) -> list[bytes]:
-        found: list[bytes] = []
-        if self._swarm.end - self._next > MOST_BEHIND:
-            self._next = self._swarm.end - MOST_BEHIND // 2
-        while len(found) < most and self._next < self._swarm.end:
-            frame = self._swarm.frames.get(self._next)
-            if frame is not None:
-                found.append(frame)
-            self._next += 1
-        return found
+            await self.here.wait()
+            if self._swarm.end - self._next > MOST_BEHIND:
+                self._next = self._swarm.end - MOST_BEHIND // 2
+            numbers = range(self._next, self._swarm.end)
+            found = list(islice((number for number in numbers if number in self._swarm.frames), most))
+            if found:
+                self._next = found[-1] + 1
+                return [self._swarm.frames[number] for number in found]
+            self.news.clear()
+            await self.news.wait()

@@ -41,13 +41,13 @@ def most_external(groups: int) -> int:
     return groups * 3 // 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SplitState:
     """Memory of a split."""
 
     supply: float
     cap: int
-    rewards: tuple[tuple[float, ...], ...]
+    rewards: list[tuple[float, ...]]
 
 
 class AdaptiveSplit:
@@ -58,30 +58,28 @@ class AdaptiveSplit:
         if not 0 <= most < groups or reuse < 1:
             raise ValueError(f"expected 0 <= most < groups and reuse >= 1, got {most}, {groups}, {reuse}")
         self._groups, self._most, self._uses = groups, most, min(reuse, REUSE_CAP)
-        self._supply = 0.0
-        self._cap = most
-        self._rewards: list[tuple[float, ...]] = []
+        self._now = SplitState(0.0, most, [])
 
     @property
     def external(self) -> int:
         """J: number of external groups in the next step."""
-        own = self._groups / (1 + self._supply * self._uses)
-        return min(round(self._groups - own), self._cap)
+        own = self._groups / (1 + self._now.supply * self._uses)
+        return min(round(self._groups - own), self._now.cap)
 
     def stepped(self, rewards: Sequence[float], heard: float) -> None:
         """Records a step: mean rewards of its own groups, at least one, and the useful groups received since the last
         step."""
-        wanted = self.external
-        self._supply = MEMORY * self._supply + (1 - MEMORY) * heard / len(rewards)
-        self._rewards.append(tuple(rewards))
-        if len(self._rewards) == WINDOW:
-            calm = oscillation(self._rewards) <= CALM
-            self._cap = min(self._cap + 1, self._most) if calm else max(min(self._cap, wanted) - 1, 0)
-            self._rewards = []
+        wanted, now = self.external, self._now
+        now.supply = MEMORY * now.supply + (1 - MEMORY) * heard / len(rewards)
+        now.rewards.append(tuple(rewards))
+        if len(now.rewards) == WINDOW:
+            calm = oscillation(now.rewards) <= CALM
+            now.cap = min(now.cap + 1, self._most) if calm else max(min(now.cap, wanted) - 1, 0)
+            now.rewards = []
 
     def state(self) -> str:
         """JSON for `restore`."""
-        return msgspec.json.encode(SplitState(self._supply, self._cap, tuple(self._rewards))).decode()
+        return msgspec.json.encode(self._now).decode()
 
     def restore(self, text: str) -> None:
         """Restores a state; an unreadable state, or one of other settings, applies as far as it fits."""
@@ -89,8 +87,8 @@ class AdaptiveSplit:
             state = msgspec.json.decode(text, type=SplitState)
         except (msgspec.MsgspecError, RecursionError):
             return
-        self._supply, self._cap = max(state.supply, 0.0), max(0, min(state.cap, self._most))
-        self._rewards = [step for step in state.rewards if step][: WINDOW - 1]
+        rewards = [step for step in state.rewards if step][: WINDOW - 1]
+        self._now = SplitState(max(state.supply, 0.0), max(0, min(state.cap, self._most)), rewards)
 
 
 def oscillation(rewards: Sequence[Sequence[float]]) -> float:

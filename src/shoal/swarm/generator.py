@@ -8,17 +8,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.errors import EngineError, RequestRefused, ShoalError, TaskError, WireError
-from shoal.interfaces import Environment, Exchange
+from shoal.interfaces import Environment
 from shoal.swarm.answerers import Answerer
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import MAX_ROLLOUTS, Offer, model_name
-from shoal.swarm.peer import RETRY_S, Peer
-from shoal.swarm.trust import Recogniser
+from shoal.swarm.peer import RETRY_S, Joined, Peer
 from shoal.types import Split, seed_for
 
 MOST_FAILURES = 5
@@ -44,24 +41,12 @@ class Generator(Peer):
     """Peer that draws, asks and shares. One event loop; `run` ends after `pace.groups` or never."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        own: Recogniser,
-        services: Sequence[Environment],
-        answerer: Answerer,
-        identity: Identity,
-        folder: Path,
-        *,
-        swarm: str,
-        pace: GeneratorPace | None = None,
-        clock: Callable[[], float] = time.time,
+        self, joined: Joined, services: Sequence[Environment], answerer: Answerer, pace: GeneratorPace
     ) -> None:
-        """`folder` holds banned.txt, which others may add to, and status.json."""
-        super().__init__(exchange, swarm, identity, folder, clock=clock)
-        self._own, self._answerer = own, answerer
+        super().__init__(joined)
+        self._answerer, self._pace = answerer, pace
         self._services = {service.name: service for service in services}
-        self._pace = pace or GeneratorPace()
-        self._rng = random.Random(seed_for("generator", identity.peer_id))
+        self._rng = random.Random(seed_for("generator", self.peer_id))
         self._failure, self._failures = "", 0
         """Reason of the last failure, and number of consecutive failures."""
 
@@ -101,7 +86,7 @@ class Generator(Peer):
         """Shares one group; returns whether it was done. A failure ends nothing once a group was shared."""
         wanted, names = self._wanted(), list(self._services)
         name = self._rng.choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])[0]
-        index = seed_for("generator", self.peer_id, self._session, number) % 2**31
+        index = seed_for("generator", self.peer_id, self._signer.session, number) % 2**31
         try:
             task = await asyncio.to_thread(self._services[name].draw, Split.TRAIN, index)
             answers = await self._answerer.answers(task, min(self._pace.rollouts, MAX_ROLLOUTS))

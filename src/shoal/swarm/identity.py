@@ -45,7 +45,8 @@ class Identity:
         """Loads the identity in a PEM file, or makes both. Raises `ConfigError`."""
         try:
             if not path.exists():
-                _write_once(path, cls.fresh()._pem())
+                key = Ed25519PrivateKey.generate()
+                _write_once(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
             readable = stat.S_IMODE(path.stat().st_mode) & 0o077
             data = path.read_bytes()
         except OSError as error:
@@ -53,19 +54,16 @@ class Identity:
         if readable:
             raise ConfigError(f"identity {path}: others can read it; chmod 600 it, or remove it to get a new one")
         try:
-            key = load_pem_private_key(data, password=None)
+            found = load_pem_private_key(data, password=None)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"identity {path}: expected a private key in PEM: {error}") from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"identity {path}: expected an Ed25519 key, got {type(key).__name__}")
-        return cls(key)
+        if not isinstance(found, Ed25519PrivateKey):
+            raise ConfigError(f"identity {path}: expected an Ed25519 key, got {type(found).__name__}")
+        return cls(found)
 
     def sign(self, data: bytes) -> bytes:
         """Signs `data`; the signature has 64 bytes."""
         return self._key.sign(data)
-
-    def _pem(self) -> bytes:
-        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def peer_id_of(public_key: bytes) -> str:
@@ -85,13 +83,9 @@ def is_signed_by(public_key: bytes, signature: bytes, data: bytes) -> bool:
 def _write_once(path: Path, data: bytes) -> None:
     """Writes a file whole; the first of two processes wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name) as file:  # mode 0600
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(name, path)
-    finally:
-        os.unlink(name)
+            os.link(file.name, path)

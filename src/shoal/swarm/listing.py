@@ -20,13 +20,7 @@ async def listed(
 
     Raises `ExchangeUnavailable` when no server was reached meanwhile.
     """
-    limits = TrustLimits(
-        rate_per_s=UNLIMITED,
-        burst=UNLIMITED,
-        newcomers_rate_per_s=UNLIMITED,
-        newcomers_burst=UNLIMITED,
-        author_burst_s=UNLIMITED,
-    )
+    limits = TrustLimits(burst=UNLIMITED, newcomers_burst=UNLIMITED, author_burst_s=UNLIMITED)
     ingress, found = IngressFilter(swarm, "", limits), list[dict[str, str | int | float]]()
     async with NatsExchange(NatsOptions(servers, swarm)) as exchange:
         try:

@@ -19,27 +19,25 @@ import contextlib
 import math
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from shoal.config import SwarmConfig
+from shoal import wire
 from shoal.errors import TaskError, WireError
-from shoal.interfaces import Exchange, Logprobs, Renderer, Scorer
-from shoal.swarm import offer as offers
+from shoal.interfaces import Logprobs, Renderer, Scorer
 from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import ReadyOffer, encode_offer, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.identity import Identity
-from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, Want, offer_of
-from shoal.swarm.peer import BANNED_FILE, RETRY_S, Intake, Peer, PeerCounts, ban_in, read_lines
+from shoal.swarm.offer import MAX_WANTED, Offer, Want, offer_of
+from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
-from shoal.swarm.trust import LIES, Reason, Recogniser, VerifiedMessage
+from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
@@ -47,7 +45,7 @@ NEWCOMER_REST = 4.0
 HANG_REST = 30.0
 """Rest used instead of `NEWCOMER_REST` when drawing or scoring an offer hit its deadline."""
 MOST_TAKEN = 1 << 17
-"""Messages remembered as taken, and authors with a count of uses."""
+"""Messages remembered as taken, and authors with a count of uses. The ingress filter refuses older messages."""
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
@@ -55,23 +53,6 @@ NEED_DECAY = 0.95
 """Weight of the past in the mean reward and mean logprob of a task, per own group."""
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeDeps:
-    """Dependencies of a node."""
-
-    exchange: Exchange
-    recogniser: Recogniser
-    renderer: Renderer
-    scorer: Scorer
-    max_model_len: int
-    model: str
-    """Name of the model in offers."""
-    most_answers: int = MAX_ROLLOUTS
-    """Answers that count of an offer: as many as the node's own groups have."""
-    groups_per_step: int = 8
-    """Groups of a step, own ones or, with an adaptive split, all."""
 
 
 @dataclass(slots=True)
@@ -90,50 +71,51 @@ class Node(Peer):
 
     def __init__(
         self,
-        deps: NodeDeps,
-        settings: SwarmConfig,
-        identity: Identity,
-        folder: Path,
+        joined: Joined,
+        scorer: Scorer,
+        renderer: Renderer,
+        max_model_len: int,
         *,
-        seed: int = 0,
-        clock: Callable[[], float] = time.time,
-        intake: Intake | None = None,
         threads: bool = True,
-        trained: Iterable[Group] = (),
+        trained: Sequence[Group] = (),
     ) -> None:
-        """`folder` holds banned.txt, which others may add to, and status.json. Raises `ConfigError`.
+        """Raises `ConfigError`.
 
         `trained` lists external groups of this run's earlier process: the exchange sends its kept frames again. Without
         `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
-        super().__init__(deps.exchange, settings.name, identity, folder, clock=clock, intake=intake)
-        self.fresh_s = settings.fresh_s
+        super().__init__(joined)
+        config, settings = joined.config, joined.config.swarm
         self.tally: NodeCounts = NodeCounts()
-        self._deps, self._settings, self._threads = deps, settings, threads
+        self._scorer, self._settings, self._threads = scorer, settings, threads
+        self._encode = partial(encode_offer, renderer=renderer, max_model_len=max_model_len)
+        self._model = Path(config.model.path).name or "model"
+        self._most_answers = max(config.rollout.group_size, 2)
         self._split: AdaptiveSplit | None = None
         if settings.external_groups == "adaptive":
-            self._most_wanted = most_external(deps.groups_per_step)
-            self._split = AdaptiveSplit(deps.groups_per_step, self._most_wanted, settings.reuse)
+            groups = config.train.groups_per_step
+            self._most_wanted = most_external(groups)
+            self._split = AdaptiveSplit(groups, self._most_wanted, settings.reuse)
             self._split.restore(self.remembered(SPLIT_FILE))
         else:
             self._most_wanted = settings.external_groups
-        self._rng = random.Random(seed_for("swarm", seed, identity.peer_id))
+        self._rng = random.Random(seed_for("swarm", config.seed, self.peer_id))
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
-        self._pending = PendingOffers(self._rng)
+        self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
         self._ready: list[ReadyOffer] = []
         self._chosen: list[ReadyOffer] | None = None
-        trained = list(trained)
-        self._taken = dict.fromkeys(group.origin.message_id for group in trained if group.origin)
+        self._taken: Recent[str, None] = Recent(MOST_TAKEN)
         """Ids of messages that are or were ready, newest last; none is taken twice."""
+        self._taken.update((group.origin.message_id, None) for group in trained if group.origin)
         self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
-        self._outbox: deque[tuple[Group, float]] = deque()
+        self._outbox: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
         self._rewards: dict[str, float] = {}
         self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
         self._supplied = 0
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
-        self._work, self._outgoing = asyncio.Event(), asyncio.Event()
+        self._work = asyncio.Event()
         self._before = self._totals()
 
     def offer(self, group: Group) -> None:
@@ -148,11 +130,10 @@ class Node(Peer):
         now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
         if not self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
             return
-        if len(self._outbox) >= OUTBOX:
-            self._outbox.popleft()
+        if self._outbox.full():
+            self._outbox.get_nowait()
             self.tally.unsent += 1
-        self._outbox.append((group, now_s))
-        self._outgoing.set()
+        self._outbox.put_nowait((group, now_s))
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
@@ -246,11 +227,12 @@ class Node(Peer):
             self._drop_useless()
             rest_s, key = self._newcomers_from_s - loop.time(), None
             if len(self._ready) < READY_PER_GROUP * self._most_wanted:
-                key = self._pending.next(self.ingress.is_newcomer, newcomers=rest_s <= 0)
+                key = self._pending.next(self.ingress.is_newcomer, rest_s <= 0, self._rng)
             if key is None:
                 self._work.clear()
+                wait_s = min(self.report_every_s, rest_s) if rest_s > 0 else self.report_every_s
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(self.report_every_s, rest_s) if rest_s > 0 else self.report_every_s):
+                    async with asyncio.timeout(wait_s):
                         await self._work.wait()
                 continue
             message, content = self._pending.pop(key)
@@ -275,8 +257,6 @@ class Node(Peer):
                     ban_in(self._folder, sorted(self.ingress.lasting_bans - written))
         elif message.peer_id not in self.ingress.banned and message.id not in self._taken:
             self._taken[message.id] = None
-            if len(self._taken) > MOST_TAKEN:  # the ingress filter refuses messages as old as these
-                del self._taken[next(iter(self._taken))]
             source, now_s = found.source, asyncio.get_running_loop().time()
             if self._contents.take(source.task, source.answers, message.peer_id, now_s):
                 self.ingress.praise(message.peer_id)
@@ -288,13 +268,12 @@ class Node(Peer):
             return Reason.BANNED
         if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
-        task = await self._deps.recogniser.task(content.claim)
+        task = await self._own.task(content.claim)
         if isinstance(task, Reason):
             return task
-        deps = self._deps
-        if len(content.rollouts) > deps.most_answers:
-            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, deps.most_answers)))
-        encode = partial(encode_offer, content, task, deps.renderer, deps.max_model_len)
+        if len(content.rollouts) > self._most_answers:
+            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
+        encode = partial(self._encode, content, task)
         source, refused = await asyncio.to_thread(encode) if self._threads else encode()
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
@@ -304,7 +283,7 @@ class Node(Peer):
             return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
         for answer in source.answers:  # one at a time: at most one hangs
-            (reward,) = await deps.scorer.score(task, [answer])
+            (reward,) = await self._scorer.score(task, [answer])
             if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
                 return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
@@ -373,17 +352,10 @@ class Node(Peer):
 
     async def _share(self) -> None:
         while True:
-            while not self._outbox:
-                self._outgoing.clear()
-                await self._outgoing.wait()
-            group, made_s = self._outbox.popleft()
+            group, made_s = await self._outbox.get()
             try:
-                claim = await self._deps.recogniser.claim(group.task)
-                made = offer_of(group, claim, generator=GeneratorKind.TRAINING, model=self._deps.model, made_s=made_s)
-                if made is None:
-                    self.tally.unsent += 1
-                else:
-                    await self._share_offer(made)
+                claim = await self._own.claim(group.task)
+                await self._share_offer(offer_of(group, claim, self._model, made_s))
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
 
@@ -391,7 +363,7 @@ class Node(Peer):
         """Sends this node's wants."""
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:
-            want = offers.encode(Want(needs[: offers.MAX_WANTED]))
+            want = wire.encode(Want(needs[:MAX_WANTED]))
             await self._send(Kind.WANT, want, self._clock() + RETRY_S)
 
 

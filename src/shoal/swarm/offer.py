@@ -11,9 +11,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shoal import wire
 from shoal.model.answer import written
-from shoal.swarm.envelope import MAX_PAYLOAD_BYTES
+from shoal.swarm.envelope import UnixTime
 from shoal.types import FinishReason, Group, Receipt, Role, Rollout, RolloutStatus
 
 MAX_ROLLOUTS = 64
@@ -64,49 +63,24 @@ class Offer:
     generator: GeneratorKind
     model: Name
     """Name of the model, for people; printable and without effect."""
-    made_s: float  # Unix time at which the last rollout ended
+    made_s: UnixTime
+    """End of the last rollout."""
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.rollouts) <= MAX_ROLLOUTS:
-            raise ValueError(f"rollouts: expected 1 to {MAX_ROLLOUTS}, got {len(self.rollouts)}")
         for field, name in (("model", self.model), ("service", self.claim.service)):
             if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():  # people see it, on terminals too
                 expected = f"at most {MAX_NAME_CHARACTERS} printable characters"
                 raise ValueError(f"{field}: expected {expected}, got {name[:80]!r}")
-        if not self.claim.question:
-            raise ValueError("question: expected text, got none")
-        if not 0 <= self.made_s < 2**40:
-            raise ValueError(f"made_s: expected a Unix time, got {self.made_s}")
+        if not self.claim.question or not self.rollouts:
+            raise ValueError("expected a question and an answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
     """A node's weak tasks, so that peers may share groups that would help it."""
 
-    needs: Annotated[tuple[tuple[Name, float], ...], Meta(max_length=MAX_WANTED)]
+    needs: Annotated[tuple[tuple[Name, Annotated[float, Meta(ge=0, le=1)]], ...], Meta(max_length=MAX_WANTED)]
     """Task services with the missing share of the reward there: 0..1."""
-
-    def __post_init__(self) -> None:
-        if len(self.needs) > MAX_WANTED:
-            raise ValueError(f"needs: expected at most {MAX_WANTED}, got {len(self.needs)}")
-        for name, need in self.needs:
-            if len(name) > MAX_NAME_CHARACTERS or not 0 <= need <= 1:
-                raise ValueError(f"needs: expected names and numbers in 0..1, got {name[:80]!r} and {need}")
-
-
-def encode(content: Offer | Want) -> bytes:
-    """Encodes the payload of an envelope."""
-    return wire.encode(content)
-
-
-def decode(payload: bytes) -> Offer:
-    """Decodes an offer. Raises `WireError` for any other payload."""
-    return wire.decode(payload, Offer, MAX_PAYLOAD_BYTES)
-
-
-def decode_want(payload: bytes) -> Want:
-    """Decodes a want. Raises `WireError` for any other payload."""
-    return wire.decode(payload, Want, MAX_PAYLOAD_BYTES)
 
 
 def model_name(name: str) -> str:
@@ -120,26 +94,16 @@ def model_name(name: str) -> str:
 
 def is_portable(rollout: Rollout, prompt_messages: int) -> bool:
     """Tells whether a rollout is one plain-text answer, readable by any node."""
-    answer = rollout.messages[-1] if rollout.messages else None
-    return (
-        rollout.status is RolloutStatus.FINISHED
-        and answer is not None
-        and len(rollout.messages) == prompt_messages + 1
-        and answer.role is Role.ASSISTANT
-        and not answer.tool_calls
-        and len(rollout.turns) <= 1
-    )
+    answers = rollout.messages[prompt_messages:]
+    one_turn = rollout.status is RolloutStatus.FINISHED and len(answers) == 1 and len(rollout.turns) <= 1
+    return one_turn and answers[0].role is Role.ASSISTANT and not answers[0].tool_calls
 
 
-def offer_of(group: Group, claim: Claim, *, generator: GeneratorKind, model: str, made_s: float) -> Offer | None:
-    """Builds the offer of an own group; None when none of its rollouts is portable."""
+def offer_of(group: Group, claim: Claim, model: str, made_s: float) -> Offer:
+    """Builds the offer of an own group. Raises `ValueError` when none of its rollouts is portable."""
     portable = [rollout for rollout in group.rollouts if is_portable(rollout, len(group.task.messages))]
-    offered = tuple(_offered(rollout) for rollout in portable[:MAX_ROLLOUTS])
-    return Offer(claim, offered, generator, model_name(model), made_s) if offered else None
-
-
-def _offered(rollout: Rollout) -> OfferedRollout:
-    return OfferedRollout(
-        written(rollout.messages[-1]),
-        complete=all(turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns),
-    )
+    offered = []
+    for rollout in portable[:MAX_ROLLOUTS]:
+        complete = all(turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns)
+        offered.append(OfferedRollout(written(rollout.messages[-1]), complete))
+    return Offer(claim, tuple(offered), GeneratorKind.TRAINING, model_name(model), made_s)

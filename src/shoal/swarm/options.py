@@ -14,11 +14,6 @@ CREDENTIALS = "SHOAL_NATS_CREDENTIALS"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def _credentials() -> Path | None:
-    path = os.environ.get(CREDENTIALS)
-    return Path(path) if path else None
-
-
 @dataclass(frozen=True, slots=True)
 class NatsOptions:
     """Servers and credentials of a swarm. Python's ssl reads further authorities from SSL_CERT_FILE by itself."""
@@ -26,7 +21,9 @@ class NatsOptions:
     servers: Sequence[str]
     """URLs nats://, tls:// or ws://, with user and password or a token if the server wants these."""
     swarm: str
-    credentials: Path | None = field(default_factory=_credentials)
+    credentials: Path | None = field(
+        default_factory=lambda: Path(path) if (path := os.environ.get(CREDENTIALS)) else None
+    )
     """Path of a NATS .creds file or an nkey seed; that of the environment by default."""
 
     def __post_init__(self) -> None:

@@ -14,17 +14,17 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shoal import wire
+from shoal.config import Config
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
-from shoal.swarm import offer as offers
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Offer, Want
-from shoal.swarm.pending import Needs
-from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
+from shoal.swarm.trust import IngressFilter, Reason, Recent, Recogniser, VerifiedMessage
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
@@ -40,8 +40,8 @@ OWN_COST = 0.25
 """Cost of reading an own frame, relative to another's: no signature is checked."""
 RETRY_S = 0.5
 """Seconds between two attempts to send."""
-FRESH_S = 600.0
-"""Seconds after which an offer is not sent and a want is forgotten, without another setting."""
+MOST_WANTS = 512
+"""Peers whose wants are remembered."""
 LOG = logging.getLogger(__name__)
 
 
@@ -67,6 +67,21 @@ class Intake:
         await asyncio.sleep(max(0.0, self._due_s - asyncio.get_running_loop().time()))
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Exchange, tasks, key, files and settings of a peer that joins a swarm."""
+
+    exchange: Exchange
+    own: Recogniser
+    identity: Identity
+    folder: Path
+    """Folder of banned.txt, which others may add to, and of status.json."""
+    config: Config
+    clock: Callable[[], float] = time.time
+    """Unix time."""
+    intake: Intake = field(default_factory=Intake)
+
+
 @dataclass(slots=True)
 class PeerCounts:
     """Counts since the start of a peer."""
@@ -81,30 +96,21 @@ class Peer:
     """Base class of node, generator and human node; each adds its use of the offers received. One event loop."""
 
     report_every_s = 5.0
-    fresh_s = FRESH_S
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        swarm: str,
-        identity: Identity,
-        folder: Path,
-        *,
-        clock: Callable[[], float] = time.time,
-        intake: Intake | None = None,
-    ) -> None:
-        """`folder` holds banned.txt, which others may add to, and status.json; `clock` gives Unix time."""
-        self.swarm, self.peer_id = swarm, identity.peer_id
-        self._exchange, self._folder, self._clock = exchange, folder, clock
-        self._intake = intake or Intake()
-        self.ingress = IngressFilter(swarm, identity.peer_id, timer=self._intake.timer)
+    def __init__(self, joined: Joined) -> None:
+        self.swarm, self.peer_id = joined.config.swarm.name, joined.identity.peer_id
+        self.fresh_s = joined.config.swarm.fresh_s
+        """Seconds after which an offer is neither sent nor taken, and a want is forgotten."""
+        self._exchange, self._own, self._folder, self._clock = joined.exchange, joined.own, joined.folder, joined.clock
+        self._intake = joined.intake
+        self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._intake.timer)
         self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
         """Reasons of the last failures to read or write this peer's files, by file name."""
-        self._needs = Needs()
+        self._wants: Recent[str, tuple[float, Want]] = Recent(MOST_WANTS)
+        """Time and content of the last want of each peer."""
         self._read_bans()
-        self._session = next_session(folder, clock())
-        self._signer = Signer(identity, swarm, session=self._session)
+        self._signer = Signer(joined.identity, self.swarm, next_session(self._folder, self._clock()))
 
     async def beside(self, **loops: Coroutine[None, None, None]) -> None:
         """Listens and reports for ever, beside the named `loops` of a kind of peer."""
@@ -150,14 +156,17 @@ class Peer:
 
     def _wanted(self) -> dict[str, float]:
         """Largest need of each task service among the fresh wants of peers."""
-        return self._needs.largest(self._clock() - self.fresh_s)
+        since_s, largest = self._clock() - self.fresh_s, dict[str, float]()
+        for peer_id, (sent_s, want) in self._wants.items():
+            for service, need in want.needs if sent_s >= since_s and peer_id not in self.ingress.banned else ():
+                largest[service] = max(largest.get(service, 0.0), need)
+        return largest
 
-    async def _share_offer(self, offer: Offer) -> bool:
-        """Sends an offer and counts it; False if it grew too old first. Raises `WireError` for one too large."""
-        sent = await self._send(Kind.OFFER, offers.encode(offer), offer.made_s + self.fresh_s)
+    async def _share_offer(self, offer: Offer) -> None:
+        """Sends an offer and counts it, unless it grows too old first. Raises `WireError` for one too large."""
+        sent = await self._send(Kind.OFFER, wire.encode(offer), offer.made_s + self.fresh_s)
         self.tally.shared += sent
         self.tally.unsent += not sent
-        return sent
 
     async def _send(self, kind: Kind, payload: bytes, until_s: float) -> bool:
         """Sends a payload, and waits for the exchange until then; tells whether it was sent.
@@ -182,7 +191,7 @@ class Peer:
                 message = self._intake.read(self.ingress, frame, self._clock())
                 if isinstance(message, VerifiedMessage):
                     if isinstance(message.content, Want):
-                        self._needs.update(message, message.content)
+                        self._wants[message.peer_id] = message.sent_s, message.content
                     else:
                         self._receive(message, message.content)
                 await asyncio.sleep(0)
@@ -192,7 +201,6 @@ class Peer:
         try:
             while True:
                 self._read_bans()
-                self._needs.drop(self.ingress.banned)
                 await self._periodic()
                 self.remember(STATUS_FILE, json.dumps(self.status()))
                 await asyncio.sleep(self.report_every_s)

@@ -5,13 +5,14 @@ system's. It listens on loopback by default, keeps its streams in a folder, and 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Annotated, Self
 from urllib.parse import quote
 
 import msgspec
@@ -98,87 +99,60 @@ def _cluster(options: ServerOptions) -> dict[str, object]:
     """Configures the cluster with one token: a server need not be a client."""
     known = "" if options.token is None else f"shoal:{quote(options.token, safe='')}@"
     routes = [route.replace("://", f"://{known}", 1) for route in options.routes]
-    values: dict[str, object] = {
-        "name": "shoal",
-        "listen": f"{options.host}:{options.cluster_port}",
-        "routes": routes,
-    }
-    return values if options.token is None else values | {"authorization": {"user": "shoal", "password": options.token}}
+    members = {} if options.token is None else {"authorization": {"user": "shoal", "password": options.token}}
+    return {"name": "shoal", "listen": f"{options.host}:{options.cluster_port}", "routes": routes, **members}
 
 
-class NatsServer:
+class NatsServer(Child):
     """A running server. Use as an async context manager; leaving it ends the server and keeps its streams."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
-        self.url = ""
-        """URL for clients, set once the server runs."""
+    url = ""
+    """URL for clients, set once the server runs."""
 
-    async def __aenter__(self) -> "NatsServer":
-        folder = self._options.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "server.conf"
+    def __init__(self, options: ServerOptions) -> None:
+        """Raises `ConfigError`."""
+        self._folder, self._config = options.folder, server_config(options)
+        arguments = [binary(), str(self._folder / "server.conf")]
+        super().__init__("nats-server", "shoal.swarm.server", arguments, self._folder / "start.log", os.environ)
+
+    async def __aenter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        config = self._folder / "server.conf"
         config.touch()
         config.chmod(0o600)  # it holds the token
-        config.write_text(server_config(self._options))
-        for old in folder.glob("*.ports"):
+        config.write_text(self._config)
+        for old in self._folder.glob("*.ports"):
             old.unlink()
-        arguments = [binary(), str(config)]
-        self._child = Child("nats-server", "shoal.swarm.server", arguments, folder / "start.log", os.environ)
-        await self._child.__aenter__()
+        await super().__aenter__()
         try:
             self.url = await self._announced()
         except BaseException:
-            await self._child.end()
+            await self.end()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._child.end()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._child.pid
-
-    async def died(self) -> str:
-        """Waits for the server's end and returns its reason."""
-        return str(await self._child.died())
-
     async def _announced(self) -> str:
         """Reads the URL from the file of a ready server. Raises `ChildDied`."""
-        folder = self._options.folder
-        ended = asyncio.ensure_future(self._child.died())
+        ended = asyncio.ensure_future(self.died())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not ended.done():
-                    for path in folder.glob("*.ports"):
-                        if urls := _urls(path.read_bytes()):
-                            return urls[0]
+                    for path in self._folder.glob("*.ports"):
+                        with contextlib.suppress(msgspec.MsgspecError):  # while it is being written
+                            return msgspec.json.decode(path.read_bytes(), type=_Ports).nats[0]
                     await asyncio.sleep(0.02)
             why = str(ended.result())
         except TimeoutError:
             why = f"the nats-server was not ready after {START_TIMEOUT_S:g} s"
         finally:
             ended.cancel()
-        raise ChildDied(f"{why}; see {folder / 'server.log'}")
+        raise ChildDied(f"{why}; see {self._folder / 'server.log'}")
 
 
-def _urls(data: bytes) -> list[str]:
-    """Parses a ports file; empty while it is being written."""
-    try:
-        return msgspec.json.decode(data, type=dict[str, list[str]]).get("nats", [])
-    except msgspec.MsgspecError:
-        return []
-
-
-def main(binary_path: str, config: str) -> None:
-    """Becomes the server, which dies with this process's parent."""
-    die_with_parent()
-    os.execv(binary_path, ["nats-server", "--config", config])
+class _Ports(msgspec.Struct):
+    nats: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    die_with_parent()
+    os.execv(sys.argv[1], ["nats-server", "--config", sys.argv[2]])

@@ -29,7 +29,6 @@ from shoal.swarm.trust import Bucket
 
 NEWCOMER_SHARE = 0.15
 """Share of the groups taken by `trusted` that newcomers may have, in the long run."""
-RENAMED = {"informative": "uniform"}
 USABLE_SPREAD = 0.2
 """Smallest useful difference between best and worst reward."""
 USABLE_STD = 0.25
@@ -100,15 +99,10 @@ def demanded_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
     return differ(own.rewards) and needs.get(own.service, 0.0) >= WANTED
 
 
-class Budget:
-    """Sharer of informative groups within an average of bytes per second."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bucket = Bucket(bytes_per_s, bytes_per_s * BUDGET_BURST_S)
-
-    def __call__(self, own: Own, needs: Mapping[str, float], now_s: float) -> bool:
-        """Shares an informative group that fits."""
-        return differ(own.rewards) and self._bucket.take(now_s, own.size_bytes)
+def budget(bytes_per_s: float) -> Sharer:
+    """Makes a sharer of informative groups within an average of bytes per second."""
+    bucket = Bucket(bytes_per_s, bytes_per_s * BUDGET_BURST_S)
+    return lambda own, needs, now_s: differ(own.rewards) and bucket.take(now_s, own.size_bytes)
 
 
 def uniform(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
@@ -224,7 +218,7 @@ def sharer_of(name: str) -> Sharer:
     if kind == "budget":
         if not amount.isdecimal() or int(amount) < 1:
             raise ConfigError(f"swarm.share: expected budget:N with N bytes per second, got {name!r}")
-        return Budget(int(amount))
+        return budget(int(amount))
     found: Sharer = own_function("swarm.share", name, [*SHARERS, "budget:N"])
     return found
 
@@ -235,11 +229,6 @@ def taker_of(name: str) -> Taker:
         return TAKERS[name]
     if name == "trusted":
         return Trusted()
-    if name in RENAMED:
-        raise ConfigError(
-            f"swarm.take: {name!r} is now {RENAMED[name]!r}, which takes newcomers as it takes others; the default, "
-            f"'trusted', keeps these to {NEWCOMER_SHARE:.0%}"
-        )
     found: Taker = own_function("swarm.take", name, [*TAKERS, "trusted"])
     return found
 

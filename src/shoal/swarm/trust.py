@@ -19,13 +19,13 @@ most `TrustLimits.authors`, push out the longest silent.
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from shoal import wire
 from shoal.errors import WireError
-from shoal.swarm import offer
-from shoal.swarm.envelope import MAX_FRAME_BYTES, Envelope, Kind, is_genuine, opened, payload_of
+from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
 from shoal.swarm.offer import Claim, Offer, Want
 from shoal.types import Task
 
@@ -37,10 +37,13 @@ ESTABLISHED = 8.0
 """Decayed good evidence above which an author is no newcomer."""
 LIARS = 1024
 """Newcomers whose ban is remembered: a new name costs less than waiting."""
-FALLEN = 4096
-"""Established authors whose ban is remembered: each name cost the evidence that established it."""
+MOST_RATED = 4096
+"""Names whose rates are remembered."""
 WINDOW = 256
 """Sequence numbers below the highest that may still arrive, out of order."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Reason(StrEnum):
@@ -141,24 +144,49 @@ class Bucket:
 
     rate_per_s: float
     burst: float
-    left: float = field(init=False)
+    used: float = 0.0
+    """Amount to be filled up again; more than `burst` after `spend`."""
     filled_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.left = self.burst
 
     def take(self, now_s: float, amount: float = 1.0) -> bool:
         """Takes an amount if it is there, and returns whether it was. A clock that goes back fills nothing."""
-        self.left = min(self.burst, self.left + max(0.0, now_s - self.filled_s) * self.rate_per_s)
+        self.used = max(0.0, self.used - max(0.0, now_s - self.filled_s) * self.rate_per_s)
         self.filled_s = max(self.filled_s, now_s)
-        if self.left < amount:
+        if self.used + amount > self.burst:
             return False
-        self.left -= amount
+        self.used += amount
         return True
 
     def spend(self, amount: float) -> None:
-        """Subtracts an amount that was already used, below zero if need be."""
-        self.left -= amount
+        """Adds an amount that was already used, above the burst if need be."""
+        self.used += amount
+
+
+class Recent(OrderedDict[K, V]):
+    """Table of the `most` keys that were set last."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+
+class Buckets:
+    """Token buckets of the `MOST_RATED` names that asked last."""
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s, self._burst = rate_per_s, burst
+        self._of: Recent[str, Bucket] = Recent(MOST_RATED)
+
+    def take(self, name: str, now_s: float) -> bool:
+        """Takes one from the bucket of a name if it is there, and returns whether it was."""
+        self._of[name] = bucket = self._of.get(name) or Bucket(self._rate_per_s, self._burst)
+        return bucket.take(now_s)
 
 
 @dataclass(slots=True)
@@ -209,11 +237,6 @@ class PeerRecord:
             self.gaps -= 1
             self.seen |= 1 << -ahead
 
-    def learn(self, *, good: float = 0.0, bad: float = 0.0) -> None:
-        """Adds evidence."""
-        self.good = self.good * DECAY + good
-        self.bad = self.bad * DECAY + bad
-
 
 class IngressFilter:
     """Filter of envelopes, with the records of their authors.
@@ -239,13 +262,12 @@ class IngressFilter:
         self._own_id = own_id
         self._limits = limits or TrustLimits()
         self._timer = timer
-        self._newcomers: OrderedDict[str, PeerRecord] = OrderedDict()
-        self._established: OrderedDict[str, PeerRecord] = OrderedDict()
-        self._newcomer_bucket = Bucket(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
-        self._newcomer_processor = self._processor()
+        self._newcomers: Recent[str, PeerRecord] = Recent(self._limits.authors)
+        self._established: Recent[str, PeerRecord] = Recent(self._limits.authors)
+        self._crowd = self._new(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
+        """Rates of all newcomers together."""
         self.banned = set(banned)
-        self._liars: OrderedDict[str, None] = OrderedDict()
-        self._fallen: OrderedDict[str, None] = OrderedDict()
+        self._liars: dict[str, None] = {}
         self.refused: Counter[Reason] = Counter()
         self.admitted = 0
 
@@ -268,12 +290,15 @@ class IngressFilter:
             return found
         began_s = self._timer()
         try:
-            content = _content(found)
+            type_: type[Offer | Want] = Offer if found.kind is Kind.OFFER else Want
+            content = wire.decode(payload_of(found), type_, MAX_PAYLOAD_BYTES)
         except WireError:
             self.refuse(found.peer_id, Reason.BAD_BODY)
             return Reason.BAD_BODY
         finally:
-            self._spend(self._record(found.peer_id), self._timer() - began_s)
+            took_s = self._timer() - began_s
+            for one in self._rated(self._record(found.peer_id)):
+                one.processor.spend(took_s)
         self.admitted += 1
         peer_id = found.peer_id
         return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
@@ -284,9 +309,10 @@ class IngressFilter:
         if reason in LIES:
             self._ban(peer_id)
         if reason in LIES | BLAMED:
-            author = self._remember(peer_id, self._record(peer_id))
-            author.learn(bad=1.0)
-            author.good *= STANDING_KEPT.get(reason, 1.0)
+            author = self._record(peer_id)
+            self._remember(peer_id, author)
+            author.good *= DECAY * STANDING_KEPT.get(reason, 1.0)
+            author.bad = author.bad * DECAY + 1
 
     @property
     def lasting_bans(self) -> set[str]:
@@ -294,22 +320,21 @@ class IngressFilter:
         return self.banned - self._liars.keys()
 
     def _ban(self, peer_id: str) -> None:
-        if peer_id in self.banned:
-            return
-        table, most = (self._fallen, FALLEN) if peer_id in self._established else (self._liars, LIARS)
-        table[peer_id] = None
-        if len(table) > most:
-            self.banned.discard(table.popitem(last=False)[0])
+        if peer_id not in self.banned and peer_id not in self._established:
+            self._liars[peer_id] = None
+            if len(self._liars) > LIARS:
+                oldest = next(iter(self._liars))
+                del self._liars[oldest]
+                self.banned.discard(oldest)
         self.banned.add(peer_id)
 
     def praise(self, peer_id: str) -> None:
         """Credits an author with a true offer that had an advantage."""
-        author = self._remember(peer_id, self._record(peer_id))
-        author.learn(good=1.0)
+        author = self._record(peer_id)
+        self._remember(peer_id, author)
+        author.good, author.bad = author.good * DECAY + 1, author.bad * DECAY
         if not author.newcomer and peer_id in self._newcomers:
             self._established[peer_id] = self._newcomers.pop(peer_id)
-            if len(self._established) > self._limits.authors:
-                self._established.popitem(last=False)
 
     def trust(self, peer_id: str) -> float:
         """Trust in a peer, 0..1; 0 for banned peers."""
@@ -339,46 +364,26 @@ class IngressFilter:
         author = self._record(peer_id)
         if not author.is_new(envelope.session, envelope.sequence):
             return Reason.REPLAYED
-        if not self._within_rate(author, steady_s):
+        rated = self._rated(author)
+        if not all(one.processor.take(steady_s, 0.0) and one.bucket.take(steady_s) for one in rated):
             return Reason.FLOODING
         self._remember(peer_id, author)
         author.mark(envelope.session, envelope.sequence)
         return envelope
 
-    def _within_rate(self, author: PeerRecord, steady_s: float) -> bool:
-        if not (author.processor.take(steady_s, 0.0) and author.bucket.take(steady_s)):
-            return False
-        if not author.newcomer:
-            return True
-        return self._newcomer_processor.take(steady_s, 0.0) and self._newcomer_bucket.take(steady_s)
+    def _rated(self, author: PeerRecord) -> list[PeerRecord]:
+        """Records with the rates that bound an author."""
+        return [author, self._crowd] if author.newcomer else [author]
 
-    def _spend(self, author: PeerRecord, seconds: float) -> None:
-        author.processor.spend(seconds)
-        if author.newcomer:
-            self._newcomer_processor.spend(seconds)
-
-    def _processor(self) -> Bucket:
-        return Bucket(self._limits.author_share, self._limits.author_burst_s)
+    def _new(self, rate_per_s: float, burst: float) -> PeerRecord:
+        return PeerRecord(Bucket(rate_per_s, burst), Bucket(self._limits.author_share, self._limits.author_burst_s))
 
     def _record(self, peer_id: str) -> PeerRecord:
         """Looks up a peer's record; an unknown peer gets a new record that is not stored yet."""
         known = self._established.get(peer_id) or self._newcomers.get(peer_id)
-        return known or PeerRecord(Bucket(self._limits.rate_per_s, self._limits.burst), self._processor())
+        return known or self._new(self._limits.rate_per_s, self._limits.burst)
 
-    def _remember(self, peer_id: str, author: PeerRecord) -> PeerRecord:
+    def _remember(self, peer_id: str, author: PeerRecord) -> None:
         """Stores the record of an author that passed the newcomers' rate: a crowd would otherwise push out every
         author."""
-        if peer_id in self._established:
-            self._established.move_to_end(peer_id)
-        else:
-            self._newcomers[peer_id] = author
-            self._newcomers.move_to_end(peer_id)
-            if len(self._newcomers) > self._limits.authors:
-                self._newcomers.popitem(last=False)
-        return author
-
-
-def _content(envelope: Envelope) -> Offer | Want:
-    """Raises `WireError`."""
-    payload = payload_of(envelope)
-    return offer.decode(payload) if envelope.kind is Kind.OFFER else offer.decode_want(payload)
+        (self._established if peer_id in self._established else self._newcomers)[peer_id] = author

@@ -14,15 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.errors import WireError
-from shoal.interfaces import Exchange, Scorer
-from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, Other, QuestionPace, QuestionState
-from shoal.swarm.identity import Identity
+from shoal.interfaces import Scorer
+from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, QuestionPace, QuestionState
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.peer import Peer, PeerCounts
-from shoal.swarm.trust import Recogniser, VerifiedMessage
+from shoal.swarm.peer import Joined, Peer, PeerCounts
+from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Message, RewardStatus, Task
 
 MOST_OFFERED = 64
@@ -34,17 +32,6 @@ DRAWS = 8
 """Draws at most until a question differs from the one before."""
 SHARE_EVERY_S = 0.25
 MODEL = "people"
-
-
-@dataclass(frozen=True, slots=True)
-class HumanNodeDeps:
-    """Dependencies of a human node."""
-
-    exchange: Exchange
-    recogniser: Recogniser
-    scorer: Scorer
-    draw: Callable[[int], Task]
-    """Draws a training task of the node by any number. Blocks; raises `TaskError`."""
 
 
 @dataclass(slots=True)
@@ -59,21 +46,21 @@ class HumanNode(Peer):
 
     def __init__(
         self,
-        deps: HumanNodeDeps,
-        swarm: str,
-        identity: Identity,
-        folder: Path,
-        pace: QuestionPace | None = None,
+        joined: Joined,
+        scorer: Scorer,
+        draw: Callable[[int], Task],
+        pace: QuestionPace,
         *,
-        clock: Callable[[], float] = time.time,
         seed: int | None = None,
     ) -> None:
-        """`folder` holds banned.txt, which others may add to, and status.json; without `seed`, questions are random."""
-        super().__init__(deps.exchange, swarm, identity, folder, clock=clock)
-        self.questions = OpenQuestions(pace or QuestionPace())
+        """`draw` draws a training task by any number; it blocks and raises `TaskError`.
+
+        Without `seed`, questions are random.
+        """
+        super().__init__(joined)
+        self.questions = OpenQuestions(pace)
         self.tally: HumanNodeCounts = HumanNodeCounts()
-        self._deps = deps
-        self._rng = random.Random(seed)
+        self._scorer, self._draw, self._rng = scorer, draw, random.Random(seed)
         self._last_asked: tuple[Message, ...] = ()
         self._offered: deque[tuple[VerifiedMessage, Offer]] = deque(maxlen=MOST_OFFERED)
         self._peers_turn = True
@@ -109,7 +96,7 @@ class HumanNode(Peer):
             raise NotTaken("many answers wait for their verdict; send yours again in a moment")
         question.scoring.add(user)
         try:
-            (reward,) = await self._deps.scorer.score(question.task, [text])
+            (reward,) = await self._scorer.score(question.task, [text])
         finally:
             question.scoring.remove(user)
         given = Given(user, text, reward, self._clock())
@@ -126,7 +113,7 @@ class HumanNode(Peer):
             message, content = self._offered.pop()
             if message.peer_id in self.ingress.banned:
                 continue
-            task = await self._deps.recogniser.task(content.claim)
+            task = await self._own.task(content.claim)
             if isinstance(task, Task):
                 question = await self._question(task)
                 if not self._unscored.full():
@@ -134,14 +121,14 @@ class HumanNode(Peer):
                 return question
             self.ingress.refuse(message.peer_id, task)
         for _ in range(DRAWS):
-            own = await asyncio.to_thread(self._deps.draw, self._rng.getrandbits(32))
+            own = await asyncio.to_thread(self._draw, self._rng.getrandbits(32))
             if own.messages != self._last_asked:
                 break
         self._last_asked = own.messages
         return await self._question(own)
 
     async def _question(self, task: Task) -> OpenQuestion:
-        claim = await self._deps.recogniser.claim(task)
+        claim = await self._own.claim(task)
         return OpenQuestion(secrets.token_urlsafe(12), task, claim, self._clock())
 
     async def _score_peers(self) -> None:
@@ -150,10 +137,10 @@ class HumanNode(Peer):
             question, content = await self._unscored.get()
             for rollout in content.rollouts[:SHOWN_OTHERS]:
                 began_s = time.monotonic()
-                (reward,) = await self._deps.scorer.score(question.task, [rollout.text])
+                (reward,) = await self._scorer.score(question.task, [rollout.text])
                 if reward.status is not RewardStatus.SCORED:
                     break
-                other = Other(content.generator.value, content.model, rollout.text, reward)
+                other = Given("", rollout.text, reward, content.made_s, content.generator, content.model)
                 question.others = (*question.others, other)
                 await asyncio.sleep(time.monotonic() - began_s)
 

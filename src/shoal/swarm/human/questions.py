@@ -5,12 +5,14 @@ if its rewards differ. A question therefore stays open until they do, and then f
 that expires with equal rewards is dropped and counted.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal.swarm.offer import Claim
+from shoal.errors import ShoalError
+from shoal.swarm.offer import Claim, GeneratorKind
+from shoal.swarm.trust import Recent
 from shoal.types import Reward, RewardStatus, Task
 
 MOST_OPEN = 64
@@ -34,8 +36,10 @@ class QuestionState(StrEnum):
     """Question that expired with too few answers, or with equal rewards."""
 
 
-class NotTaken(ValueError):
+class NotTaken(ShoalError):
     """Refusal of an answer; the text says why."""
+
+    http_status = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +56,15 @@ class QuestionPace:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One answer of a user, with this node's verdict."""
+    """One answer of a user or a peer, with this node's verdict."""
 
     user: str
+    """User; empty for a peer."""
     text: str
     reward: Reward
     at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """One answer of a peer, with this node's verdict."""
-
-    generator: str
-    model: str
-    text: str
-    reward: Reward
+    generator: GeneratorKind = GeneratorKind.PERSON
+    model: str = ""
 
 
 @dataclass(slots=True)
@@ -78,7 +75,8 @@ class OpenQuestion:
     task: Task
     claim: Claim
     opened_s: float
-    others: tuple[Other, ...] = ()
+    others: tuple[Given, ...] = ()
+    """Answers of peers."""
     answers: list[Given] = field(default_factory=list)
     passed_by: set[str] = field(default_factory=set)
     """Users who passed the question over."""
@@ -98,6 +96,11 @@ class OpenQuestion:
         return 0 if right else max(0, TRIES - len(own) - self.unscored[user])
 
     @property
+    def is_full(self) -> bool:
+        """True if the question can have no more answers."""
+        return len(self.answers) + len(self.scoring) >= MOST_ANSWERS
+
+    @property
     def differs(self) -> bool:
         """True if the rewards of the answers differ."""
         return len({given.reward.value for given in self.answers}) > 1
@@ -113,8 +116,8 @@ class OpenQuestions:
 
     def __init__(self, pace: QuestionPace) -> None:
         self._pace = pace
-        self._open: OrderedDict[str, OpenQuestion] = OrderedDict()
-        self._ended: OrderedDict[str, QuestionState] = OrderedDict()
+        self._open: dict[str, OpenQuestion] = {}
+        self._ended: Recent[str, QuestionState] = Recent(REMEMBERED)
         self.dropped = 0
         """Answered questions that became no offer."""
 
@@ -140,24 +143,21 @@ class OpenQuestions:
 
     def next_for(self, user: str) -> OpenQuestion | None:
         """Chooses a user's question: their current one, else the most answered one; None when nothing is left."""
-        seen = [one for one in self if user not in one.passed_by and one.tries_left(user)]
-        seen = [one for one in seen if len(one.answers) + len(one.scoring) < MOST_ANSWERS]
+        seen = [one for one in self if user not in one.passed_by and one.tries_left(user) and not one.is_full]
         return max(seen, key=lambda one: (len(one.of(user)), len(one.answers)), default=None)
 
     def check(self, question: OpenQuestion, user: str, text: str) -> None:
         """Raises `NotTaken` for an answer that needs no verdict."""
-        if not text.strip():
-            raise NotTaken("write an answer first")
-        if len(text) > MOST_CHARACTERS:
-            raise NotTaken(f"an answer has at most {MOST_CHARACTERS} characters")
-        if user in question.scoring:
-            raise NotTaken("wait for the verdict")
-        if not question.tries_left(user):
-            raise NotTaken("you have answered this question")
-        if any(given.text == text for given in question.of(user)):
-            raise NotTaken("you said that already")
-        if len(question.answers) + len(question.scoring) >= MOST_ANSWERS:
-            raise NotTaken("this question has all the answers that it can have")
+        refusals = {
+            "write an answer first": not text.strip(),
+            f"an answer has at most {MOST_CHARACTERS} characters": len(text) > MOST_CHARACTERS,
+            "wait for the verdict": user in question.scoring,
+            "you have answered this question": not question.tries_left(user),
+            "you said that already": any(given.text == text for given in question.of(user)),
+            "this question has all the answers that it can have": question.is_full,
+        }
+        if why := next((why for why, is_so in refusals.items() if is_so), ""):
+            raise NotTaken(why)
 
     def take(self, question: OpenQuestion, given: Given) -> None:
         """Keeps an answer with its verdict; an unscored answer counts as an attempt only."""
@@ -185,5 +185,3 @@ class OpenQuestions:
         del self._open[question.id]
         self.dropped += state is QuestionState.DROPPED and bool(question.answers)
         self._ended[question.id] = state
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)

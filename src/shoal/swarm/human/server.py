@@ -14,7 +14,6 @@ and the script shows them as text.
 import hmac
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from importlib.resources import files
 
@@ -25,17 +24,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.errors import ChildDied, ShoalError, TaskError
-from shoal.net.server import PAGE_HEADERS, Refused, body, decoded, guarded
+from shoal.errors import ChildDied, TaskError
+from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json
 from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import MOST_CHARACTERS, Given, NotTaken, OpenQuestion, Other, is_right
-from shoal.swarm.trust import Bucket
+from shoal.swarm.human.questions import MOST_CHARACTERS, Given, OpenQuestion, is_right
+from shoal.swarm.trust import Bucket, Buckets
 from shoal.types import Reward, Role
 
 COOKIE = "visitor"
 MOST_BODY_BYTES = 8 * MOST_CHARACTERS
-REMEMBERED = 4096
-"""Users and addresses whose rates are remembered."""
 SHOWN_CHARACTERS = 1000
 """Characters shown of another's answer."""
 _STATIC = {
@@ -63,23 +60,17 @@ class Rates:
 
     def __init__(self, clock: Callable[[], float], *, user_per_s: float = 0.5, burst: float = 10) -> None:
         """An address, which a school may share, has ten times a user's rate; all together have a hundred times."""
-        self._clock, self._user_per_s, self._burst = clock, user_per_s, burst
-        self._known: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
+        self._clock = clock
+        self._users, self._addresses = Buckets(user_per_s, burst), Buckets(10 * user_per_s, 5 * burst)
         self._all = Bucket(100 * user_per_s, 20 * burst)
 
     def check(self, user: str, address: str) -> None:
         """Raises `Refused` for a request above a rate."""
-        if not (self._takes("user", user, 1, 1) and self._takes("address", address, 10, 5)):
+        now_s = self._clock()
+        if not (self._users.take(user, now_s) and self._addresses.take(address, now_s)):
             raise Refused(429, "slowly, please: wait a few seconds")
-        if not self._all.take(self._clock()):
+        if not self._all.take(now_s):
             raise Refused(503, "too many people are here; try again in a minute")
-
-    def _takes(self, kind: str, name: str, rate: float, burst: float) -> bool:
-        bucket = self._known.setdefault((kind, name), Bucket(rate * self._user_per_s, burst * self._burst))
-        self._known.move_to_end((kind, name))
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return bucket.take(self._clock())
 
 
 class HumanServer:
@@ -98,7 +89,7 @@ class HumanServer:
                 Route("/api/status", self._status),
             ],
             middleware=[Middleware(guarded)],
-            exception_handlers={ShoalError: _refusal},
+            exception_handlers=HANDLERS,
         )
 
     async def _question(self, http: Request) -> Response:
@@ -112,7 +103,7 @@ class HumanServer:
             question = await self._node.question_for(user)
         except (TaskError, ChildDied) as error:
             raise Refused(503, f"no question can be drawn: {error}") from error
-        answer = _json(_asked(question, user))
+        answer = json(_asked(question, user), headers=PAGE_HEADERS)
         if not known:
             cookie = f"{user}.{self._signature(user)}"
             answer.set_cookie(COOKIE, cookie, max_age=30 * 86_400, httponly=True, samesite="strict")
@@ -128,11 +119,9 @@ class HumanServer:
             raise Refused(404, "this question is closed; take the next one")
         try:
             given = await self._node.answer(question, user, said.text)
-        except NotTaken as error:
-            raise Refused(409, str(error)) from error
         except ChildDied as error:
             raise Refused(503, f"no verdict: {error}") from error
-        return _json(_verdict(question, user, given))
+        return json(_verdict(question, user, given), headers=PAGE_HEADERS)
 
     def _user(self, http: Request) -> str:
         """User named by a cookie that this node signed; empty for any other cookie."""
@@ -147,11 +136,14 @@ class HumanServer:
         state = self._node.questions.state(http.path_params["id"])
         if state is None:
             raise Refused(404, "nobody remembers this question")
-        return _json({"state": state.value})
+        return json({"state": state.value}, headers=PAGE_HEADERS)
 
     async def _status(self, _: Request) -> Response:
         status = self._node.status()
-        return _json({name: status[name] for name in ("swarm", "peer_id", "connected", "open", "answers", "shared")})
+        return json(
+            {name: status[name] for name in ("swarm", "peer_id", "connected", "open", "answers", "shared")},
+            headers=PAGE_HEADERS,
+        )
 
 
 def _asked(question: OpenQuestion, user: str) -> dict[str, object]:
@@ -171,23 +163,14 @@ def _verdict(question: OpenQuestion, user: str, given: Given) -> dict[str, objec
     otherwise."""
     left = question.tries_left(user)
     own = {one.text for one in question.of(user)}
-    people = [
-        Other("person", "", one.text, one.reward)
-        for one in question.answers
-        if one.user != user and one.text not in own
-    ]
+    people = [one for one in question.answers if one.user != user and one.text not in own]
     others = [] if left else [*question.others, *people]
     return {
         **_judged(given.reward),
         "tries_left": left,
         "truth": question.task.answer if not left else None,
         "others": [
-            {
-                "generator": one.generator,
-                "model": one.model,
-                "text": one.text[:SHOWN_CHARACTERS],
-                **_judged(one.reward),
-            }
+            {"generator": one.generator, "model": one.model, "text": one.text[:SHOWN_CHARACTERS], **_judged(one.reward)}
             for one in others
         ],
     }
@@ -199,15 +182,6 @@ def _judged(reward: Reward) -> dict[str, object]:
 
 def _address(http: Request) -> str:
     return http.client.host if http.client else ""
-
-
-def _json(value: dict[str, object], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, PAGE_HEADERS, "application/json")
-
-
-async def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ShoalError)
-    return _json({"error": str(error)}, error.http_status)
 
 
 def _static(name: str, kind: str) -> Callable[[Request], Response]:

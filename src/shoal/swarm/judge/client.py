@@ -13,7 +13,7 @@ from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
-from shoal.swarm.answerers import ChatModel, ModelAt
+from shoal.swarm.answerers import ChatModel
 from shoal.swarm.identity import Identity
 from shoal.swarm.judge.judging import draw_questions, grade
 from shoal.swarm.judge.messages import (
@@ -45,7 +45,7 @@ ROOM_BESIDES = 8192
 
 async def take(
     judge_url: str,
-    model: ModelAt,
+    model: ChatModel,
     identity: Identity,
     *,
     arm: Condition,
@@ -59,7 +59,7 @@ async def take(
     Raises `JudgeError` or `WireError`, also when the judge is not `judge`. Raises an `EngineError` when the model
     refuses a question or answers none. `retry_s` is the first pause before another attempt.
     """
-    async with aiohttp.ClientSession() as http, ChatModel(model) as chat:
+    async with aiohttp.ClientSession() as http, model:
         rounds, judge_id = statements(await _ledger(http, judge_url), judge)
         ask = ChallengeRequest(judge_id, model.name, arm, round_, clock())
         data = await _exchanged(http, f"{judge_url}/challenge", signed(identity, ask))
@@ -67,7 +67,7 @@ async def take(
         stated = rounds.get(challenge.sitting)
         if stated is None or not stated.opens_s <= challenge.deadline_s <= stated.reveals_s:
             raise WireError(f"challenge: expected one of a round that was committed to, got {challenge.sitting}")
-        found = await asyncio.gather(*(_answer(chat, one.messages, retry_s) for one in challenge.questions))
+        found = await asyncio.gather(*(_answer(model, one.messages, retry_s) for one in challenge.questions))
         failures = [one for one in found if isinstance(one, EngineUnavailable)]
         if len(failures) == len(found):
             raise failures[0]
@@ -109,7 +109,8 @@ async def audit(
     async with aiohttp.ClientSession() as http:
         ledger = await _ledger(http, judge_url)
         rounds, judge_id = statements(ledger, judge)
-        for number, seed in sorted((one.number, one.seed) for one in _revealed(ledger, judge_id)):
+        revealed = [opened(data, Revealed, author=judge_id)[1] for data in ledger.seeds]
+        for number, seed in sorted((one.number, one.seed) for one in revealed):
             round_ = rounds.get(number)
             if round_ is None or commitment_of(seed) != round_.commitment:
                 wrong.append(f"round {number}: the seed is not the one that was committed to")
@@ -133,10 +134,6 @@ async def audit(
                     wrong.append(f"{found[0].challenge}: {error}")
             wrong += [f"round {number}: {why}" for why in _miscounted(attempts, moments)]
     return checked, wrong
-
-
-def _revealed(ledger: PublicLedger, judge: str) -> list[Revealed]:
-    return [opened(data, Revealed, author=judge)[1] for data in ledger.seeds]
 
 
 def _said(one: Transcript, judge: str) -> tuple[str, ChallengeRequest, Answers | None]:

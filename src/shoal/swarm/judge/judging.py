@@ -7,7 +7,6 @@ peer has a limit of its own. All peers that never answered share one, since iden
 import asyncio
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,7 +33,7 @@ from shoal.swarm.judge.messages import (
     signed,
 )
 from shoal.swarm.judge.store import JudgeStore, Record
-from shoal.swarm.trust import Bucket
+from shoal.swarm.trust import Bucket, Buckets
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task, seed_for
 
@@ -46,8 +45,6 @@ MOST_TIMEOUTS = 2
 long."""
 MOST_CHALLENGE = 0.8
 """Share of a message that the questions of a typical challenge may take; others are longer."""
-PEERS = 4096
-"""Peers whose rates are remembered."""
 PUBLISHED = 64
 """Rounds in the ledger."""
 
@@ -101,7 +98,7 @@ class Judge:
         self._identity, self._drawer, self._scorer, self._steady = identity, drawer, scorer, steady
         self._turn = asyncio.Lock()
         self._grading: set[str] = set()
-        self._peers: OrderedDict[str, Bucket] = OrderedDict()
+        self._peers = Buckets(1 / self.rules.peer_every_s, self.rules.peer_burst)
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
         trial = draw_questions(drawer, self._round(0, 0.0, b""), b"", self.peer_id, "", 0)
         size = sum(len(wire.encode(ChallengeQuestion(task.service, task.messages))) for task in trial)
@@ -181,11 +178,7 @@ class Judge:
 
     def _admit(self, peer_id: str) -> None:
         """Raises `Refused` for a peer that asks too often."""
-        bucket = self._peers.setdefault(peer_id, Bucket(1 / self.rules.peer_every_s, self.rules.peer_burst))
-        self._peers.move_to_end(peer_id)
-        if len(self._peers) > PEERS:
-            self._peers.popitem(last=False)
-        if not bucket.take(self._steady()):
+        if not self._peers.take(peer_id, self._steady()):
             raise Refused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
         if not self.store.history(peer_id, 0.0)[2] and not self._newcomers.take(self._steady()):
             raise Refused(429, "too many newcomers ask; try again in a minute")

@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from shoal import wire
 from shoal.errors import WireError
+from shoal.swarm.envelope import UnixTime
 from shoal.swarm.identity import Identity, is_signed_by, peer_id_of
 from shoal.tasks.procedural_client import Spec
 from shoal.types import Message, RewardStatus
@@ -74,18 +75,14 @@ class ChallengeRequest:
 
     judge: str
     """Peer id of the judge."""
-    model: str
+    model: Annotated[str, Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]
     arm: Condition
-    round: int
-    sent_s: float  # Unix time
+    round: Annotated[int, Meta(ge=0, lt=2**40)]
+    sent_s: UnixTime
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.model) <= MOST_NAME_CHARACTERS or not self.model.isprintable():
-            raise ValueError(f"model: expected 1 to {MOST_NAME_CHARACTERS} printable characters")
-        if not 0 <= self.sent_s < 2**40:  # also false for NaN
-            raise ValueError(f"sent_s: expected a Unix time, got {self.sent_s}")
-        if not 0 <= self.round < 2**40:
-            raise ValueError(f"round: expected 0 or more, got {self.round}")
+        if not self.model.isprintable():
+            raise ValueError("model: expected printable characters")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.net.server import HANDLERS, JSON, PAGE_HEADERS, body, guarded
+from shoal.net.server import HANDLERS, PAGE_HEADERS, body, guarded, json
 from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import NEWEST, Standing
@@ -98,8 +97,7 @@ class JudgeServer:
 
     async def _leaderboard(self, _: Request) -> Response:
         standings = [{**asdict(one), "specialties": dict(one.specialties)} for one in self._newest()]
-        data = msgspec.json.encode({"judge": self._judge.peer_id, "standings": standings})
-        return Response(data, media_type=JSON, headers=PAGE_HEADERS)
+        return json({"judge": self._judge.peer_id, "standings": standings}, headers=PAGE_HEADERS)
 
     async def _ledger(self, _: Request) -> Response:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)

@@ -12,7 +12,7 @@ async function call(path, body) {
   };
   const reply = await fetch(path, request);
   const value = await reply.json();
-  if (!reply.ok) throw Object.assign(new Error(value.error.message || value.error), { status: reply.status });
+  if (!reply.ok) throw Object.assign(new Error(value.error.message), { status: reply.status });
   return value;
 }
 
