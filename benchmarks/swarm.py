@@ -26,7 +26,7 @@ from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.peer import INTAKE_PER_S, Intake, Joined
+from shoal.swarm.peer import INTAKE_PER_S, Joined
 from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
@@ -169,7 +169,8 @@ def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
         folder,
         Config(seed=i, tasks=[TaskConfig(name="coins")], swarm=SwarmConfig(external_groups=2)),
         clock=lambda: 1.8e9 + loop.time(),
-        intake=Intake(2.0, timer=lambda: 0.0),
+        timer=lambda: 0.0,
+        frames_per_s=2.0,
     )
     return Node(joined, coins, _Characters(), 4096, threads=False)
 

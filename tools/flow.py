@@ -95,19 +95,16 @@ swarm.node:Node._share
   swarm.claim_verification:OwnTasks.claim
   swarm.offer:offer_of
   swarm.peer:Peer._share_offer
-    swarm.offer:encode
     swarm.peer:Peer._send
       swarm.envelope:Signer.frame
       swarm.nats:NatsExchange.publish
 swarm.peer:Peer._listen
   swarm.nats:NatsExchange.receive
-  swarm.peer:Intake.read
-    swarm.trust:IngressFilter.admit
-      swarm.trust:IngressFilter._checked
-        swarm.envelope:opened
-      swarm.trust:_content
-        swarm.envelope:payload_of
-        swarm.offer:decode
+  swarm.trust:IngressFilter.admit
+    swarm.trust:IngressFilter._checked
+      swarm.envelope:opened
+    swarm.envelope:payload_of
+    wire:decode
   swarm.node:Node._receive
     swarm.pending:PendingOffers.add
 swarm.node:Node._verify

@@ -254,7 +254,12 @@ CASES = [
     of_arguments("swarm", "join", "FOLDER/config.toml", "--rule=truth", names="swarm.servers"),
     of_arguments("swarm", "join", "FOLDER/config.toml", "--rule=nobody", names="rule"),
     of_arguments(
-        "swarm", "join", "FOLDER/config.toml", "--model-url=nonsense", "--server=nats://h:1", names="--model-url"
+        "swarm",
+        "join",
+        "FOLDER/config.toml",
+        "--model-url=nonsense",
+        '--swarm.servers=["nats://h:1"]',
+        names="--model-url",
     ),
     of_arguments("swarm", "demo", "--nodes=1"),
     of_arguments("judge", "report", "FOLDER/empty", names="empty"),

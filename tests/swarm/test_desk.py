@@ -105,7 +105,7 @@ def test_a_visitor_goes_on_with_its_question_then_with_what_others_answered_then
     found = OpenQuestions(PACE)
     for name in "abc":
         found.add(question(name))
-    a, b, c = found
+    a, b, c = found.values()
     found.take(b, said(1, "bob"))
     assert found.next_for("ann") is b
     found.take(c, said(0, "ann"))
@@ -143,7 +143,7 @@ def test_open_questions_are_bounded_and_those_with_answers_go_last() -> None:
     found = OpenQuestions(PACE)
     for n in range(MOST_OPEN):
         found.add(question(str(n)))
-    found.take(next(iter(found)), said(1))
+    found.take(next(iter(found.values())), said(1))
     found.add(question("new"))
     assert len(found) == MOST_OPEN
     assert (found.state("0"), found.state("1")) == (QuestionState.OPEN, QuestionState.DROPPED)

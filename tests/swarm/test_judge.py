@@ -137,7 +137,7 @@ def test_the_share_of_right_answers_is_the_score(judge: Judge) -> None:
     asyncio.run(main())
     (standing,) = judge.store.standings(judge.now_s())
     assert (standing.peer_id, standing.score, standing.round) == (ME.peer_id, 0.5, 7)
-    assert standing.specialties == (("chain_sum", 1.0), ("gcd", 0.0))
+    assert standing.specialties == {"chain_sum": 1.0, "gcd": 0.0}
 
 
 def kept(store: JudgeStore, peer_id: str, model: str, scores: Sequence[float], start_s: float = 0.0) -> None:

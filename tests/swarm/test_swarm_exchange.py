@@ -81,14 +81,14 @@ def with_server(
 
 
 async def memory_members() -> None:
-    hub = MemorySwarm(kept_per_author=3)
+    hub = MemorySwarm()
     first = hub.join()
-    for i in range(5):
+    for i in range(KEPT_PER_AUTHOR + 2):
         await first.publish("offer", "flood", b"%d" % i)
     await first.publish("offer", "quiet", b"q")
     late = hub.join()
     assert await late.receive(2) == [b"2", b"3"]
-    assert await late.receive(9) == [b"4", b"q"]
+    assert (await late.receive(KEPT_PER_AUTHOR))[-2:] == [b"%d" % (KEPT_PER_AUTHOR + 1), b"q"]
     waiting = asyncio.ensure_future(late.receive(9))
     await asyncio.sleep(1)
     assert not waiting.done()

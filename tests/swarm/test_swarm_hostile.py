@@ -23,7 +23,7 @@ from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.peer import Intake, Joined
+from shoal.swarm.peer import Joined
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
@@ -151,7 +151,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
             async with NatsExchange(options) as mine, NatsExchange(options) as theirs:
                 identity = Identity.load(tmp_path / "node" / "identity.pem")
                 config = Config(tasks=TASKS, swarm=SwarmConfig(external_groups=4))
-                joined = Joined(mine, own, identity, tmp_path / "node", config, intake=Intake(5000))
+                joined = Joined(mine, own, identity, tmp_path / "node", config, frames_per_s=5000)
                 node = Node(joined, scorer, renderer, 256)
                 lorises = slow_lorises(server.url, 50)
                 running = asyncio.ensure_future(node.run())

@@ -87,7 +87,8 @@ def forged() -> bytes:
     ],
 )
 def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) -> None:
-    at = ingress(banned=[OTHER.peer_id])
+    at = ingress()
+    at.banned.add(OTHER.peer_id)
     assert at.admit(frame, NOW_S) is reason
     assert at.refused == {reason: 1}
     assert at.admitted == 0
@@ -255,7 +256,8 @@ def test_what_is_held_against_a_peer_is_held_against_that_peer() -> None:
 
 
 def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established_and_by_people_last() -> None:
-    at = ingress(banned=[OTHER.peer_id])
+    at = ingress()
+    at.banned.add(OTHER.peer_id)
     for _ in range(2 * int(ESTABLISHED)):
         at.praise(PEER.peer_id)
     for i in range(LIARS + 10):

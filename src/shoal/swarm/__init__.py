@@ -12,8 +12,9 @@ exchange    envelopes in memory, for tests and simulations
 options     servers and credentials of a swarm
 nats        envelopes through NATS JetStream
 server      an embedded nats-server
-node_files  dependencies, intake, files and counts of a node
+pending     offers that wait for verification
 peer        base class of every participant of a swarm
-generator   a peer that does not train; `chat` and `rules` answer for it
+claim_verification  claims of peers matched with own tasks
+generator   a peer that does not train; `answerers` answer for it
 node        the peer beside the buffer of a training run
 """

@@ -20,9 +20,8 @@ KEPT_PER_AUTHOR = 128
 class MemorySwarm:
     """Frames and exchanges of one swarm. One event loop."""
 
-    def __init__(self, kept_per_author: int = KEPT_PER_AUTHOR) -> None:
+    def __init__(self) -> None:
         self._kept: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
-        self._most = kept_per_author
         self.frames: dict[int, bytes] = {}
         self.end = 0
         """Number of the next frame."""
@@ -40,7 +39,7 @@ class MemorySwarm:
         kept.append(self.end)
         self.frames[self.end] = frame
         self.end += 1
-        if len(kept) > self._most:
+        if len(kept) > KEPT_PER_AUTHOR:
             del self.frames[kept.popleft()]
         for member in self._peers:
             member.news.set()

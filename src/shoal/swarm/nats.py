@@ -167,12 +167,11 @@ class NatsExchange:
                         user_credentials=_where(options.credentials, jwt=True),
                         nkeys_seed=_where(options.credentials, jwt=False),
                     )
+                return client
             except _FAILURES as error:
                 failure = error
                 with contextlib.suppress(*_FAILURES):
                     await client.close()
-            else:
-                return client
         raise failure
 
     async def _follow(self, stream: JetStreamContext, skip_to: int | None = None) -> JetStreamContext.PullSubscription:

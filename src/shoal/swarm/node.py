@@ -8,10 +8,10 @@
 The training run asks for groups and never waits for them: ready offers are chosen at once, and only their logprobs
 under the node's own weights remain to be computed.
 
-Each loop is bounded in memory and time. `listen` reads no faster than `Intake` allows. `verify` rests as long as it
-works, and newcomers wait longer for their next turn. Answers taken before are not taken again. An offer counts with at
-most as many answers as own groups have, so an external group costs a step no more than an own one. Neither bad data
-from peers nor a lost connection ends a run.
+Each loop is bounded in memory and time. `listen` reads `INTAKE_PER_S` frames a second at most. `verify` rests as long
+as it works, and newcomers wait longer for their next turn. Answers taken before are not taken again. An offer counts
+with at most as many answers as own groups have, so an external group costs a step no more than an own one. Neither bad
+data from peers nor a lost connection ends a run.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Node(Peer):
         config, settings = joined.config, joined.config.swarm
         self.tally: NodeCounts = NodeCounts()
         self._scorer, self._settings, self._threads = scorer, settings, threads
-        self._encode = partial(encode_offer, renderer=renderer, max_model_len=max_model_len)
+        self._renderer, self._max_model_len = renderer, max_model_len
         self._model = Path(config.model.path).name or "model"
         self._most_answers = max(config.rollout.group_size, 2)
         self._split: AdaptiveSplit | None = None
@@ -273,7 +273,7 @@ class Node(Peer):
             return task
         if len(content.rollouts) > self._most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
-        encode = partial(self._encode, content, task)
+        encode = partial(encode_offer, content, task, self._renderer, self._max_model_len)
         source, refused = await asyncio.to_thread(encode) if self._threads else encode()
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)

@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal import wire
@@ -24,7 +23,7 @@ from shoal.interfaces import Exchange
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Offer, Want
-from shoal.swarm.trust import IngressFilter, Reason, Recent, Recogniser, VerifiedMessage
+from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, VerifiedMessage
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
@@ -45,28 +44,6 @@ MOST_WANTS = 512
 LOG = logging.getLogger(__name__)
 
 
-class Intake:
-    """Rate limit of a peer's reading, in frames and in processor time. One event loop."""
-
-    def __init__(self, per_s: float = INTAKE_PER_S, timer: Callable[[], float] = time.thread_time) -> None:
-        """`timer` returns the seconds of a core that this thread has used."""
-        self._frame_s = 1 / per_s
-        self.timer = timer
-        self._due_s = -math.inf  # when what was read so far would have been read at the average rate
-
-    def read(self, ingress: IngressFilter, frame: bytes, now_s: float) -> VerifiedMessage | Reason:
-        """Passes a frame through the ingress filter and charges its cost; `now_s` is Unix time."""
-        loop_s, began_s = asyncio.get_running_loop().time(), self.timer()
-        message = ingress.admit(frame, now_s, loop_s)
-        cost = max(OWN_COST if message is Reason.OWN else 1.0, (self.timer() - began_s) / FRAME_S)
-        self._due_s = max(self._due_s, loop_s - INTAKE_BURST_S) + cost * self._frame_s
-        return message
-
-    async def pause(self) -> None:
-        """Waits until more may be read."""
-        await asyncio.sleep(max(0.0, self._due_s - asyncio.get_running_loop().time()))
-
-
 @dataclass(frozen=True, slots=True)
 class Joined:
     """Exchange, tasks, key, files and settings of a peer that joins a swarm."""
@@ -79,7 +56,10 @@ class Joined:
     config: Config
     clock: Callable[[], float] = time.time
     """Unix time."""
-    intake: Intake = field(default_factory=Intake)
+    timer: Callable[[], float] = time.thread_time
+    """Seconds of a core that this thread has used."""
+    frames_per_s: float = INTAKE_PER_S
+    """Rate of reading; slow frames count as several."""
 
 
 @dataclass(slots=True)
@@ -102,8 +82,9 @@ class Peer:
         self.fresh_s = joined.config.swarm.fresh_s
         """Seconds after which an offer is neither sent nor taken, and a want is forgotten."""
         self._exchange, self._own, self._folder, self._clock = joined.exchange, joined.own, joined.folder, joined.clock
-        self._intake = joined.intake
-        self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._intake.timer)
+        self._timer = joined.timer
+        self._intake = Bucket(joined.frames_per_s, joined.frames_per_s * INTAKE_BURST_S)
+        self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._timer)
         self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
         """Reasons of the last failures to read or write this peer's files, by file name."""
@@ -186,16 +167,21 @@ class Peer:
         return False
 
     async def _listen(self) -> None:
+        """Reads frames; a frame costs as much of the intake as it takes of the processor."""
+        loop, intake = asyncio.get_running_loop(), self._intake
         while True:
             for frame in await self._exchange.receive(INTAKE_BATCH):
-                message = self._intake.read(self.ingress, frame, self._clock())
+                loop_s, began_s = loop.time(), self._timer()
+                message = self.ingress.admit(frame, self._clock(), loop_s)
+                intake.take(loop_s, 0.0)
+                intake.spend(max(OWN_COST if message is Reason.OWN else 1.0, (self._timer() - began_s) / FRAME_S))
                 if isinstance(message, VerifiedMessage):
                     if isinstance(message.content, Want):
                         self._wants[message.peer_id] = message.sent_s, message.content
                     else:
                         self._receive(message, message.content)
                 await asyncio.sleep(0)
-            await self._intake.pause()
+            await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
 
     async def _report(self) -> None:
         try:

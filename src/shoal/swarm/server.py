@@ -118,8 +118,7 @@ class NatsServer(Child):
     async def __aenter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         config = self._folder / "server.conf"
-        config.touch()
-        config.chmod(0o600)  # it holds the token
+        config.touch(0o600)  # it holds the token
         config.write_text(self._config)
         for old in self._folder.glob("*.ports"):
             old.unlink()

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from shoal.errors import ConfigError
 from shoal.plugins import own_code
@@ -133,15 +133,14 @@ def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list
     found = _where(candidates, differ)
     rng.shuffle(found)
     tasks, authors = Counter[str](), Counter[str]()
+
+    def rank(i: int) -> tuple[int, int]:
+        one = candidates[i]
+        return tasks[one.service], one.author_uses + authors[one.peer_id]
+
     taken: list[int] = []
     while found and len(taken) < n:
-        best = min(
-            found,
-            key=lambda i: (
-                tasks[candidates[i].service],
-                candidates[i].author_uses + authors[candidates[i].peer_id],
-            ),
-        )
+        best = min(found, key=rank)
         found.remove(best)
         taken.append(best)
         tasks[candidates[best].service] += 1
@@ -219,8 +218,7 @@ def sharer_of(name: str) -> Sharer:
         if not amount.isdecimal() or int(amount) < 1:
             raise ConfigError(f"swarm.share: expected budget:N with N bytes per second, got {name!r}")
         return budget(int(amount))
-    found: Sharer = own_function("swarm.share", name, [*SHARERS, "budget:N"])
-    return found
+    return cast(Sharer, own_function("swarm.share", name, [*SHARERS, "budget:N"]))
 
 
 def taker_of(name: str) -> Taker:
@@ -229,8 +227,7 @@ def taker_of(name: str) -> Taker:
         return TAKERS[name]
     if name == "trusted":
         return Trusted()
-    found: Taker = own_function("swarm.take", name, [*TAKERS, "trusted"])
-    return found
+    return cast(Taker, own_function("swarm.take", name, [*TAKERS, "trusted"]))
 
 
 def apply_taker(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:

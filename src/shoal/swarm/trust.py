@@ -18,7 +18,7 @@ most `TrustLimits.authors`, push out the longest silent.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -251,7 +251,6 @@ class IngressFilter:
         own_id: str,
         limits: TrustLimits | None = None,
         *,
-        banned: Iterable[str] = (),
         timer: Callable[[], float] = time.thread_time,
     ) -> None:
         """`own_id` is this node's own peer id, whose messages come back and are set aside.
@@ -266,7 +265,7 @@ class IngressFilter:
         self._established: Recent[str, PeerRecord] = Recent(self._limits.authors)
         self._crowd = self._new(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
         """Rates of all newcomers together."""
-        self.banned = set(banned)
+        self.banned = set[str]()
         self._liars: dict[str, None] = {}
         self.refused: Counter[Reason] = Counter()
         self.admitted = 0

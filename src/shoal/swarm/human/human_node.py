@@ -92,7 +92,7 @@ class HumanNode(Peer):
     async def answer(self, question: OpenQuestion, user: str, text: str) -> Given:
         """Scores an answer and keeps it for the offer. Raises `NotTaken`."""
         self.questions.check(question, user, text)
-        if sum(len(one.scoring) for one in self.questions) >= MOST_SCORING:
+        if sum(len(one.scoring) for one in self.questions.values()) >= MOST_SCORING:
             raise NotTaken("many answers wait for their verdict; send yours again in a moment")
         question.scoring.add(user)
         try:
@@ -151,13 +151,9 @@ class HumanNode(Peer):
         while True:
             for question in self.questions.due(self._clock()):
                 try:
-                    await self._share_offer(offer_of_people(question, self._clock()))
+                    rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
+                    made = Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, self._clock())
+                    await self._share_offer(made)  # with nothing of a person but the words
                 except WireError:  # too large, though its answers are not
                     self.tally.unsent += 1
             await asyncio.sleep(SHARE_EVERY_S)
-
-
-def offer_of_people(question: OpenQuestion, now_s: float) -> Offer:
-    """Builds the offer of a question's answers. People appear in it by their text only."""
-    rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
-    return Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, now_s)

@@ -6,7 +6,6 @@ that expires with equal rewards is dropped and counted.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -100,50 +99,36 @@ class OpenQuestion:
         """True if the question can have no more answers."""
         return len(self.answers) + len(self.scoring) >= MOST_ANSWERS
 
-    @property
-    def differs(self) -> bool:
-        """True if the rewards of the answers differ."""
-        return len({given.reward.value for given in self.answers}) > 1
-
 
 def is_right(reward: Reward) -> bool:
     """Tells whether an answer has the full reward."""
     return reward.status is RewardStatus.SCORED and reward.value >= 1
 
 
-class OpenQuestions:
+class OpenQuestions(dict[str, OpenQuestion]):
     """All open questions, oldest first. Invariant: at most `MOST_OPEN`, each with at most `MOST_ANSWERS` answers."""
 
     def __init__(self, pace: QuestionPace) -> None:
+        super().__init__()
         self._pace = pace
-        self._open: dict[str, OpenQuestion] = {}
         self._ended: Recent[str, QuestionState] = Recent(REMEMBERED)
         self.dropped = 0
         """Answered questions that became no offer."""
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __iter__(self) -> Iterator[OpenQuestion]:
-        return iter(self._open.values())
-
     def add(self, question: OpenQuestion) -> None:
         """Opens a question. The oldest without answers makes room, else the oldest."""
-        if len(self._open) >= MOST_OPEN:
-            self._end(next((one for one in self if not one.answers), next(iter(self))), QuestionState.DROPPED)
-        self._open[question.id] = question
-
-    def get(self, id_: str) -> OpenQuestion | None:
-        """Finds an open question by id."""
-        return self._open.get(id_)
+        if len(self) >= MOST_OPEN:
+            unanswered = (one for one in self.values() if not one.answers)
+            self._end(next(unanswered, next(iter(self.values()))), QuestionState.DROPPED)
+        self[question.id] = question
 
     def state(self, id_: str) -> QuestionState | None:
         """State of a question; None for a forgotten one."""
-        return QuestionState.OPEN if id_ in self._open else self._ended.get(id_)
+        return QuestionState.OPEN if id_ in self else self._ended.get(id_)
 
     def next_for(self, user: str) -> OpenQuestion | None:
         """Chooses a user's question: their current one, else the most answered one; None when nothing is left."""
-        seen = [one for one in self if user not in one.passed_by and one.tries_left(user) and not one.is_full]
+        seen = [one for one in self.values() if user not in one.passed_by and one.tries_left(user) and not one.is_full]
         return max(seen, key=lambda one: (len(one.of(user)), len(one.answers)), default=None)
 
     def check(self, question: OpenQuestion, user: str, text: str) -> None:
@@ -168,20 +153,20 @@ class OpenQuestions:
 
     def due(self, now_s: float) -> list[OpenQuestion]:
         """Closes the complete questions and returns them; expired questions are dropped."""
-        complete = [one for one in self if not one.scoring and self._is_complete(one, now_s)]
+        complete = [one for one in self.values() if not one.scoring and self._is_complete(one, now_s)]
         for one in complete:
             self._end(one, QuestionState.SHARED)
-        for one in [one for one in self if one.opened_s + self._pace.open_s < now_s and not one.scoring]:
+        for one in [one for one in self.values() if one.opened_s + self._pace.open_s < now_s and not one.scoring]:
             self._end(one, QuestionState.DROPPED)
         return complete
 
     def _is_complete(self, question: OpenQuestion, now_s: float) -> bool:
-        if not question.differs:
+        if len({given.reward.value for given in question.answers}) < 2:
             return False
         waited_s = now_s - question.answers[-1].at_s
         return len(question.answers) >= self._pace.answers or waited_s >= self._pace.wait_s
 
     def _end(self, question: OpenQuestion, state: QuestionState) -> None:
-        del self._open[question.id]
+        del self[question.id]
         self.dropped += state is QuestionState.DROPPED and bool(question.answers)
         self._ended[question.id] = state

@@ -12,7 +12,6 @@ Messages are the wire bytes of `shoal.swarm.judge.messages`; an error is JSON wi
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from html import escape
 
 from starlette.applications import Starlette
@@ -96,8 +95,7 @@ class JudgeServer:
         return Response(STYLE, media_type="text/css", headers=PAGE_HEADERS)
 
     async def _leaderboard(self, _: Request) -> Response:
-        standings = [{**asdict(one), "specialties": dict(one.specialties)} for one in self._newest()]
-        return json({"judge": self._judge.peer_id, "standings": standings}, headers=PAGE_HEADERS)
+        return json({"judge": self._judge.peer_id, "standings": self._newest()}, headers=PAGE_HEADERS)
 
     async def _ledger(self, _: Request) -> Response:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)
@@ -129,8 +127,7 @@ def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Seq
 
 
 def _row(rank: int, one: Standing, specialties: Sequence[str]) -> str:
-    passed = dict(one.specialties)
     named = "".join(f"<td class=name>{escape(text)}</td>" for text in (one.peer_id[:12], one.model, one.arm))
-    shares = [f"{passed[name]:.0%}" if name in passed else "" for name in specialties]
+    shares = [f"{one.specialties[name]:.0%}" if name in one.specialties else "" for name in specialties]
     counts = (f"{one.round:,}", f"{one.challenges:,}", f"{one.unanswered:,}", f"{one.score:.3f}", f"{one.at_least:.3f}")
     return f"<tr><td>{rank}</td>{named}{''.join(f'<td>{text}</td>' for text in (*counts, *shares))}</tr>"

@@ -91,7 +91,7 @@ class Standing:
     """Mean pass@1 of the newest `NEWEST` challenges."""
     at_least: float
     """Lower bound of the peer's pass@1; rows follow it, so many attempts are no way up."""
-    specialties: tuple[tuple[str, float], ...] = ()
+    specialties: dict[str, float]
     """Share of right answers among the newest `NEWEST` challenges."""
 
 
@@ -202,7 +202,7 @@ def _standing(newest: Sequence[Record], total: int, unanswered: int, *, peers: i
         for answer in record.graded:
             passed.setdefault(answer.specialty, []).append(answer.passed)
     questions = len(newest) * max(len(record.graded) for record in newest)
-    shares = tuple((name, fmean(each)) for name, each in sorted(passed.items()))
+    shares = {name: fmean(each) for name, each in sorted(passed.items())}
     bound = lower_bound(score, questions, peers)
     return Standing(last.peer_id, last.model, last.arm, last.round, total, unanswered, score, bound, shares)
 
