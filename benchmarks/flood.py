@@ -19,7 +19,7 @@ import zstandard
 
 from shoal import wire
 from shoal.net.process import die_with_parent
-from shoal.swarm.envelope import SCHEMA, Envelope, Kind, Signer, signed
+from shoal.swarm.envelope import Envelope, Kind, Signer, signed
 from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
@@ -47,7 +47,7 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     bomb = zstandard.ZstdCompressor().compress(bytes(BOMB_BYTES))
     for one in sybils[:200]:
         for sequence, body in ((10**6, bomb), (10**9, b"no zstd")):
-            envelope = Envelope(SCHEMA, swarm, one.public_key, 1, sequence, now_s, Kind.OFFER, body)
+            envelope = Envelope(1, swarm, one.public_key, 1, sequence, now_s, Kind.OFFER, body)
             found.append((one.peer_id, signed(one, wire.encode(envelope))))
         found.append((one.peer_id, rng.randbytes(2000)))
     for claim in claims:
