@@ -90,8 +90,8 @@ def ours(case: Case, config: LossConfig, dtype: torch.dtype = torch.float64) -> 
 
     logp_T = of_trained(case.theta).requires_grad_()
     row_T, rows = torch.tensor([case.rows[i] for i in kept], dtype=torch.long), max(case.rows, default=-1) + 1
-    others = map(of_trained, (case.prox, case.behav, case.advantage))
-    loss = token_loss(Streams(logp_T, *others, row_T, rows), config).loss_T.sum()
+    prox_T, behav_T, advantage_T = map(of_trained, (case.prox, case.behav, case.advantage))
+    loss = token_loss(Streams(logp_T, prox_T, behav_T, advantage_T, row_T, rows), config).loss_T.sum()
     loss.backward()
     assert logp_T.grad is not None
     gradient = dict(zip(kept, logp_T.grad.tolist(), strict=True))
