@@ -19,7 +19,7 @@ demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
 # The tests of the pure cores run once, in `coverage`.
-test: $(VENV)/dev-installed $(VENV)/chromium-tried coverage
+test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried coverage
 	$(PYTEST) $(PURE_TESTS:%=--ignore=%)
 
 # vLLM wants its own torch and transformers, and so an environment of its own: 3.4 GB.
@@ -28,7 +28,7 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 	@if test -s $(VLLM)/reason; then echo "skipped: vLLM cannot be had here: $$(tail -n 1 $(VLLM)/reason)"; \
 	else SHOAL_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -v tests/vllm; fi
 
-hostile: $(VENV)/dev-installed
+hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
 
 fuzz: $(VENV)/dev-installed
@@ -41,7 +41,7 @@ growth: $(VENV)/dev-installed
 
 # Faults at random instants of real runs; each call adds to benchmarks/chaos/results.jsonl, and the sum is printed.
 MINUTES := 60
-chaos: $(VENV)/dev-installed
+chaos: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/shoal bench chaos --minutes $(MINUTES) --json
 	$(BIN)/python -m benchmarks.chaos
 
@@ -131,6 +131,11 @@ venv: $(VENV)/dev-installed
 clean:
 	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .hypothesis
 	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
+$(VENV)/bubblewrap-tried: $(VENV)/python-made
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy bubblewrap; } || true
+	@touch $@
 
 # The person's page is tested in a browser; without root and apt, its tests say that they were skipped.
 $(VENV)/chromium-tried: $(VENV)/python-made

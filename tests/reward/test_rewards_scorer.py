@@ -348,7 +348,9 @@ def test_a_worker_has_no_environment_no_files_and_no_right_to_write(boxed: bool)
     run(work, boxed=boxed)
 
 
-@pytest.mark.skipif(bool(why_not(Backend.NAMESPACES)), reason="needs namespaces")
+@pytest.mark.skipif(
+    all(why_not(backend) for backend in (Backend.BUBBLEWRAP, Backend.NAMESPACES)), reason="needs namespaces"
+)
 def test_a_worker_sees_neither_the_disk_nor_the_network_nor_other_processes() -> None:
     async def work(scorer: WorkerScorer) -> None:
         folder = Path(f"/proc/{worker_of(scorer.pids[0]).pid}")

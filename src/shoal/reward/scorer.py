@@ -6,6 +6,7 @@ answer, so the blame falls on the right answer.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections import deque
@@ -17,12 +18,12 @@ from typing import Self
 from shoal import wire
 from shoal.checker import Spec
 from shoal.config import RewardConfig
-from shoal.errors import ChildDied
+from shoal.errors import ChildDied, SandboxUnavailable
 from shoal.net.process import Child
 from shoal.reward.messages import Batch, exhausted
 from shoal.sandbox.command import WORK_FOLDER, installed_packages, module_command, own_package
 from shoal.sandbox.program import Backend, Program
-from shoal.sandbox.runner import why_not
+from shoal.sandbox.runner import strongest
 from shoal.types import Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
@@ -117,6 +118,7 @@ class WorkerScorer:
         self._timeout_s = config.timeout_s
         self._log = log
         self._boxed = boxed
+        self._backend: Backend | None = None
         self._slots = [_Slot() for _ in range(config.workers)]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
         self._queue_s: deque[float] = deque(maxlen=WINDOW)
@@ -124,7 +126,9 @@ class WorkerScorer:
 
     async def __aenter__(self) -> Self:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
-        self._boxed = self._boxed and not await asyncio.to_thread(why_not, Backend.NAMESPACES)
+        if self._boxed:
+            with contextlib.suppress(SandboxUnavailable):
+                self._backend = await asyncio.to_thread(strongest)
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
@@ -222,7 +226,7 @@ class WorkerScorer:
         for attempt in range(START_RETRIES + 1):
             if attempt:
                 await asyncio.sleep(START_DELAY_S * 2 ** (attempt - 1))
-            worker = _Worker(self._log, self._boxed)
+            worker = _Worker(self._log, self._backend)
             try:
                 await worker.__aenter__()
             except OSError as error:
@@ -247,21 +251,21 @@ class WorkerScorer:
 class _Worker(Child):
     """A running `python -m shoal.reward.worker` without the environment of this process."""
 
-    def __init__(self, log: Path, boxed: bool) -> None:
+    def __init__(self, log: Path, backend: Backend | None) -> None:
         env = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         super().__init__("reward worker", WORKER, [], log, env)
-        self._boxed = boxed
+        self._backend = backend
 
     def command(self, fd: int) -> list[str]:
         """The worker's command, within namespaces where the machine has them; elsewhere the worker confines itself."""
-        if not self._boxed:
+        if self._backend not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
             return super().command(fd)
         module = Program(
             argv=("python", "-s", "-S", "-B", "-P", "-m", WORKER, "--boxed", "--fd", str(fd)),
             packages=(*installed_packages(), own_package().parent),
             environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER},
         )
-        return module_command(module)
+        return module_command(self._backend, module)
 
     @property
     def was_killed(self) -> bool:

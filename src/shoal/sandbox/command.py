@@ -1,9 +1,10 @@
-"""Command line that runs a program in a sandbox: the facts of this machine and this Python that a launch needs."""
+"""Command line that runs a program in a sandbox: the facts of this machine and this Python that a backend needs."""
 
 import marshal
 import math
 import os
 import secrets
+import shutil
 import site
 import sys
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from shoal.sandbox.kernel import NONE
+from shoal.sandbox.kernel import DEVICES, NONE
 from shoal.sandbox.program import Backend, Program, ProgramLimits
 
 WORK_FOLDER = "/shoal-work"  # no readable file lies below this path
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from shoal.sandbox.launcher import main; main(*sys.argv[2:])"
+_NOBODY = "65534"
 _UIDS = 1 << 20
 
 
@@ -64,15 +66,15 @@ def launch_spec(
     )
 
 
-def module_command(module: Program) -> list[str]:
+def module_command(backend: Backend, module: Program) -> list[str]:
     """Command that runs a module of Shoal in a sandbox with namespaces, for as long as its parent wants.
 
     The module keeps the descriptors it inherits, limits itself, and has an empty `WORK_FOLDER`. The parent enforces its
     time and kills its whole process group. A sandbox that cannot be set up ends with code 1 and reports the reason on
     standard error.
     """
-    spec = launch_spec(Backend.NAMESPACES, module, ProgramLimits(), WORK_FOLDER, NONE, NONE)
-    return launch_command(replace(spec, cpu_s=0, memory_bytes=0, processes=0))
+    spec = launch_spec(backend, module, ProgramLimits(), WORK_FOLDER, NONE, NONE)
+    return boxed(replace(spec, cpu_s=0, memory_bytes=0, processes=0))
 
 
 @cache
@@ -133,10 +135,44 @@ def other_uid() -> int:
     return last - secrets.randbelow(available) if available else NONE
 
 
-def launch_command(spec: LaunchSpec) -> list[str]:
-    """Command that runs a launch specification."""
-    given = (str(own_package().parent), marshal.dumps(asdict(spec)).hex())
-    return [interpreter(), "-I", "-S", "-B", "-c", _BOOT, *given]
+def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
+    """Command that runs a launch specification. bubblewrap writes its child's process id to `info_fd`."""
+    if spec.backend != Backend.BUBBLEWRAP:
+        return _launcher("outside", spec)
+    arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--die-with-parent", "--as-pid-1"]
+    if spec.uid == NONE:
+        arguments += ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY]
+    else:  # root needs no user namespace; the launcher drops these capabilities when it changes user
+        arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    if info_fd != NONE:
+        arguments += ["--info-fd", str(info_fd)]
+    launcher = (str(own_package() / "__init__.py"), str(own_package() / "sandbox"))
+    paths = outermost((*spec.readable, *launcher))
+    for parent in _parents((*paths, *DEVICES)):
+        arguments += ["--perms", "0755", "--dir", parent]  # root's umask would close these folders to others
+    for path in paths:
+        arguments += ["--ro-bind", path, path]
+    for path in DEVICES:
+        arguments += ["--dev-bind", path, path]
+    if spec.folder:
+        arguments += ["--perms", "0777", "--size", str(spec.file_bytes), "--tmpfs", spec.folder]
+    arguments += ["--remount-ro", "/", "--chdir", "/"]
+    return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", spec)]
+
+
+def _launcher(place: str, spec: LaunchSpec) -> list[str]:
+    return [
+        interpreter(),
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        _BOOT,
+        str(own_package().parent),
+        place,
+        marshal.dumps(asdict(spec)).hex(),
+    ]
 
 
 def outermost(paths: Sequence[str]) -> list[str]:
@@ -146,3 +182,8 @@ def outermost(paths: Sequence[str]) -> list[str]:
         if not any(path == other or path.startswith(other.rstrip("/") + "/") for other in kept):
             kept.append(path)
     return kept
+
+
+def _parents(paths: Sequence[str]) -> list[str]:
+    """Folders above the paths, outer ones first."""
+    return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})

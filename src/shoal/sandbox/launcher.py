@@ -1,11 +1,12 @@
 """Launcher: a fresh process that confines itself and becomes the program.
 
-Under Landlock the launcher confines itself and becomes the program. With namespaces it makes them, and its child is
-their first process, which starts the program and reports how the program ended. The first process' own end kills every
+The launcher starts at the place `outside`. Under Landlock it confines itself and becomes the program. With namespaces
+it makes them, and its child is their first process. Under bubblewrap, which makes the namespaces, the launcher starts
+at the place `inside`. The first process starts the program and reports how the program ended. Its own end kills every
 process that the program left running.
 
-The launcher reports through a pipe. `child N` names the first process. `started` and `ended STATUS CPU_S` (in wait(2)'s
-terms) report the program, and `failed WHY` a sandbox that could not be set up.
+The launcher reports through a pipe. `{"child-pid": N}` names the first process, in bubblewrap's words. `started` and
+`ended STATUS CPU_S` (in wait(2)'s terms) report the program, and `failed WHY` a sandbox that could not be set up.
 """
 
 import _signal  # type: ignore[import-not-found]  # as signal, without the milliseconds
@@ -28,16 +29,18 @@ _SIGKILL = 9
 _MOST_DESCRIPTORS = 1 << 16
 
 
-def main(word: str) -> None:
+def main(place: str, word: str) -> None:
     """Confines this process and starts the program; never returns normally."""
     wanted: LaunchSpec = type(sys.implementation)(**marshal.loads(bytes.fromhex(word)))  # type: ignore[assignment]
     try:
         kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
-        if int(os.environ.get(PARENT, os.getppid())) != os.getppid():
+        if place == "outside" and int(os.environ.get(PARENT, os.getppid())) != os.getppid():
             os._exit(1)  # the main process ended before the kernel was asked
         if wanted.status_fd != NONE:
             os.set_inheritable(wanted.status_fd, False)
-        if wanted.backend == LANDLOCK:
+        if place == "inside":
+            _be_first_process(wanted)
+        elif wanted.backend == LANDLOCK:
             _be_program(wanted)
         else:
             _make_namespaces(wanted)
@@ -68,7 +71,7 @@ def _make_namespaces(wanted: "LaunchSpec") -> None:
     child = os.fork()
     if child == 0:
         _in_namespaces(wanted, launcher)
-    _report(wanted, f"child {child}")
+    _report(wanted, f'{{"child-pid": {child}}}')
     os.closerange(0, _MOST_DESCRIPTORS)
     _, status = os.waitpid(child, 0)
     os._exit(_exit_code(status))

@@ -11,8 +11,10 @@ MAIN = "main.py"
 class Backend(StrEnum):
     """Sandbox backends, strongest first."""
 
+    BUBBLEWRAP = "bubblewrap"
+    """Namespaces and mounts, set up by the widely reviewed program `bwrap`."""
     NAMESPACES = "namespaces"
-    """Namespaces and mounts: no other processes and no other files exist for the program."""
+    """Namespaces and mounts, set up by Shoal's launcher."""
     LANDLOCK = "landlock"
     """Landlock and seccomp alone, where namespaces are refused: one process; names of files outside can be guessed."""
 

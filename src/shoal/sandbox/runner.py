@@ -13,7 +13,7 @@ from shoal.errors import SandboxUnavailable
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.supervisor import run_on
 
-_ADVICE = "allow user namespaces, run as root, or use Linux 6.2 or newer with Landlock"
+_ADVICE = "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), or use Linux 6.2 or newer with Landlock"
 _TRIAL = Program("open('file', 'w').write('x'); print(input())", stdin=b"works")
 _DEFAULT = ProgramLimits()
 

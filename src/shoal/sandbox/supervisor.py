@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox.command import WORK_FOLDER, launch_command, launch_spec
+from shoal.sandbox.command import WORK_FOLDER, boxed, launch_spec
 from shoal.sandbox.kernel import MOST_FILES, NONE, PARENT
 from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
@@ -27,7 +27,7 @@ END_TIMEOUT_S = 10.0
 """Seconds for the kernel to remove killed processes."""
 WATCH_EVERY_S = 0.025
 _CHUNK_BYTES = 1 << 16
-_CHILD = re.compile(rb"child (\d+)\n")
+_CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
 
 
@@ -59,13 +59,15 @@ def run_on(
                 theirs.callback(os.close, their_status_fd)
                 if channel is not None:
                     theirs.enter_context(channel)
+                info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+                theirs.callback(os.close, info_fd)
                 process = subprocess.Popen(
-                    launch_command(launch_spec(backend, program, limits, folder, their_status_fd, files_fd)),
+                    boxed(launch_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
                     stdin=stdin_fd if channel is None else channel.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={PARENT: str(os.getpid())},
-                    pass_fds=(their_status_fd, files_fd),
+                    pass_fds=(their_status_fd, info_fd, files_fd),
                     start_new_session=True,
                 )
             with _Watch(process, limits, backend, folder, status_fd, stop) as watch:
@@ -247,8 +249,16 @@ class _Watch:
         own = self.backend is not Backend.LANDLOCK  # the first process is not the program's
         if usage.tasks - own > self.limits.processes:
             return Ended.KILLED_PROCESSES
-        full = not own and folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
-        return Ended.KILLED_FILES if full else None
+        return Ended.KILLED_FILES if self._files_broken() else None
+
+    def _files_broken(self) -> bool:
+        if self.backend is Backend.LANDLOCK:
+            return folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
+        if self.backend is Backend.BUBBLEWRAP:  # bubblewrap has no option for the number of files
+            with contextlib.suppress(OSError):
+                mount = os.statvfs(f"/proc/{self.first_pid}/root{self.folder}")
+                return mount.f_files - mount.f_ffree > MOST_FILES
+        return False
 
     def _kill(self, descriptor: int) -> None:
         """Kills the sandbox's first process, and thereby everything in it, or else the launcher."""
