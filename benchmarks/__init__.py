@@ -25,12 +25,15 @@ MODULES = {
     "hostile": "flooded",
     "orchestrator": "orchestrator",
     "packing": "packing",
+    "real": "real",
     "rewards": "rewards",
     "swarm": "swarm",
     "trainer": "trainer",
     "trl": "trl",
     "view": "view",
 }
+SMOLLM2 = ("engine", "trainer")
+"""Benches that `--model smollm2` measures on a real model in bfloat16."""
 
 
 def child_environment() -> dict[str, str]:
@@ -44,11 +47,18 @@ def on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))}
 
 
-def run_bench(name: str, *, quick: bool, **options: float) -> Report:
-    """Runs one benchmark and returns its figures; `chaos` alone has options. Raises `ConfigError` for an unknown
-    name."""
+def run_bench(name: str, *, quick: bool, model: str | None = None, **options: float) -> Report:
+    """Runs one benchmark and returns its figures; `chaos` alone has `options`.
+
+    Raises `ConfigError` for an unknown name, model or option.
+    """
     if name not in MODULES:
         raise ConfigError(f"bench: expected one of {', '.join(sorted(MODULES))}, got {name!r}")
+    if model is not None:
+        if model != "smollm2" or name not in SMOLLM2:
+            raise ConfigError(f"bench: expected --model smollm2 with {' or '.join(SMOLLM2)}, got {model!r} with {name}")
+        say(f"bench {name} --model {model} begins")
+        return figures_of(name, getattr(import_module("benchmarks.smollm2"), name), quick)
     if options and name != "chaos":
         raise ConfigError(f"bench: expected no --{' and no --'.join(options)} for {name}, which chaos alone has")
     measure: Callable[..., Report] = import_module(f"benchmarks.{MODULES[name]}").measure

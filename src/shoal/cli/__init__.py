@@ -228,6 +228,7 @@ def bench(
         str, typer.Argument(help="async, cli, engine, gateway, ...; a wrong one is answered with the list.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
+    model: Annotated[str | None, typer.Option(help="smollm2: engine and trainer on a real model.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.1, help="How long chaos lasts; 10 when unset.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Where chaos begins; the first new one when unset.")] = None,
     json_: JsonFlag = False,
@@ -241,7 +242,7 @@ def bench(
     from benchmarks import run_bench
 
     options = {name: value for name, value in (("minutes", minutes), ("seed", seed)) if value is not None}
-    show(run_bench(name, quick=quick, **options), json_)
+    show(run_bench(name, quick=quick, model=model, **options), json_)
 
 
 @contextmanager
