@@ -81,6 +81,7 @@ def human_ui(
 def join(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
+    server: Annotated[list[str] | None, typer.Option(help="Instead of swarm.servers.")] = None,
     model_url: Annotated[str | None, typer.Option(help="Answer with a frozen model: an OpenAI URL, with /v1.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model there.")] = "default",
     key: Annotated[str, typer.Option(help="API key of the model.", envvar="SHOAL_MODEL_KEY")] = "",
@@ -97,7 +98,7 @@ def join(
     from shoal.run.join_swarm import answerer_of, generate
     from shoal.swarm.generator import GeneratorPace
 
-    settings = load(config, context.obj)
+    settings = load(config, [*([f"--swarm.servers={json.dumps(server)}"] if server else []), *context.obj])
     pace = GeneratorPace(settings.rollout.group_size, every, groups)
     try:
         asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace))
