@@ -123,11 +123,11 @@ class Environment:
 
 
 class Purpose(StrEnum):
-    """What a rollout is for, which says how its tokens are drawn. Evaluation goes first at the engine."""
+    """What a rollout is for, which says how its tokens are sampled. Evaluation goes first at the engine."""
 
     TRAIN = "train"
     SAMPLED = "sampled"
-    """Held out, drawn as in training."""
+    """Held out, sampled as in training."""
     GREEDY = "greedy"
     """Held out, the most likely token each time."""
 
@@ -157,7 +157,7 @@ class Renderer(Protocol):
         """The conversation up to and including the header of the assistant's turn."""
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
-        """The message that was drawn after a prompt: what was thought, and what was answered."""
+        """The message that was sampled after a prompt: what was thought, and what was answered."""
 
     def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
         """The tokens of a text with its thought, but for the stop token; None when they would not read back."""

@@ -103,7 +103,7 @@ class FinishReason(StrEnum):
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 1e5
-"""Between them logits divided by the temperature are finite in float32; below the first vLLM draws greedily."""
+"""Between them logits divided by the temperature are finite in float32; below the first vLLM samples greedily."""
 MOST_TOP_K = 2**31 - 1
 """The largest 32-bit integer, which is what engines take."""
 
@@ -138,13 +138,13 @@ class Sampling:
 class Completion:
     """One answer of an engine.
 
-    The logprob (nats) of a token is the one it was drawn with: after temperature, top-p, top-k and min-p.
+    The logprob (nats) of a token is the one it was sampled with: after temperature, top-p, top-k and min-p.
     Versions never decrease: an interrupted answer goes on under newer weights.
     """
 
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L] nats, <= 0
-    versions: tuple[int, ...]  # [L] the Version that drew each token
+    versions: tuple[int, ...]  # [L] the Version that sampled each token
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
@@ -278,11 +278,11 @@ class Rollout:
     @property
     def oldest_version(self) -> int | None:
         """The Version of the rollout's oldest token; None without sampled tokens."""
-        drawn = [turn.completion.versions[0] for turn in self.turns if turn.completion.versions]
-        return min(drawn, default=None)
+        oldest = [turn.completion.versions[0] for turn in self.turns if turn.completion.versions]
+        return min(oldest, default=None)
 
     @property
-    def drawn_tokens(self) -> int:
+    def sampled_tokens(self) -> int:
         """Number of tokens that the engine sampled for this rollout."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
@@ -319,15 +319,15 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The Version of the group's oldest sampled token; the admitted version without sampled tokens."""
-        drawn = [rollout.oldest_version for rollout in self.rollouts]
-        return min((version for version in drawn if version is not None), default=self.admitted_version)
+        oldest = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in oldest if version is not None), default=self.admitted_version)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One token row for the trainer, with streams of one length L.
 
-    Position i describes token i: `mask[i] == 1` says it was drawn and is trained, `logprobs[i]` is the behaviour
+    Position i describes token i: `mask[i] == 1` says it was sampled and is trained, `logprobs[i]` is the behaviour
     logprob it was drawn with, `versions[i]` the weights that drew it, `advantages[i]` what it is reinforced with.
     Tokens with mask 0 (prompts, tool output) carry 0.0, -1 and 0.0. The first token is never trained: nothing
     precedes it that could predict it.

@@ -52,7 +52,7 @@ def check_exact(one: Served, tree: TokenTree) -> None:
         )
 
 
-def test_a_conversation_with_tools_trains_on_one_row_of_drawn_tokens() -> None:
+def test_a_conversation_with_tools_trains_on_one_row_of_sampled_tokens() -> None:
     async def scenario(one: Served) -> None:
         client, tree = agent(one)
         async with client:

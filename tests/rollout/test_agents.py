@@ -93,7 +93,7 @@ def test_an_async_function_with_openai_s_client_trains_on_one_row_of_what_was_dr
     (rollout,) = played(function_play(ask_twice), "it is 6", "it is 5", real_scorer=True)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
     (row,) = rows(rollout, 1.0)
-    assert sum(row.mask) == rollout.drawn_tokens
+    assert sum(row.mask) == rollout.sampled_tokens
     assert {version for version, m in zip(row.versions, row.mask, strict=True) if m} == {0, 1}
 
 
@@ -437,7 +437,7 @@ def test_the_three_examples_play_the_same_game(named: str | Sequence[str], monke
     (rollout,) = played(agent_of(named).play(), *GUESSES, task=GAME, timeout_s=60)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason
     (row,) = rows(rollout, 1.0)
-    assert sum(row.mask) == rollout.drawn_tokens
+    assert sum(row.mask) == rollout.sampled_tokens
 
 
 def test_a_framework_s_own_tools_are_called_in_the_format_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_a_length_penalty_takes_off_what_was_drawn_and_keeps_the_score() -> None
     before = group()
     after = processed(before, hooks_of("t", ["correct", "length:0.01"]))
     for old, new in zip(before.rollouts, after.rollouts, strict=True):
-        assert new.reward.value == pytest.approx(old.reward.value - 0.01 * old.drawn_tokens)
+        assert new.reward.value == pytest.approx(old.reward.value - 0.01 * old.sampled_tokens)
         assert dict(new.reward.parts)[BEFORE] == old.reward.value
         assert new.turns == old.turns
 

@@ -205,7 +205,7 @@ def test_a_turn_whose_prompt_was_rewritten_opens_a_new_row() -> None:
     assert second.mask == (0, 0, 0, 0, 0, 1)
 
 
-def test_turns_without_drawn_tokens_give_nothing_and_an_empty_prompt_is_refused() -> None:
+def test_turns_without_sampled_tokens_give_nothing_and_an_empty_prompt_is_refused() -> None:
     assert rows(rollout(1.0, turn((1, 2), ())), 1.0) == []
     with pytest.raises(ValueError, match="prompt of at least one token"):
         rows(rollout(1.0, turn((), (1,))), 1.0)

@@ -72,7 +72,7 @@ class TaskConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How answers are drawn for training."""
+    """How answers are sampled for training."""
 
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
@@ -252,7 +252,7 @@ def _in_training(config: Config) -> Iterator[str]:
     if (overlong := train.overlong_tokens) >= rollout.max_tokens:
         yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"
     for name, off in {"top_p": 1, "top_k": 0, "min_p": 0}.items():
-        # The trainer would compute other logprobs than tokens were drawn with.
+        # The trainer would compute other logprobs than tokens were sampled with.
         if (value := getattr(rollout, name)) != off and not isinstance(train.loss, PositiveOnlyLoss):
             yield (
                 f"rollout.{name}: expected {off}, which is off, got {value:g}: the loss {train.loss.name!r} compares "

@@ -149,7 +149,7 @@ class ForeignEngine:
     def _completion(self, sampled: SampledCompletion, version: int) -> Completion:
         if sampled.spans is None:
             if self._version != version and sampled.finish_reason is not FinishReason.ABORT:
-                raise EngineUnavailable("an answer overtook new weights; nobody can say which ones drew it")
+                raise EngineUnavailable("an answer overtook new weights; nobody can say which ones sampled it")
             versions = [version] * len(sampled.token_ids)
         else:
             versions = [_number(span.version) for span in sampled.spans for _ in range(span.start, span.end)]

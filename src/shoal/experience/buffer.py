@@ -343,7 +343,7 @@ class Buffer:
             counts = self.counts[group.task.service]
             counts.finished -= 1
             counts.dropped[reason] += 1
-            self.wasted_tokens[group.task.service] += sum(rollout.drawn_tokens for rollout in group.rollouts)
+            self.wasted_tokens[group.task.service] += sum(rollout.sampled_tokens for rollout in group.rollouts)
             self.gate.drop()
         ids, after = [group.id for group in groups], self._last_step
         if ids:

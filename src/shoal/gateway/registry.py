@@ -113,7 +113,7 @@ def export(tree: TokenTree) -> Export:
     sampled = sorted(tree.exported(), key=lambda generation: generation.id)
     turns = []
     for one, turn in zip(sampled, tree.turns(), strict=True):
-        drawn, prompt = one.completion, tree.prompt_ids(one)
-        streams = (drawn.token_ids, drawn.logprobs, drawn.versions)
-        turns.append(SampledTurn(prompt, *streams, drawn.finish_reason, one.ill_formed, turn.parent))
+        answer, prompt = one.completion, tree.prompt_ids(one)
+        streams = (answer.token_ids, answer.logprobs, answer.versions)
+        turns.append(SampledTurn(prompt, *streams, answer.finish_reason, one.ill_formed, turn.parent))
     return Export(tree.messages(), turns, tree.truncated)

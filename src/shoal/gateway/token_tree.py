@@ -163,8 +163,8 @@ class TokenTree:
         """
         rendered, before = tuple(rendered_ids), self._path_ids(attachment.parent)
         if attachment.parent is not None and rendered:
-            drawn = self._generations[attachment.parent].completion
-            if drawn.finish_reason is FinishReason.STOP and drawn.token_ids[-1:] == rendered[:1]:
+            sampled = self._generations[attachment.parent].completion
+            if sampled.finish_reason is FinishReason.STOP and sampled.token_ids[-1:] == rendered[:1]:
                 rendered = rendered[1:]
         call = OpenGeneration(self._next_id, attachment, rendered, before + rendered, digest)
         self._next_id += 1

@@ -225,7 +225,7 @@ class Orchestrator:
         usable = await self._buffer.add(group)
         if usable and self._adjuster is not None:
             rewards = {rollout.reward.value for rollout in group.finished}
-            tokens = sum(rollout.drawn_tokens for rollout in group.rollouts)
+            tokens = sum(rollout.sampled_tokens for rollout in group.rollouts)
             self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
         reasons = [rollout.reason for rollout in group.rollouts if rollout.status is RolloutStatus.FAILED]
         self._tell_new(reasons)

@@ -4,7 +4,7 @@
 
     "score"            the scorer's value as it is
     "correct"          1 for a full score and 0 for anything less (in `rewards.marks`: evaluation sees that too)
-    "length:0.001"     less so much for each token that the rollout drew
+    "length:0.001"     less so much for each token that the rollout sampled
     "dedup"            of rollouts that say the same, the first one stays
     "module:function"  your own: `f(group) -> group`
 
@@ -74,7 +74,7 @@ def shorter_is_better(group: Group, per_token: float) -> Group:
         reward = rollout.reward
         if reward.status is not RewardStatus.SCORED or rollout.status is RolloutStatus.FAILED:
             return rollout
-        value, parts = reward.value - per_token * rollout.drawn_tokens, (*reward.parts, (BEFORE, reward.value))
+        value, parts = reward.value - per_token * rollout.sampled_tokens, (*reward.parts, (BEFORE, reward.value))
         return replace(rollout, reward=replace(reward, value=value, parts=parts))
 
     return replace(group, rollouts=tuple(map(shortened, group.rollouts)))

@@ -166,5 +166,5 @@ def task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
         finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]
         values[f"reward/{name}"] = fmean(rollout.reward.value for rollout in finished)
         values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
-        values[f"tokens_per_s/{name}"] = sum(rollout.drawn_tokens for rollout in finished) / elapsed_s
+        values[f"tokens_per_s/{name}"] = sum(rollout.sampled_tokens for rollout in finished) / elapsed_s
     return values

@@ -33,7 +33,7 @@ def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
     advantages = row.advantages
     if rollout.external is not None and rollout.external.skill is not None:
         against = skill_advantage(rollout.reward.value, rollout.external.skill)
-        advantages = tuple(against if drawn else 0.0 for drawn in row.mask)
+        advantages = tuple(against if sampled else 0.0 for sampled in row.mask)
     if credit.endswith(("_drop", "_weight")):
         factor = 0.0 if credit.endswith("_drop") else own_likelihood(rollout)
         advantages = tuple(a if a >= 0 else a * factor for a in advantages)
@@ -58,4 +58,4 @@ def own_likelihood(rollout: Rollout) -> float:
     """
     own = math.fsum(lp for turn in rollout.turns for lp in turn.completion.logprobs)
     usual = 0.0 if rollout.external is None else rollout.external.usual_logprob
-    return math.exp(min(0.0, own / max(1, rollout.drawn_tokens) - usual))
+    return math.exp(min(0.0, own / max(1, rollout.sampled_tokens) - usual))

@@ -38,18 +38,18 @@ def tokens_of(
     ids, mask, logprobs, versions = streams(rollout.turns)
     known = extras.advantages(group)
     values = None if known is None else known[position]
-    sampled = iter(values or ())
+    advantages = iter(values or ())
     oldest = 0
     if config is not None and config.asynchrony.late == "mask_tokens" and group.version is not None:
         oldest = group.version - config.asynchrony.max_staleness
     tokens = []
-    for at, (token, drawn, logprob, version) in enumerate(zip(ids, mask, logprobs, versions, strict=True)):
+    for at, (token, sampled, logprob, version) in enumerate(zip(ids, mask, logprobs, versions, strict=True)):
         text = extras.text(token) if extras.text else f"[{token}]"
-        if not drawn:
+        if not sampled:
             tokens.append(Token(at, text, GIVEN, None, None, None))
             continue
         fate = UNUSED if group.version is None or rollout.status == "failed" else LATE if version < oldest else TRAINED
-        tokens.append(Token(at, text, fate, logprob, version, None if values is None else next(sampled, 0.0)))
+        tokens.append(Token(at, text, fate, logprob, version, None if values is None else next(advantages, 0.0)))
     return tokens
 
 

@@ -48,7 +48,7 @@ class _End:
 class AgentRunner:
     """Implements `interfaces.Runner`: each rollout is a `play` in a session of its own.
 
-    Invariant: a rollout's turns are exactly what the engine drew in its session, whatever the agent did or raised.
+    Invariant: a rollout's turns are exactly what the engine sampled in its session, whatever the agent did or raised.
     """
 
     host: "Host"
