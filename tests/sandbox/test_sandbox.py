@@ -101,8 +101,9 @@ run(Program("import time; time.sleep(600)"), ProgramLimits(wall_s=600), Backend(
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_sandbox_ends_with_its_starter_however_far_it_was(backend: Backend, processes: int) -> None:
+    """bubblewrap's own two processes may outlive it, idle, until the launcher runs: no program is there yet."""
     starter = psutil.Popen([sys.executable, "-c", STARTER, backend.value])
-    most = 1 if backend is Backend.LANDLOCK else processes
+    most = {Backend.LANDLOCK: 1, Backend.BUBBLEWRAP: 3}.get(backend, processes)
     while len(started := starter.children(recursive=True)) < most or session_of(started[0].pid) != started[0].pid:
         assert starter.poll() is None
     session = started[0].pid

@@ -40,7 +40,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         parent = next(folder for folder in (run_dir, *run_dir.parents) if os.path.lexists(folder))
         os.rmdir(tempfile.mkdtemp(dir=parent))
     except OSError as error:
-        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from None
+        raise RunDirError(f"run_dir {run_dir} cannot be written: {error.strerror}") from None
 
 
 def own_mathematics(config: Config) -> dict[str, str]:
