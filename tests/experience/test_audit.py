@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from buffer_values import group, open_buffer, run_group, train
-from shoal.errors import RunDirError
+from shoal.errors import LogBehind, RunDirError
+from shoal.experience import checkpoint
 from shoal.experience.audit import KEPT_IDS, Check, audit
 from shoal.experience.log import FILE, snapshot
 from shoal.experience.schema import RunMeta
@@ -218,6 +219,11 @@ def test_bytes_that_are_no_rollout_are_reported(run_dir):
     assert offenders(run_dir, Check.READABLE) == ["g1/1"]
 
 
+def test_bytes_that_are_no_task_are_reported(run_dir):
+    plant(run_dir, ("UPDATE groups SET task = ? WHERE finished_seq = 2", (b"\x01nonsense",)))
+    assert offenders(run_dir, Check.READABLE) == ["g1"]
+
+
 def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):
     async def main():
         buffer = open_buffer(
@@ -290,3 +296,13 @@ def test_a_directory_without_a_run_is_one_clear_sentence(tmp_path):
     with pytest.raises(RunDirError, match="holds no run"):
         audit(tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def test_a_log_that_lost_everything_is_told_from_one_that_never_held_anything(tmp_path):
+    (tmp_path / FILE).write_bytes(b"")
+    with pytest.raises(RunDirError, match="is empty: the run was killed while it was created"):
+        audit(tmp_path)
+    (checkpoint.begin(tmp_path, 3) / "weights").write_text("w")
+    checkpoint.seal(tmp_path, 3)
+    with pytest.raises(LogBehind, match="has no step, but a checkpoint holds step 3"):
+        audit(tmp_path)

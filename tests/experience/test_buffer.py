@@ -101,14 +101,16 @@ def test_with_mask_tokens_late_groups_are_given_unless_no_token_is_left(tmp_path
     async def main():
         buffer = open_buffer(tmp_path, RunMeta(1, "mask_tokens", 2, 1))
         await run_group(buffer, "all late", (0, 0))
-        await run_group(buffer, "partly late", (0, 2))
-        (taken,) = await buffer.take(1, 2)
-        await buffer.consumed(0, 2, [taken.id], version_after=3, rows=masked_rows([taken], bound=1))
+        for name in ("partly late", "nothing to teach"):
+            await run_group(buffer, name, (0, 2))
+        useful, idle = await buffer.take(2, 2)
+        trained = {**masked_rows([useful], bound=1), **masked_rows([idle], bound=1, value=0.0)}
+        await buffer.consumed(0, 2, [useful.id, idle.id], version_after=3, rows=trained)
         await buffer.close()
-        return taken.id
+        return [useful.id, idle.id]
 
-    assert asyncio.run(main()) == "partly late"
-    assert rows(tmp_path, "SELECT trained_from, masked_tokens FROM consumed") == [(2, 2)]
+    assert asyncio.run(main()) == ["partly late", "nothing to teach"]
+    assert rows(tmp_path, "SELECT trained_from, masked_tokens FROM consumed") == [(2, 2), (None, 2)]
 
 
 def test_with_train_every_group_is_given(tmp_path):
@@ -439,6 +441,7 @@ def test_a_buffer_in_memory_writes_at_once():
         with pytest.raises(StopIteration):  # no suspension: a virtual clock sees no thread
             adding.send(None)
         assert buffer.waiting == 1
+        await buffer.sync()
         await buffer.close()
 
     asyncio.run(main())

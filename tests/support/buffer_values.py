@@ -64,7 +64,7 @@ def open_buffer(run_dir, meta=META, *, max_running=64, resume=False):
     return Buffer.open(run_dir, meta, max_running=max_running, resume=resume)
 
 
-def masked_rows(groups, bound):
-    """What the trainer is given of groups when tokens older than `bound` are masked; every other one is trained."""
-    rows = {group.id: [row for one in group.finished for row in advantage.rows(one, 1.0)] for group in groups}
+def masked_rows(groups, bound, value=1.0):
+    """What the trainer is given of groups when tokens older than `bound` are masked; all others have an advantage."""
+    rows = {group.id: [row for one in group.finished for row in advantage.rows(one, value)] for group in groups}
     return {name: advantage.mask_tokens(group_rows, bound)[0] for name, group_rows in rows.items()}

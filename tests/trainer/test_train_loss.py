@@ -27,7 +27,7 @@ from shoal.config.training import (
     SoftAdaptiveLoss,
     TrainConfig,
 )
-from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
+from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 
@@ -315,6 +315,27 @@ def test_a_name_of_a_function_is_the_user_s_own_loss() -> None:
     loss, gradient = ours(case, OwnLoss(function=f"{__name__}:twice_the_advantage"))
     assert loss == 2.0
     assert gradient == [-2.0, 0.0]
+
+
+def only_the_likelier(streams: Streams) -> Tensor:
+    """A user's own loss: a hinge at the proximal weights."""
+    return -streams.advantage_T * torch.relu(streams.logp_T - streams.prox_T)
+
+
+def only_the_less_likely(streams: Streams) -> Tensor:
+    """A user's own loss: the hinge turned round."""
+    return streams.advantage_T * torch.relu(streams.prox_T - streams.logp_T)
+
+
+@pytest.mark.parametrize("function", [only_the_likelier, only_the_less_likely])
+def test_an_own_loss_may_teach_only_the_tokens_on_one_side_of_the_proximal_weights(
+    function: Callable[[Streams], Tensor],
+) -> None:
+    logp_T, zeros_T = torch.tensor([-1.0, -3.0]), torch.zeros(2)
+    streams = Streams(logp_T, zeros_T - 2.0, zeros_T - 2.0, zeros_T + 1.0, zeros_T.long(), 1)
+    taught = own_loss(f"{__name__}:{function.__name__}")(streams)
+    assert taught.loss_T.tolist() == function(streams).tolist()
+    assert torch.count_nonzero(taught.loss_T) == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LOSSES.values() if kind is not OwnLoss])

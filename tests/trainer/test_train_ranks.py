@@ -166,16 +166,17 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
     config = TrainConfig.model_validate({"lr": 1e-2, "ranks": 2})
     request = StartTrainer(str(tiny_model_dir), ModelConfig(device="cpu").model_dump_json(), config.model_dump_json())
     rows = tuple(map(tuple, groups(0)))
+    (scratch := tmp_path / "scratch").mkdir()
+    environment = {**torch_environment(1, ["5", "7"]), "TMPDIR": str(scratch)}
 
     async def main() -> None:
-        async with Child(
-            "trainer", "shoal.trainer.worker", [], tmp_path / "log", torch_environment(1, ["5", "7"])
-        ) as child:
+        async with Child("trainer", "shoal.trainer.worker", [], tmp_path / "log", environment) as child:
 
             async def ask(request: Request) -> Answer:
                 return answer_from(await child.ask(wire.encode(request), 120))
 
             assert isinstance(await ask(request), Done)
+            assert any(scratch.iterdir())  # where the ranks meet
             assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
             assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
             first = await ask(Step(rows))
@@ -200,6 +201,7 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
             assert "rank 1 of the trainer" in lost.reason
             child._writer.close()
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
+        assert not any(scratch.iterdir())
 
     asyncio.run(main())
     ours = Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(lr=1e-2))

@@ -21,6 +21,7 @@ from shoal.errors import TrainerError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.trainer.optim import learning_rate
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
@@ -303,7 +304,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tiny_model_dir: Path) -> N
     ours = trainer(tiny_model_dir)
     before = {name: tensor.clone() for name, tensor in ours.tensors().items()}
     stats = ours.step([[row(random.Random(0), (1, 2), 3, float("inf"))]])
-    assert (stats.updates, stats.refused_updates) == (0, 1)
+    assert (stats.updates, stats.refused_updates, stats.lr) == (0, 1, 1e-2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.tensors().items())
     assert ours.step(groups(0)).updates == 1
 
@@ -329,6 +330,16 @@ def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_
     assert kept[0] == forgotten[0]
     assert all(norm == pytest.approx(forgotten[0], rel=0.05) for norm in forgotten)
     assert kept[-1] < 0.8 * kept[0]
+
+
+@pytest.mark.parametrize(("schedule", "quarter"), [("constant", 1.0), ("linear", 0.8125), ("cosine", 0.890165)])
+def test_the_rate_rises_to_its_peak_and_falls_by_its_schedule_to_its_end(schedule: str, quarter: float) -> None:
+    lengths = {"steps": 10, "minibatches": 2, "groups_per_step": 2, "warmup_steps": 4, "rewarm_updates": 2}
+    config = TrainConfig.model_validate({"lr": 1.0, "lr_schedule": schedule, "lr_end": 0.25, **lengths})
+    half, end = (1.0, 1.0) if schedule == "constant" else (0.625, 0.25)
+    rates = [learning_rate(config, update, None) for update in (0, 3, 4, 8, 12, 20, 30)]
+    assert rates == pytest.approx([0.25, 1.0, 1.0, quarter, half, end, end], rel=1e-5)
+    assert [learning_rate(config, 20 + k, k) for k in range(3)] == pytest.approx([end / 2, end, end])
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(), DecoupledLoss(), DoubleSidedLoss()])

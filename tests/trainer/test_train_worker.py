@@ -1,84 +1,76 @@
 """The trainer process, driven over its real socket."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from shoal import wire
-from shoal.config import ModelConfig
-from shoal.config.training import TrainConfig
-from shoal.net.process import Child, torch_environment
+from shoal.config import parse
+from shoal.errors import TrainerError
 from shoal.trainer.messages import (
-    Answer,
     ComputeLogprobs,
-    Done,
-    LoadCheckpoint,
     Request,
     SaveCheckpoint,
     StartTrainer,
     Step,
-    StepStats,
     TrainerFailed,
     WriteVersion,
     answer_from,
     request_from,
 )
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sample
 
 ROW = Sample((1, 2, 3), (0, 1, 1), (0.0, -4.0, -5.0), (-1, 0, 0), (0.0, 1.0, 1.0))
 
 
-async def ask(child: Child, request: Request) -> Answer:
-    return answer_from(await child.ask(wire.encode(request), 120))
-
-
-def start(model: Path) -> StartTrainer:
-    return StartTrainer(str(model), ModelConfig(device="cpu").model_dump_json(), TrainConfig(lr=1e-2).model_dump_json())
+CONFIG = parse(
+    {
+        "tasks": [{"name": "chain_sum"}],
+        "model": {"device": "cpu"},
+        "train": {"lr": 1e-2, "loss_mean": "budget"},
+        "rollout": {"max_tokens": 16, "temperature": 0.5},
+    }
+)
 
 
 def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with Child("trainer", "shoal.trainer.worker", [], tmp_path / "log", torch_environment(1)) as child:
-            early = await ask(child, Step(((ROW,),)))
-            assert isinstance(early, TrainerFailed)
-            assert "expected Start" in early.reason
+        async with TrainerProcess.child(tmp_path / "log", threads=1) as child:
+            assert psutil.Process(child.pid).environ()["OMP_WAIT_POLICY"] == "passive"
+            trainer = TrainerProcess(child, timeout_s=120)
+            with pytest.raises(TrainerError, match="refused Step: expected Start"):
+                await trainer.step([(ROW,)])
+            with pytest.raises(TrainerError, match=r"refused StartTrainer: .*nowhere"):
+                await trainer.start(tmp_path / "nowhere", CONFIG, 1)
 
-            missing = await ask(child, start(tmp_path / "nowhere"))
-            assert isinstance(missing, TrainerFailed)
-            assert "nowhere" in missing.reason
+            await trainer.start(tiny_model_dir, CONFIG, 1)
+            (first,), (sampled,) = [await trainer.logprobs([ROW.tokens], temperature=t) for t in (1.0, 0.5)]
+            drawn = replace(ROW, logprobs=(0.0, *sampled))
+            stats = await trainer.step([(drawn,), ()], version=0)
+            assert stats.updates == 1
+            assert stats.mismatch < 1e-5  # at the temperature of the rollouts
+            assert stats.mismatch_fresh == stats.mismatch
+            moved = await trainer.logprobs([ROW.tokens])
+            assert sum(moved[0]) > sum(first)
 
-            started = await ask(child, start(tiny_model_dir))
-            assert isinstance(started, Done)
+            with pytest.raises(TrainerError, match="expected ids in"):
+                await trainer.step([(Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),)])
+            assert isinstance(answer_from(await child.ask(b"\x01nonsense", 120)), TrainerFailed)
+            with pytest.raises(TrainerError, match="cannot be written"):
+                await trainer.save(tmp_path / "nowhere")
 
-            first = await ask(child, ComputeLogprobs(((1, 2, 3),)))
-            assert isinstance(first, Done)
-            assert isinstance(first.value, tuple)
-            stepped = await ask(child, Step(((ROW,), ())))
-            assert isinstance(stepped, Done)
-            assert isinstance(stepped.value, StepStats)
-            assert stepped.value.updates == 1
-            moved = await ask(child, ComputeLogprobs(((1, 2, 3),)))
-            assert isinstance(moved, Done)
-            assert isinstance(moved.value, tuple)
-            assert sum(moved.value[0]) > sum(first.value[0])
-
-            refused = await ask(child, Step(((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),),)))
-            assert isinstance(refused, TrainerFailed)
-            assert "expected ids in" in refused.reason
-            nonsense = answer_from(await child.ask(b"\x01nonsense", 120))
-            assert isinstance(nonsense, TrainerFailed)
-            lost = await ask(child, SaveCheckpoint(str(tmp_path / "nowhere")))
-            assert isinstance(lost, TrainerFailed)
-
-            assert isinstance(await ask(child, SaveCheckpoint(str(tmp_path))), Done)
-            assert isinstance(await ask(child, WriteVersion(str(tmp_path / "published.safetensors"))), Done)
+            assert await trainer.save(tmp_path) > 0
+            assert await trainer.write_version(tmp_path / "published.safetensors") > 0
             published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
             assert published.keys() == saved.keys()
-            await ask(child, Step(((ROW,),)))
-            assert isinstance(await ask(child, LoadCheckpoint(str(tmp_path))), Done)
-            assert await ask(child, ComputeLogprobs(((1, 2, 3),))) == moved
+            await trainer.step([(ROW,)])
+            assert await trainer.load(tmp_path) > 0
+            assert await trainer.logprobs([ROW.tokens]) == moved
 
             child._writer.close()
             assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
@@ -89,7 +81,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
 @pytest.mark.parametrize(
     "message",
     [
-        start(Path("m")),
+        StartTrainer("m", "{}", "{}"),
         Step(((ROW, ROW), ())),
         ComputeLogprobs(((1, 2), (3,))),
         WriteVersion("a"),

@@ -106,7 +106,7 @@ class LogWriter:
         else:
             self._asked.append(write)
             if self._working is None or self._working.done():
-                self._working = asyncio.create_task(self._work(self._thread), name="writing the log")
+                self._working = asyncio.create_task(self._work(self._thread))
         return write.future
 
     async def _work(self, thread: ThreadPoolExecutor) -> None:

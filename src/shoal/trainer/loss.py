@@ -277,10 +277,11 @@ def own_loss(name: str) -> LossFunction:
 def _check(name: str, loss: LossFunction) -> None:
     """Raises `ConfigError` unless the loss of two rows of three tokens is finite and has a finite gradient."""
     logp_T = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -1.5], requires_grad=True)
+    prox_T = torch.tensor([-0.55, -0.95, -2.2, -0.1, -2.5, -1.45])
     behav_T = torch.tensor([-0.6, -0.9, -2.5, -0.1, -2.0, -1.4])
     advantage_T = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     row_T = torch.tensor([0, 0, 0, 1, 1, 1])
-    streams = Streams(logp_T, logp_T.detach() - 0.05, behav_T, advantage_T, row_T, 2)
+    streams = Streams(logp_T, prox_T, behav_T, advantage_T, row_T, 2)
     gradient_T = None
     try:
         with torch.enable_grad():
