@@ -256,11 +256,11 @@ def test_only_a_last_line_of_the_right_form_is_a_judges_score(reply: str) -> Non
 
 
 @contextlib.contextmanager
-def reward_server(token: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def reward_server(token: str = "", *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`shoal rewards serve` as a user starts it."""
     command = [str(Path(sys.executable).with_name("shoal")), "rewards", "serve", "--port", "0", "--workers", "1"]
     environment = {**os.environ, "SHOAL_REWARDS_TOKEN": token}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as served:
         try:
             assert served.stdout is not None
             yield served.stdout.readline().strip(), served
@@ -275,11 +275,13 @@ async def asked_for(url: str, body: bytes, token: str) -> int:
         return answer.status
 
 
-def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_REWARDS_TOKEN", "secret")
     code = task("code", None, tests=ADD)
     answers = ["def add(a, b): return a + b", "def add(a, b): return 0"]
-    with reward_server("secret") as (one, first), reward_server("secret") as (other, _):
+    log = tmp_path / "log"
+    with reward_server("secret", f"--log={log}") as (one, first), reward_server("secret") as (other, _):
+        assert log.read_text() == "", "which would have the words of a worker that cannot start"
 
         async def work(service: RewardService) -> None:
             assert service.pids == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import service_tasks
 import shoal
 from shoal.config import ModelConfig
 from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
@@ -97,6 +98,12 @@ def test_keywords_are_settings_wherever_they_belong() -> None:
     assert (config.train.steps, config.rollout.group_size, config.asynchrony.max_staleness) == (5, 4, 1)
     assert config.seed == 7
     assert [task.name for task in config.tasks] == ["chain_sum"]
+
+
+def test_environments_become_tasks_by_the_name_under_which_other_processes_find_them() -> None:
+    tasks = config_of("demo", [service_tasks.words, service_tasks.Fast]).tasks
+    assert [(task.name, task.service) for task in tasks] == [("words", "python"), ("fast", "python")]
+    assert [(task.path or "").rpartition(":")[2] for task in tasks] == ["words", "Fast"]
 
 
 @pytest.mark.parametrize(

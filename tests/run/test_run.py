@@ -95,7 +95,10 @@ def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: 
     records = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 6
-    assert sum(record["kind"] == "eval" for record in records) >= 2
+    evals = [record for record in records if record["kind"] == "eval"]
+    assert (evals[0]["step"], evals[-1]["step"]) == (0, 6)
+    assert outcome["eval_reward_before"] == evals[0]["sampled_reward"]
+    assert outcome["eval_reward_after"] == evals[-1]["sampled_reward"]
     taught_nothing = not any(step["informative_share"] for step in steps)
     assert bool(outcome["warning"]) == taught_nothing == ("WARNING: no group of the last 6 steps" in done.stderr)
 

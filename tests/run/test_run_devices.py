@@ -15,6 +15,7 @@ from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.run.devices import Devices, devices_of, visible_gpus
 from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
+from shoal.run.plan import plan
 
 
 def config(*overrides: str) -> Config:
@@ -83,6 +84,13 @@ def test_an_evaluation_places_engines_alone() -> None:
 def test_a_run_uses_those_gpus_only_that_it_was_given() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, 8) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-ab, 3"}, 8) == ("GPU-ab", "3")
+    assert visible_gpus({}, 2) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, 0) == ()
+
+
+def test_a_dry_run_places_the_trainer_as_well(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.gpus: expected none with model.device = 'cpu', got \[0\]"):
+        plan(config("train.gpus=[0]", "model.device=cpu", f"run_dir={tmp_path / 'run'}"))
 
 
 def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """How runs start: what one that fails leaves behind, and what one that is resumed serves."""
 
 import asyncio
+import json
 import resource
+import socket
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +15,18 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, load, parse
-from shoal.errors import ConfigError, RunDirError
+from shoal.errors import ConfigError, RunDirError, SandboxUnavailable
 from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import Record
+from shoal.run.checks import check_scores, check_start
 from shoal.run.loop import TrainLoop
-from shoal.run.plan import prepare
+from shoal.run.plan import plan, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
+from shoal.sandbox.runner import why_not
+from shoal.tasks.sdk import Definition
+from shoal.types import Split, Task
 from shoal.weights.store import WeightStore
 
 
@@ -82,6 +89,73 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
 
     asyncio.run(resume())
     assert engine.served == (1, b"of the push")
+
+
+def planned(folder: Path, model: Path, *settings: str, resume: bool = False) -> dict[str, object]:
+    """The plan of a run on tasks of a file, one of which is a program."""
+    row = {"prompt": "f", "answer": "x", "info": {"tests": [{"call": "f", "args": [], "returns": 1}]}}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps({**row, 'prompt': f'f{i}'})}\n" for i in range(40)))
+    task: Any = {"name": "programs", "service": "jsonl", "path": str(folder / "rows.jsonl"), "scorer": "code"}
+    tree: Any = {"run_dir": str(folder / "run"), "model": {"path": str(model)}, "tasks": [task]}
+    return plan(parse(tree, settings), resume=resume)
+
+
+def test_a_resume_can_be_tried_dry_where_a_new_run_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.sqlite").touch()
+    assert planned(tmp_path, tiny_model_dir, resume=True)["run_dir"] == str(tmp_path / "run")
+    with pytest.raises(RunDirError, match="exists already"):
+        planned(tmp_path, tiny_model_dir)
+
+
+def test_a_plan_counts_what_the_trainer_keeps_for_adapters_in_place_of_all_weights(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Gradient and moments take 12 bytes of each trained number."""
+    whole, adapted = (planned(tmp_path, tiny_model_dir, f"train.lora.rank={rank}") for rank in (0, 1000))
+    sides = 2 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))  # of the 7 matrices of each of 2 layers
+    more_mb = 12 * (1000 * sides - int(str(whole["parameters"]))) / 1e6
+    found_mb = float(str(adapted["trainer_memory_mb"])) - float(str(whole["trainer_memory_mb"]))
+    assert found_mb == pytest.approx(more_mb, abs=0.11)
+
+
+def test_a_port_of_metrics_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        tree: Any = {"run_dir": str(tmp_path / "run"), "tasks": [{"name": "gcd"}], "metrics": {"prometheus_port": port}}
+        with pytest.raises(ConfigError, match=f"metrics.prometheus_port: expected a free one on 127.0.0.1, got {port}"):
+            check_start(parse(tree))
+    check_start(parse(tree))
+
+
+class Marks:
+    """A task whose answers are their own marks, and of which only the first question can be scored."""
+
+    def __init__(self, truth: str) -> None:
+        self.truth = truth
+
+    def draw(self, split: Split, index: int) -> Task:
+        return Task(f"{split} {index}", "", (), self.truth)
+
+    def score(self, asked: Task, answer: str) -> float:
+        assert asked.id == f"{Split.TRAIN} 0"
+        return float(answer)
+
+
+def test_a_task_s_own_score_is_tried_on_the_truth_of_its_first_question() -> None:
+    asyncio.run(check_scores([Definition("marks", Marks("1"))]))
+    with pytest.raises(ConfigError, match=r"tasks.marks: expected a score of one row, got"):
+        asyncio.run(check_scores([Definition("marks", Marks("x"))]))
+
+
+def test_programs_are_refused_where_no_sandbox_works(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why_not.cache_clear()
+    monkeypatch.setattr(sys, "platform", "another")
+    with pytest.raises(SandboxUnavailable, match=r"no sandbox for untrusted programs works.*needs Linux"):
+        planned(tmp_path, tiny_model_dir)
+    why_not.cache_clear()
 
 
 def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:

@@ -1,6 +1,7 @@
 """What the loop hands to the trainer: pushes, and rows in which late tokens are masked. The rest is real."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,13 @@ from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.loop import TrainLoop
 from shoal.run.prepared import sampling_of
+from shoal.run.result import STEPS as WARNED_STEPS
+from shoal.run.result import Learning
+from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
+from shoal.tasks.sdk import Definition
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
-from shoal.types import Reward, Sample, Sampling
+from shoal.types import Reward, Sample, Sampling, Task
 from shoal.weights.store import WeightStore
 
 STEPS = 5
@@ -91,9 +96,25 @@ async def draw_groups(buffer: Buffer) -> None:
         number += 1
 
 
-def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop) -> Recording:
+class Refusing(Recording):
+    """A trainer whose gradients are never finite."""
+
+    async def step(self, groups: Sequence[Sequence[Sample]], version: int, since_push: int) -> StepStats:
+        return replace(await super().step(groups, version, since_push), refused_updates=1)
+
+
+class Useless(TrainLoop):
+    """Takes every answer to be worth the same, and has done so in the steps before."""
+
+    def __init__(self, parts: Any, **more: int) -> None:
+        super().__init__(parts, **more)
+        before = WARNED_STEPS - STEPS
+        self.learning = Learning(lambda rollout: [0.0], within_groups=True, steps=before, useless=before)
+
+
+def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop, trainer: Recording | None = None) -> Recording:
     """What the trainer was given in a whole run."""
-    trainer = Recording()
+    trainer = trainer or Recording()
 
     async def main() -> None:
         buffer = Buffer.open(run_dir, run_meta(CONFIG), max_running=9)
@@ -121,6 +142,27 @@ def test_the_trainer_hears_of_each_push_of_a_run(tmp_path: Path) -> None:
 
 def test_the_trainer_hears_with_each_step_of_the_version_and_of_the_steps_since_its_push(tmp_path: Path) -> None:
     assert ran(tmp_path).moments == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_refused_updates_and_steps_that_teach_nothing_are_events_of_their_step(tmp_path: Path) -> None:
+    ran(tmp_path, Useless, Refusing())
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [(one["name"], one["step"]) for one in records if one["kind"] == "event"]
+    assert events == [*(("updates_refused", step) for step in range(1, STEPS + 1)), ("cannot_learn", STEPS)]
+
+
+def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep_their_marks(tmp_path: Path) -> None:
+    tasks = [{"name": "marked"}, {"name": "strict", "reward": "correct"}]
+    config = parse({"tasks": tasks, "reward": {"urls": ["http://127.0.0.1:9"]}})
+    author = SimpleNamespace(draw=lambda rng: "?", score=lambda asked, answer: float(answer))
+    prepared: Any = SimpleNamespace(environments={name: Definition(name, author) for name in ("marked", "strict")})
+
+    async def scored() -> list[list[float]]:
+        async with own_scorer(config, prepared, tmp_path / "log") as scorer:
+            rewards = [await scorer.score(Task("t", name, ()), ["0.5", "1"]) for name in ("marked", "strict")]
+        return [[reward.value for reward in of_task] for of_task in rewards]
+
+    assert asyncio.run(scored()) == [[0.5, 1.0], [0.0, 1.0]]
 
 
 def test_all_that_a_config_says_of_sampling_reaches_the_engine() -> None:

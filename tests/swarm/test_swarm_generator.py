@@ -320,7 +320,9 @@ def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: P
 
 
 def test_a_generator_is_either_a_model_or_a_rule() -> None:
-    config = parse({"tasks": [{"name": "gcd"}]})
+    config = parse({"tasks": [{"name": "gcd"}], "rollout": {"max_tokens": 9, "temperature": 0.5}})
+    model = answerer_of(config, "http://h/v1", "m", "key", None)
+    assert model == ChatModel("http://h/v1", "m", "key", max_tokens=9, temperature=0.5)
     for model_url, rule in ((None, None), ("http://h/v1", "truth")):
         with pytest.raises(ConfigError, match="expected either --model-url or --rule"):
             answerer_of(config, model_url, "m", "", rule)

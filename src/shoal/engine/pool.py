@@ -24,7 +24,7 @@ from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
 CHECK_EVERY_S = 1.0
 CHECK_TIMEOUT_S = 30.0
 BACKOFF_S = 0.05

@@ -62,8 +62,8 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
 def gpus_present() -> int:
     """Counts the GPUs that the installed torch can use; loads no torch."""
     found = find_spec("torch")
-    if found is None or found.origin is None:
-        return 0
+    assert found is not None
+    assert found.origin is not None
     if runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is None:
         return 0
     try:

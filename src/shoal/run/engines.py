@@ -25,7 +25,6 @@ from shoal.net.process import GRACE_S, Child
 from shoal.run.prepared import Prepared, sampling_of
 
 START_TIMEOUT_S = 300.0
-PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
 SHORT_LIFE_S = 60.0
 SHORT_LIVES = 3  # in a row, after which an engine is not started again
 ASK_AGAIN_S = 5.0
@@ -85,7 +84,7 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
     what is needed, and `EngineUnavailable` when no remote engine answers.
     """
     engine = settings.config.engine
-    pool = EnginePool(patience_s=PATIENCE_S, initial=settings.prepared.model_dir, recovered=settings.recovered)
+    pool = EnginePool(initial=settings.prepared.model_dir, recovered=settings.recovered)
     names = engine.urls or _own_names(engine.count)
     keeper = _Keeper(settings, pool, on_event, own)
     keep = keeper.keep_remote if engine.urls else keeper.keep_own

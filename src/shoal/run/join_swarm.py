@@ -10,7 +10,7 @@ from shoal.config import Config
 from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
-from shoal.interfaces import Environment, Exchange, Scorer
+from shoal.interfaces import Environment, Scorer
 from shoal.net.server import PER_ADDRESS, serve_app
 from shoal.reward.service import RewardService
 from shoal.run.prepared import Prepared
@@ -35,19 +35,16 @@ MOST_REMEMBERED = 16_384
 
 
 @asynccontextmanager
-async def _joined(
-    config: Config, folder: Path, services: Sequence[Environment], exchange: Exchange | None = None
-) -> AsyncIterator[Joined]:
+async def _joined(config: Config, folder: Path, services: Sequence[Environment]) -> AsyncIterator[Joined]:
     """Opens the exchange, the tasks and the key of a peer; its files are under `folder`. Raises a `ShoalError`."""
     folder /= FOLDER
     async with AsyncExitStack() as stack:
-        if exchange is None:
-            if not config.swarm.servers:
-                raise ConfigError("swarm.servers: expected at least one URL to join at, got none")
-            from shoal.swarm.nats import NatsExchange
+        if not config.swarm.servers:
+            raise ConfigError("swarm.servers: expected at least one URL to join at, got none")
+        from shoal.swarm.nats import NatsExchange
 
-            options = NatsOptions(config.swarm.servers, config.swarm.name)
-            exchange = await stack.enter_async_context(NatsExchange(options))
+        options = NatsOptions(config.swarm.servers, config.swarm.name)
+        exchange = await stack.enter_async_context(NatsExchange(options))
         own = OwnTasks(services, config.swarm)
         stack.callback(own.close)
         await asyncio.to_thread(own.check)
@@ -56,19 +53,19 @@ async def _joined(
 
 @asynccontextmanager
 async def swarm_node(
-    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, exchange: Exchange | None, *, apart: bool
+    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, *, apart: bool
 ) -> AsyncIterator[Node | None]:
-    """Opens the node of a run; None outside of swarms. `exchange` replaces the servers. Raises a `ShoalError`.
+    """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
 
     The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
     own, so a hanging answer of a peer delays no answer of the run.
     """
-    if exchange is None and not config.swarm.servers:
+    if not config.swarm.servers:
         yield None
         return
     async with AsyncExitStack() as stack:
         services = list(prepared.environments.values())
-        joined = await stack.enter_async_context(_joined(config, run_dir, services, exchange))
+        joined = await stack.enter_async_context(_joined(config, run_dir, services))
         if apart and config.swarm.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
             log = run_dir / "logs" / "peers.log"

@@ -21,7 +21,7 @@ import uvloop
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
-from shoal.interfaces import Exchange, Scorer
+from shoal.interfaces import Scorer
 from shoal.net.process import Child
 from shoal.observe.metrics import read_records
 from shoal.rollout.evaluation import evaluation
@@ -79,11 +79,10 @@ async def train(
     scorer: Scorer | None = None,
     single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
-    exchange: Exchange | None = None,
 ) -> Result:
     """Trains to the configured number of steps and evaluates before and after.
 
-    `scorer` replaces the worker processes, `single_turn` the runner of tasks, and `exchange` the servers of the swarm.
+    `scorer` replaces the worker processes, and `single_turn` the runner of tasks.
     """
     threads, own, run_dir = threads or Threads(), OwnEngines(), Path(config.run_dir)
     async with AsyncExitStack() as stack:
@@ -108,7 +107,7 @@ async def train(
         trainer = TrainerProcess(trainer_child)
         await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-        node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, exchange, apart=scorer is None))
+        node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None))
         runner = await opened(playing(config, prepared, engine, answering))
         store = WeightStore(run_dir / "weights")
         parts = LoopDeps(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)

@@ -76,7 +76,6 @@ def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None
         num_key_value_heads=shape.heads,
         max_position_embeddings=shape.context,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,0 +1,80 @@
+"""What the small models are made of: their tokenizers, and the lessons of their careless teachers."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.renderer_loading import load_renderer
+from shoal.run.demo_model.architecture import CHARACTERS, Shape, character_tokenizer, pair_tokenizer, save, untrained
+from shoal.run.demo_model.warm_start import (
+    LETTERS,
+    Lesson,
+    Recipe,
+    _fill_in_lessons,
+    _tower_lessons,
+    demo_model,
+    slip,
+)
+
+
+def test_two_tokenizers_share_texts_and_no_ids() -> None:
+    characters, pairs = character_tokenizer(), pair_tokenizer()
+    text = "the others read\nof it"
+    for tokenizer in (characters, pairs):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(pairs.encode(text)) < len(characters.encode(text)) == len(text)
+    assert not [one for one in CHARACTERS if characters.encode(one) == pairs.encode(one)]
+    chat = [{"role": "user", "content": "hi"}]
+    shown = [one.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for one in (characters, pairs)]
+    assert shown == ["<|user|>hi<|end|><|assistant|>", "<user>hi</s><assistant>"]
+
+
+def test_a_slip_swaps_drops_doubles_or_replaces_one_letter() -> None:
+    changed = {"usn", "snu", "un", "sn", "su", "ssun", "suun", "sunn"}
+    replaced = {f"{'sun'[:i]}{letter}{'sun'[i + 1 :]}" for i in range(3) for letter in LETTERS}
+    slips = {slip(random.Random(seed), "sun") for seed in range(300)}
+    assert changed <= slips <= changed | replaced
+
+
+def test_a_small_model_is_made_once_and_begins_its_answers_as_its_teacher_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = Recipe(width=32, layers=1, feed_forward=32, steps=100, batch=8, pool=400, lesson="fill_in")
+    folder, seconds = demo_model(recipe)
+    assert seconds > 0
+    assert "making the small model (once): step 100 of 100, loss" in capfd.readouterr().err
+    assert demo_model(recipe) == (folder, 0.0)
+    renderer, model = load_renderer(folder), Qwen2ForCausalLM.from_pretrained(folder)
+    lessons = _fill_in_lessons(replace(recipe, steps=1), renderer)
+    first = {said[0] for _, said in _fill_in_lessons(recipe, renderer)}
+    for prompt, _ in lessons:
+        outputs = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+        assert int(outputs.argmax()) in first
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    """Of the character tokenizer."""
+    folder = tmp_path_factory.mktemp("small")
+    save(untrained(Shape(width=8, layers=1, heads=1, feed_forward=8), 0), folder)
+    return load_renderer(folder)
+
+
+@pytest.mark.parametrize("lessons", [_fill_in_lessons, _tower_lessons])
+def test_a_teacher_s_answers_end_with_the_turn_and_are_wrong_where_the_recipe_says(
+    lessons: Callable[[Recipe, ChatRenderer], list[Lesson]], renderer: ChatRenderer
+) -> None:
+    recipe = Recipe(steps=2, batch=8, pool=400)
+    right, wrong = (lessons(replace(recipe, slip_share=share), renderer) for share in (0.0, 1.0))
+    assert len(right) == len(wrong) == recipe.steps * recipe.batch
+    for _, said in (*right, *wrong):
+        assert [i for i, token in enumerate(said) if token in renderer.stop_token_ids] == [len(said) - 1]
+        assert len(said) > 1
+    assert [said for _, said in right] != [said for _, said in wrong]
