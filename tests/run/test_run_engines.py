@@ -15,7 +15,7 @@ from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError
 from shoal.interfaces import EngineInfo
 from shoal.run.devices import Devices
-from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
+from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, _Keeper, engines
 from shoal.run.prepared import Prepared
 from stub_server import Stub, stubbed
 from until import until
@@ -95,6 +95,26 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
             await until(lambda: pool.replicas[0].state == "ready")
 
     asyncio.run(run())
+
+
+class Failing(_Keeper):
+    """Keeper of an engine that starts once, and never again."""
+
+    async def _life(self, name: str, ready: asyncio.Event) -> str:
+        if ready.is_set():
+            raise ChildDied(f"the {name} process did not start")
+        ready.set()
+        return f"the {name} process ended"
+
+
+def test_an_engine_that_cannot_start_again_is_told_of_and_ends_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    prepared: Any = SimpleNamespace()
+    settings = EngineSettings(parse({"tasks": [{"name": "gcd"}]}), prepared, tmp_path, 1)
+    keeper = Failing(settings, EnginePool(), said.append, OwnEngines())
+    with pytest.raises(ChildDied, match="did not start; it ended 3 times within 60 s, go on with --resume"):
+        asyncio.run(keeper.keep_own("engine", asyncio.Event()))
+    assert said == ["the engine process ended", "the engine process did not start"]
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -34,14 +34,16 @@ def test_twenty_steps_without_a_difference_are_told_with_answers_and_again_after
 
 
 def test_a_warning_shows_the_beginning_of_a_long_answer() -> None:
-    def warning(answer: str) -> str:
+    def warning(*answers: str) -> str:
         learning = Learning(turn_returns, within_groups=True)
-        rollout = Rollout("r", (Message(Role.ASSISTANT, answer),), (), Reward(0.0))
+        rollout = Rollout("r", tuple(Message(Role.ASSISTANT, answer) for answer in answers), (), Reward(0.0))
         learning.stepped([Group("g", Task("t", "s", ()), (rollout,), 0)])
         return learning.warning
 
     assert f"'{'a' * 80}' (reward 0)" in warning("a" * 80)
     assert f"'{'a' * 80}...' (reward 0)" in warning("a" * 81)
+    assert "some answers: 'last' (reward 0)" in warning("first", "last")
+    assert "some answers: '' (reward 0)" in warning()
 
 
 def test_one_group_that_differs_begins_the_count_anew() -> None:

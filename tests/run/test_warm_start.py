@@ -35,6 +35,13 @@ def test_two_tokenizers_share_texts_and_no_ids() -> None:
     assert shown == ["<|user|>hi<|end|><|assistant|>", "<user>hi</s><assistant>"]
 
 
+def test_a_model_has_the_sizes_of_its_shape() -> None:
+    shape = Shape(width=8, layers=1, heads=2, feed_forward=16, context=32)
+    sizes = untrained(shape, 0).config.to_dict()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    assert [sizes[name] for name in (*names, "max_position_embeddings")] == [8, 1, 2, 2, 16, 32]
+
+
 def test_a_slip_swaps_drops_doubles_or_replaces_one_letter() -> None:
     changed = {"usn", "snu", "un", "sn", "su", "ssun", "suun", "sunn"}
     replaced = {f"{'sun'[:i]}{letter}{'sun'[i + 1 :]}" for i in range(3) for letter in LETTERS}
