@@ -169,6 +169,12 @@ def test_a_fast_a_slow_and_a_flaky_task_are_trained_in_equal_parts_at_every_step
     assert off_target(run, {"fast": 1, "slow": 1, "flaky": 1}) == 0
 
 
+def test_once_a_task_has_left_the_others_are_trained_in_equal_parts_at_every_step() -> None:
+    shops = [Workshop("fast", 0.5), Workshop("slow", 10.0), Workshop("leaver", 1.0, away=(5.0, 1e9))]
+    run = simulate(shops, (1, 1, 1), steps=30)
+    assert run.per_step[15:] == [Counter(fast=3, slow=3)] * 15
+
+
 def test_a_task_that_falls_silent_unnoticed_is_waited_for_once_and_holds_up_nobody_after_it_is_given_up() -> None:
     shops = [Workshop("good", 1.0), Workshop("dead", 1.0, dies_s=20.0, away=(90.0, 1e9))]
     run = simulate(shops, (1, 1), steps=60, max_staleness=2)

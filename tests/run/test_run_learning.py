@@ -1,14 +1,10 @@
-"""A run that cannot learn says so; held-out scores count more than full marks."""
+"""A run that cannot learn says so."""
 
-import asyncio
-import math
 from collections.abc import Sequence
 
-from shoal.interfaces import Purpose
-from shoal.rollout.evaluation import evaluation
 from shoal.run.result import Learning
 from shoal.trainer.advantage import turn_returns
-from shoal.types import Group, Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
+from shoal.types import Group, Message, Reward, Role, Rollout, Task
 
 EQUAL, DIFFERENT = (0.0, 0.0), (0.0, 1.0)
 
@@ -72,24 +68,3 @@ def test_groups_that_are_compared_with_one_another_teach_when_they_differ_from_o
     learning = Learning(turn_returns, within_groups=True)
     learning.stepped(step((0.0,), (1.0,)))
     assert learning.warning != ""
-
-
-class Marks:
-    """Implements `interfaces.Runner`: each task's answer is its reward; without one the scorer fails."""
-
-    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
-        if task.answer is None:
-            reward = Reward(0.0, RewardStatus.FAILED, evidence="mine.py:2")
-            return (Rollout(task.id, (), (), reward, RolloutStatus.FAILED, "scorer: failed: mine.py:2"),)
-        return (Rollout(task.id, (), (), Reward(float(task.answer))),)
-
-
-def test_partial_credit_shows_in_the_mean_reward_and_what_cannot_be_scored_in_a_reason() -> None:
-    tasks = [Task(f"t{i}", "s", (), answer) for i, answer in enumerate(("0.5", "0.25", "1.0", "0.25", None))]
-    evaluated = asyncio.run(evaluation(tasks, Marks()))
-    values = evaluated.values
-    assert (values["sampled"], values["sampled_reward"], values["greedy_reward"]) == (0.25, 0.5, 0.5)
-    assert (values["questions"], values["unscored"], values["sampled/s"]) == (5, 2, 0.25)
-    assert evaluated.failure == "scorer: failed: mine.py:2"
-    nothing = asyncio.run(evaluation(tasks[-1:], Marks())).values
-    assert math.isnan(nothing["sampled_reward"])

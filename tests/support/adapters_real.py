@@ -29,7 +29,7 @@ async def verifiers(python: str) -> None:
     """Served by a process with verifiers and without torch; two turns of each rollout are on the ledger."""
     with TaskServer(["guess"]) as hub:
         command = [python, "-m", "shoal.cli", "task", "serve", "vf_tasks:guess", "--orchestrator", hub.url]
-        path = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
+        path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
         with subprocess.Popen(  # noqa: ASYNC220
             command, cwd=HERE, env={**os.environ, "PYTHONPATH": path}
         ) as process:

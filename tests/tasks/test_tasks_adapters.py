@@ -1,12 +1,16 @@
 """Tasks written for other frameworks: TRL's reward functions and environments, OpenEnv's servers.
 
-OpenEnv's server here speaks as openenv-core 0.3 does; `make adapters` has the real one, and verifiers.
+OpenEnv's server here speaks as openenv-core 0.3 does, and the environment of verifiers is asked as in 0.4;
+`make adapters` has the real ones.
 """
 
 import asyncio
 import json
+import os
 import random
+import sys
 import threading
+from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
@@ -15,9 +19,11 @@ from trl.rewards import think_format_reward
 from openenv_game_client import Scripted, played_game
 from shoal.environments.openenv import openenv_task
 from shoal.environments.trl import trl_task
+from shoal.environments.verifiers import verifiers_task
 from shoal.errors import TaskError
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Message, RewardStatus, Role, Split, ToolCall
+from verifiers_alike import MODULES
 
 ROWS = [{"prompt": f"double {n}", "answer": str(2 * n), "n": n} for n in range(40)]
 CHATS = [{"prompt": [{"role": "user", "content": f"double {n}"}], "answer": str(2 * n)} for n in range(40)]
@@ -237,3 +243,53 @@ def test_an_openenv_server_that_is_away_is_the_environment_s_failure() -> None:
     served = openenv_task("game", "http://127.0.0.1:9")
     with pytest.raises(EnvironmentFailed):
         served.draw(Split.TRAIN, 0)
+
+
+@pytest.fixture
+def verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verifiers, as far as Shoal uses it."""
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_a_verifiers_taskset_is_drawn_and_its_episodes_earn_what_their_traces_earn() -> None:
+    env: Any = {"rewards": [0.5, 0.25], "taskset": {"system": "Be brief."}}
+    served = verifiers_task("sums", taskset="add", env=env, most_tasks=5, max_running=7, eval_share=0.5)
+    assert (served.name, served.converses, served.scores, served.max_running) == ("sums", True, False, 7)
+    drawn = [served.draw(split, index) for split in Split for index in range(30)]
+    assert {tuple(one.content for one in task.messages) for task in drawn} == {
+        ("Be brief.", f"add {i}") for i in range(5)
+    }
+    at = Scripted()
+    at.base_url = "http://session"
+
+    async def main() -> list[float | None]:
+        outcomes = await asyncio.gather(*(served.rollout(task, at) for task in drawn[:3]))
+        return [outcome.reward for outcome in outcomes]
+
+    assert asyncio.run(main()) == [0.75] * 3
+    for task, (played, times, context) in zip(drawn, served.author._env.played, strict=False):
+        assert (played.data.prompt_text, times) == (task.messages[1].content, 1)
+        assert (context.model, context.client.base_url) == ("policy", "http://session")
+        assert os.environ[context.client.api_key_var], "verifiers wants one"
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_what_goes_wrong_in_a_verifiers_episode_or_before_it_is_the_environment_s_failure() -> None:
+    def of(**env: Any) -> Any:
+        return verifiers_task("sums", taskset="add", env=env, most_tasks=5)
+
+    async def failures(served: Any) -> list[str]:
+        task = served.draw(Split.TRAIN, 0)
+        ended = await asyncio.gather(*(served.rollout(task, Scripted()) for _ in range(2)), return_exceptions=True)
+        ended.append((await served.rollout(task, Scripted())).reward)
+        return [str(one) if isinstance(one, EnvironmentFailed) else one for one in ended]
+
+    assert asyncio.run(failures(of(away=[1]))) == ["ConnectionError: no container"] * 2 + [1.0], "it is tried again"
+    for env, why in (({"wrong": ["full", "late"]}, "SandboxError: full"), ({"broken": "bug"}, "EnvError: bug")):
+        with pytest.raises(EnvironmentFailed, match=f"^{why}$"):
+            asyncio.run(failures(of(**env)))
+    with pytest.raises(ValueError, match="rewards"):
+        of(id="plain", rewards=[1.0])
+    assert of(id="plain").draw(Split.TRAIN, 0).messages[0].content.startswith("add ")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import service_tasks
-from shoal.config import TaskConfig
+from shoal.config import Config, TaskConfig
 from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Environment
-from shoal.tasks.library import written
+from shoal.tasks.library import library_of, written
 from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import (
     PATH,
@@ -43,6 +44,7 @@ from shoal.tasks.remote_server import NO_PROCESS, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, definition_at
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
+from until import until
 
 ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
 SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
@@ -252,6 +254,27 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
             server.wait(server.call("fast", DrawJob(Split.TRAIN, 0), JobTask, 0.3))
 
 
+def test_the_library_of_a_configuration_waits_for_workers_at_its_address() -> None:
+    async def main(port: int) -> None:
+        serving = asyncio.create_task(RemoteWorker(service_tasks.Fast, f"http://127.0.0.1:{port}").run())
+        tables = [
+            {"name": "fast", "service": "remote", "path": f"127.0.0.1:{port}"},
+            {"name": "hanoi", "service": "turns"},
+        ]
+        config = Config.model_validate({"tasks": tables, "seed": 3})
+        library = await asyncio.to_thread(library_of, config)
+        fast, hanoi = await asyncio.gather(*(one.drawn(Split.TRAIN, 1) for one in library.services))
+        assert fast == service_tasks.Fast.draw(Split.TRAIN, 1)
+        assert hanoi == written(config.tasks[1], 3).draw(Split.TRAIN, 1)
+        await asyncio.to_thread(library.__exit__)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    asyncio.run(main(port))
+
+
 def test_a_process_that_is_stopped_loses_its_jobs() -> None:
     with TaskServer(["slow"], lease_s=1.0) as server, serving("service_tasks:Slow", server.url) as other:
         service = RemoteEnvironment("slow", server)
@@ -353,6 +376,20 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
 
     with TaskServer(["fast"]) as server:
         asyncio.run(main(server))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what is given up is not closed
+def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() -> None:
+    async def main(server: TaskServer) -> None:
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+            await socket.send_str(HELLO.decode())
+            jobs = [ScoreJob(ASKED, ["x" * 1_000_000])] * 20
+            scoring = [asyncio.create_task(server.done(server.call("fast", job, JobScores, 60.0))) for job in jobs]
+            await until(lambda: server.status_of("fast")["running"] == len(jobs))
+            await asyncio.to_thread(server.__exit__)
+            assert {type(one) for one in await asyncio.gather(*scoring, return_exceptions=True)} == {EnvironmentFailed}
+
+    asyncio.run(main(TaskServer(["fast"], lease_s=600.0).__enter__()))
 
 
 def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:

@@ -25,7 +25,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 }
 
 
-class Calculator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Calculator(msgspec.Struct, frozen=True):
     """The reward is 1 when the last number of the first answer without a call is the value."""
 
     terms: int = 4

@@ -13,7 +13,7 @@ from shoal.types import Json, Message, Outcome, Role, Task
 _NUMBER = re.compile(r"\d+")
 
 
-class GuessNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GuessNumber(msgspec.Struct, frozen=True):
     """The reward is 1 when the number is found in time; `tries` that halve a range suffice for 2^tries - 1 numbers."""
 
     smallest: int = 1

@@ -16,7 +16,7 @@ GOAL = "C"
 _MOVE = re.compile(r"\b([ABC])\W*(?:to|->)?\W*([ABC])\b")
 
 
-class Hanoi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Hanoi(msgspec.Struct, frozen=True):
     """The reward is 1 when all disks are on peg C in time. A move against the rules gets a hint, and counts."""
 
     disks: int = 3

@@ -20,7 +20,7 @@ CHECKER = Code()
 """Processor time decides, also on a busy machine; wall time ends sleepers."""
 
 
-class Repair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Repair(msgspec.Struct, frozen=True):
     """The reward is 1 when all tests pass within the attempts."""
 
     attempts: int = 4

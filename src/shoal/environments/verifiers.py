@@ -37,7 +37,7 @@ def verifiers_task(
     An infinite taskset gives its first `most_tasks` tasks. `env` says where an agent runs: `{"agent": {"runtime":
     {"type": "subprocess"}}}`.
     """
-    table = (env or {}).get("taskset", {})
+    table = (env or {}).get("taskset")
     given = {**(env or {}), "taskset": {**(table if isinstance(table, dict) else {}), "id": taskset}}
     made = Verifiers(taskset, given, most_tasks)
     return Definition(name, made, eval_share=eval_share, max_running=max_running)
@@ -78,7 +78,7 @@ class Verifiers:
         """Starts the environment's shared resources, which last as long as this process."""
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_future()
-            self._holding = asyncio.create_task(self._hold(self._serving), name="serving a taskset")
+            self._holding = asyncio.create_task(self._hold(self._serving))
         await asyncio.shield(self._serving)
 
     async def _hold(self, up: "asyncio.Future[None]") -> None:

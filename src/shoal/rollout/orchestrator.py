@@ -269,7 +269,6 @@ class Orchestrator:
         for change in self._adjuster.adjust(growth):
             self._on_event("ratio", task=change.name, before=change.before, after=change.after, reason=change.reason)
         self._quotas.weigh(self._adjuster.weights)
-        self._buffer.balance(self._quotas.due)
 
 
 def attend(server: TaskServer, sources: Sequence[Source], wake: Callable[[], None]) -> None:

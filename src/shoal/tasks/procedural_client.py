@@ -58,7 +58,7 @@ class NoReply(TaskError):
     """The child took too long or died; whether such a question exists is not known."""
 
 
-class CheckSettings(msgspec.Struct, frozen=True, tag="check"):
+class CheckSettings(msgspec.Struct, tag="check"):
     """Asks whether settings are valid. `params` is a JSON object."""
 
     dataset: str
@@ -66,7 +66,7 @@ class CheckSettings(msgspec.Struct, frozen=True, tag="check"):
     level: int | None
 
 
-class Draw(msgspec.Struct, frozen=True, tag="draw"):
+class Draw(msgspec.Struct, tag="draw"):
     """Asks for the question at an index."""
 
     spec: Spec
@@ -75,7 +75,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     index: int
 
 
-class Redraw(msgspec.Struct, frozen=True, tag="redraw"):
+class Redraw(msgspec.Struct, tag="redraw"):
     """Asks for the question of a receipt."""
 
     spec: Spec
@@ -93,7 +93,7 @@ class Redrawn(NamedTuple):
     split: Split
 
 
-class ProceduralReply(msgspec.Struct, frozen=True):
+class ProceduralReply(msgspec.Struct):
     """The config of a `CheckSettings`, the `Task` of a `Draw`, the `Redrawn` of a `Redraw`, or an error."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")

@@ -119,7 +119,7 @@ class RemoteWorker:
                     if message.lease in running:
                         running[message.lease].cancel()
                 else:
-                    doing = asyncio.create_task(self._do(http, socket, message), name=f"job {message.lease}")
+                    doing = asyncio.create_task(self._do(http, socket, message))
                     running[message.lease] = doing
                     doing.add_done_callback(partial(running.pop, message.lease))
         finally:

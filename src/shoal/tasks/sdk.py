@@ -165,11 +165,11 @@ class Definition(Environment):
         """The rewards of some answers together, or of one that is a text."""
         n = 1 if isinstance(said, str) else len(said)
         try:
-            given = await called(method, task, said)
-            values = [given] if isinstance(said, str) else list(cast(Sequence[object], given))
+            given: Any = await called(method, task, said)
+            values = [given] if isinstance(said, str) else list(given)
             if len(values) != n:
                 raise ValueError(f"scores: expected {n} rewards, got {len(values)}")
-            return [one if isinstance(one, Reward) else Reward(float(cast(float, one))) for one in values]
+            return [one if isinstance(one, Reward) else Reward(float(one)) for one in values]
         except Exception as error:  # an author's code may raise anything: its failure is a status
             return [Reward(0.0, RewardStatus.FAILED, evidence=f"{self.name}: {described(error)}")] * n
 

@@ -1,0 +1,29 @@
+"""Held-out scores count more than full marks."""
+
+import asyncio
+import math
+
+from shoal.interfaces import Purpose
+from shoal.rollout.evaluation import evaluation
+from shoal.types import Reward, RewardStatus, Rollout, RolloutStatus, Task
+
+
+class Marks:
+    """Implements `interfaces.Runner`: each task's answer is its reward; without one the scorer fails."""
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        if task.answer is None:
+            reward = Reward(0.0, RewardStatus.FAILED, evidence="mine.py:2")
+            return (Rollout(task.id, (), (), reward, RolloutStatus.FAILED, "scorer: failed: mine.py:2"),)
+        return (Rollout(task.id, (), (), Reward(float(task.answer))),)
+
+
+def test_partial_credit_shows_in_the_mean_reward_and_what_cannot_be_scored_in_a_reason() -> None:
+    tasks = [Task(f"t{i}", "s", (), answer) for i, answer in enumerate(("0.5", "0.25", "1.0", "0.25", None))]
+    evaluated = asyncio.run(evaluation(tasks, Marks()))
+    values = evaluated.values
+    assert (values["sampled"], values["sampled_reward"], values["greedy_reward"]) == (0.25, 0.5, 0.5)
+    assert (values["questions"], values["unscored"], values["sampled/s"]) == (5, 2, 0.25)
+    assert evaluated.failure == "scorer: failed: mine.py:2"
+    nothing = asyncio.run(evaluation(tasks[-1:], Marks())).values
+    assert math.isnan(nothing["sampled_reward"])
