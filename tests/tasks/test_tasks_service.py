@@ -1,6 +1,7 @@
 """Who works on what: a service by itself, and processes of real services at a real run."""
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -378,7 +379,7 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
         asyncio.run(main(server))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what is given up is not closed
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the connection that is given up
 def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() -> None:
     async def main(server: TaskServer) -> None:
         async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
@@ -390,6 +391,7 @@ def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() ->
             assert {type(one) for one in await asyncio.gather(*scoring, return_exceptions=True)} == {EnvironmentFailed}
 
     asyncio.run(main(TaskServer(["fast"], lease_s=600.0).__enter__()))
+    gc.collect()
 
 
 def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:
