@@ -9,12 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
 
+import aiohttp
 import pytest
 import uvicorn
 
@@ -207,17 +209,22 @@ def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: C
     assert after.sittings[-2:] == before.sittings
 
 
-def test_no_two_challenges_share_questions_and_a_restarted_judge_asks_the_same(
+def test_no_two_challenges_of_a_round_or_of_two_share_questions_and_a_restarted_judge_asks_the_same(
     judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
     async def main() -> None:
         first, second = await challenged(judge), await challenged(judge)
         other = await challenged(judge, OTHER)
-        texts = [tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other)]
-        assert len(set(texts)) == 3
         again = Judge(judge.store, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
         _, verdict = opened(await again.verdict(answers(first, right(first))), ChallengeVerdict)
         assert verdict.score == 0.5
+        clock.now_s += 3600
+        later = await challenged(judge)
+        assert (later.sitting, later.attempt) == (first.sitting + 1, first.attempt)
+        found = [
+            tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other, later)
+        ]
+        assert len(set(found)) == 4
 
     asyncio.run(main())
 
@@ -395,17 +402,41 @@ CHEATS = [
 """Done to a challenge that was not answered."""
 
 
+@asynccontextmanager
+async def served(judge: Judge) -> AsyncIterator[str]:
+    """The URL of a judge."""
+    with listening_socket("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+def test_a_browser_is_told_what_is_a_page_and_what_is_a_message_of_the_protocol(judge: Judge, clock: Clock) -> None:
+    async def main() -> None:
+        judge.ledger()
+        clock.now_s += 3600 + 601
+        async with served(judge) as url, aiohttp.ClientSession() as http:
+            for path, kind in {
+                "/": "text/html; charset=utf-8",
+                "/style.css": "text/css; charset=utf-8",
+                "/leaderboard.json": "application/json",
+                "/ledger": "application/octet-stream",
+                "/sittings/0/0": "application/octet-stream",
+            }.items():
+                async with http.get(url + path) as reply:
+                    assert (reply.status, reply.headers["content-type"]) == (200, kind), path
+
+    asyncio.run(main())
+
+
 def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) -> None:
     async def main() -> None:
-        with listening_socket("127.0.0.1", 0) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+        async with served(judge) as url:
             dead = ChatModel("http://127.0.0.1:9/v1", "m")
             with pytest.raises(EngineUnavailable, match=r"model http://127\.0\.0\.1:9/v1: "):
                 await take(url, dead, ME, arm=Condition.SOLO, round_=1, clock=judge.now_s, retry_s=0.001)
-            server.should_exit = True
-            await serving
 
     asyncio.run(main())
     assert judge.store.standings(judge.now_s()) == []
@@ -416,6 +447,8 @@ def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
     assert list(fitting(short)) == short
     assert len(signed(ME, Answers(HERE.peer_id, "x", fitting(long)))) <= MOST_BYTES
     assert {len(text) for text in fitting(long)} == {(MOST_BYTES - 8192) // 27 // 3}
+    full = ["a" * 16_384] * 15 + ["a" * 8192]
+    assert list(fitting(full)) == full
 
 
 def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, drawer: ProceduralClient) -> None:

@@ -1,5 +1,6 @@
 """The statistics of swarm against solo, against counting by hand."""
 
+import io
 import itertools
 import math
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import colors, image
 from scipy import stats
 
-from shoal.swarm.judge.comparison import binned, compare, mann_whitney
+from shoal.swarm.judge.comparison import COLOURS, binned, compare, comparison_png, mann_whitney
 from shoal.swarm.judge.messages import Condition
 from shoal.swarm.judge.store import Judged
 
@@ -68,7 +70,7 @@ def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> Non
     assert [point.swarm.mean for point in found.raw] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
     assert [point.swarm.mean for point in found.cohort] == pytest.approx([0.8] * 5)
     assert [point.swarm.nodes for point in found.raw] == [4, 4, 2, 2, 2]
-    assert found.horizon == 40
+    assert (found.bin_rounds, found.horizon) == (10, 40)
     assert (found.raw[0].swarm.low, found.raw[0].swarm.high) == (0.2, 0.8)
 
 
@@ -99,6 +101,15 @@ def test_one_arm_alone_is_drawn_and_not_tested() -> None:
     assert found.horizon is None
     assert found.cohort == ()
     assert [point.swarm.mean for point in found.raw] == [0.1, 0.2]
+
+
+def test_the_lines_of_the_picture_can_be_read_on_their_bands() -> None:
+    scores = {Condition.SWARM: (0.2, 0.9), Condition.SOLO: (0.1, 0.8)}
+    results = [one for arm, two in scores.items() for score in two for one in curve(f"{arm} {score}", arm, [score] * 5)]
+    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10))))[..., :3]
+    for colour in COLOURS.values():
+        share = np.isclose(pixels, colors.to_rgb(colour), atol=0.01).all(axis=-1).mean()
+        assert 0 < share < 0.02  # a line and its points; a whole band is a third of the picture
 
 
 def test_nothing_judged_is_nothing_compared() -> None:

@@ -51,10 +51,10 @@ class Stranger:
     def peer_id(self) -> str:
         return self.identity.peer_id
 
-    async def says(self, claim: Claim, *answers: str) -> None:
-        rollouts = tuple(OfferedRollout(answer) for answer in answers)
-        content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", time.time())
-        await self.sends(self._signer.frame(Kind.OFFER, wire.encode(content), time.time()))
+    async def says(self, claim: Claim, *answers: str, now_s: float | None = None) -> None:
+        rollouts, now_s = tuple(OfferedRollout(answer) for answer in answers), now_s or time.time()
+        content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", now_s)
+        await self.sends(self._signer.frame(Kind.OFFER, wire.encode(content), now_s))
 
     async def sends(self, frame: bytes) -> None:
         await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
@@ -78,7 +78,12 @@ class Reef:
 
 
 def beside(
-    library: Library, folder: Path, model: Path, body: Callable[[Reef], Awaitable[None]], most_answers: int = 8
+    library: Library,
+    folder: Path,
+    model: Path,
+    body: Callable[[Reef], Awaitable[None]],
+    most_answers: int = 8,
+    clock: Callable[[], float] = time.time,
 ) -> None:
     """Runs `body` beside a node."""
 
@@ -88,7 +93,8 @@ def beside(
         async with RewardService(RewardConfig(timeout_s=TIMEOUT_S)) as scorer:
             swarm = SwarmConfig(external_groups=4)
             config = Config(tasks=TASKS, rollout=RolloutConfig(group_size=most_answers), swarm=swarm)
-            node = Node(Joined(hub.join(), own, Identity.fresh(), folder, config), scorer, load_renderer(model), 1024)
+            joined = Joined(hub.join(), own, Identity.fresh(), folder, config, clock=clock)
+            node = Node(joined, scorer, load_renderer(model), 1024)
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
             assert not running.done()
@@ -155,6 +161,24 @@ def test_a_group_of_a_peer_is_no_larger_than_one_s_own(library: Library, tmp_pat
         assert sorted(len(group.rollouts) for group in groups) == [2, 6]
 
     beside(library, tmp_path, tiny_model_dir, body, most_answers=6)
+
+
+def test_an_offer_is_ready_for_as_long_as_it_is_fresh_and_then_counts_as_stale_once(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    times_s = [1.8e9]
+
+    async def body(reef: Reef) -> None:
+        node = reef.node
+        await reef.stranger(known=True).says(reef.claims[0], reef.truth(0), "no", now_s=times_s[0])
+        await until(lambda: node.ready == 1)
+        times_s.append(times_s[0] + node.fresh_s)
+        assert (node.ready, node.ingress.refused[Reason.STALE]) == (1, 0)
+        times_s.append(times_s[1] + 1)
+        for _ in range(2):
+            assert (node.ready, node.ingress.refused[Reason.STALE]) == (0, 1)
+
+    beside(library, tmp_path, tiny_model_dir, body, clock=lambda: times_s[-1])
 
 
 def test_one_content_is_praised_and_taken_once_whoever_signs_it(

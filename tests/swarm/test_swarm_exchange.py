@@ -159,6 +159,20 @@ def test_a_stream_that_somebody_else_made_is_used_if_it_keeps_the_swarm_and_what
     with_server(tmp_path, body)
 
 
+def test_a_reader_that_is_busy_for_a_minute_keeps_its_place_at_the_server(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        member = joined(server.url)
+        reading = asyncio.ensure_future(collected(member, 1))
+        await published(member, b"1")
+        await reading
+        client = await nats.connect(server.url)
+        (consumer,) = await client.jetstream().consumers_info("shoal-reef")
+        assert consumer.config.inactive_threshold == 60.0
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
 def test_what_anybody_stores_on_a_server_is_bounded(tmp_path: Path) -> None:
     async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
         client = await nats.connect(server.url)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 import time
@@ -20,7 +21,8 @@ from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalEr
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import answerer_of
-from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver
+from shoal.run.standstill import waits
+from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver, slip
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
@@ -106,6 +108,13 @@ def test_a_node_trains_on_what_a_rule_says_right_and_wrong(tmp_path: Path, tiny_
     assert generator.tally.shared == 6
     status = json.loads((tmp_path / "generator" / "status.json").read_text())
     assert (status["shared"], status["generator"]) == (6, "rule")
+
+
+def test_a_slip_changes_one_character_to_another_of_its_sort() -> None:
+    for seed in range(40):
+        wrong = slip("a1b2", random.Random(seed))
+        (change,) = [pair for pair in zip("a1b2", wrong, strict=True) if len(set(pair)) == 2]
+        assert change[0].isdigit() == change[1].isdigit()
 
 
 def settled(node: Node) -> bool:
@@ -270,6 +279,19 @@ def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
         await until(lambda: generator.status()["failure"] == "too long")
         answerer.failure = None
         await running
+
+    asyncio.run(main())
+
+
+def test_the_loops_of_a_peer_have_names_where_a_standstill_lists_what_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        generator = generator_of(Answers(), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01))
+        running = asyncio.ensure_future(generator.run())
+        await until(lambda: bool(generator.tally.shared))
+        names = {line.partition(" waits in ")[0] for line in waits(asyncio.get_running_loop())}
+        assert names > {"swarm: listening", "swarm: reporting", "generator: listening and reporting"}
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
 

@@ -46,7 +46,6 @@ class Generator(Peer):
         super().__init__(joined)
         self._answerer, self._pace = answerer, pace
         self._services = {service.name: service for service in services}
-        self._rng = random.Random(seed_for("generator", self.peer_id))
         self._failure, self._failures = "", 0
         """Reason of the last failure, and number of consecutive failures."""
 
@@ -85,8 +84,8 @@ class Generator(Peer):
     async def _share(self, number: int) -> bool:
         """Shares one group; returns whether it was done. A failure ends nothing once a group was shared."""
         wanted, names = self._wanted(), list(self._services)
-        name = self._rng.choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])[0]
         index = seed_for("generator", self.peer_id, self._signer.session, number) % 2**31
+        (name,) = random.Random(index).choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])
         try:
             task = await asyncio.to_thread(self._services[name].draw, Split.TRAIN, index)
             answers = await self._answerer.answers(task, min(self._pace.rollouts, MAX_ROLLOUTS))

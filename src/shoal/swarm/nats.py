@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hashlib
 import random
-import ssl
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -163,7 +162,6 @@ class NatsExchange:
                         connect_timeout=CONNECT_TIMEOUT_S,
                         ping_interval=PING_INTERVAL_S,
                         max_outstanding_pings=2,
-                        tls=ssl.create_default_context() if url.startswith(("tls://", "wss://")) else None,
                         user_credentials=_where(options.credentials, jwt=True),
                         nkeys_seed=_where(options.credentials, jwt=False),
                     )

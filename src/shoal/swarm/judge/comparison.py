@@ -160,7 +160,7 @@ def comparison_png(comparison: Comparison) -> bytes:
     _plot(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
     raw.set(ylabel="judged pass@1", ylim=(0, None))
     bins = f"rounds since a node was first judged, in bins of {comparison.bin_rounds}"
-    figure.supxlabel(f"{bins}\n{TEST}; filled: q <= {SIGNIFICANT:g}", size=8.5)
+    figure.supxlabel(f"{bins}\n{TEST}; filled: q <= {SIGNIFICANT:g}")
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=150)
     return data.getvalue()
