@@ -351,6 +351,37 @@ def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_a_peer_s_true_question_is_asked_and_its_answers_are_shown_with_this_node_s_verdict(tmp_path: Path) -> None:
+    async def main() -> None:
+        offers = [
+            Offer(
+                Claim("letters", f"say {c}", c),
+                (OfferedRollout(c), OfferedRollout("?")),
+                GeneratorKind.FROZEN,
+                "m",
+                1e9,
+            )
+            for c in "abcdefghijkl"
+        ]
+        async with site(tmp_path, before=offers) as at, Visitor(at.url) as ann:
+            await until(lambda: len(at.node._offered) == len(offers))
+            asked = await ann.ask()
+            letter = str(asked["question"])[-1]
+            await until(lambda: len(at.node.questions[str(asked["id"])].others) == 2)
+            right = {
+                "generator": "frozen",
+                "model": "m",
+                "text": letter,
+                "status": "scored",
+                "reward": 1.0,
+                "right": True,
+            }
+            wrong = {**right, "text": "?", "reward": 0.0, "right": False}
+            assert (await ann.say(asked, letter))["others"] == [right, wrong]
+
+    asyncio.run(main())
+
+
 def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "banned.txt").write_text(f"{PEER.peer_id}\n")
     claim = Claim("letters", "say b", "b")

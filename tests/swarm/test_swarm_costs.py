@@ -159,6 +159,7 @@ def test_a_group_of_a_peer_is_no_larger_than_one_s_own(library: Library, tmp_pat
         await until(lambda: reef.node.ready == 2)
         groups = await reef.node.take(0, logprobs)
         assert sorted(len(group.rollouts) for group in groups) == [2, 6]
+        assert reef.node.ready == 0  # each is trained on once
 
     beside(library, tmp_path, tiny_model_dir, body, most_answers=6)
 
