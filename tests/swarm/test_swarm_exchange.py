@@ -372,6 +372,17 @@ def test_tls_is_used_when_asked_for_and_an_unknown_certificate_is_not_believed(
     with_server(tmp_path / "server", body, tls_cert=cert, tls_key=key)
 
 
+def test_a_server_without_tls_is_told_nothing_where_the_url_asks_for_tls(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        member = joined(server.url.replace("nats://", "tls://"))
+        reading = asyncio.ensure_future(collected(member, 1))
+        await until(lambda: member.connected or bool(member.failure))
+        reading.cancel()
+        assert (member.connected, member.failure) == (False, "the server offers no TLS")
+
+    with_server(tmp_path, body)
+
+
 @pytest.mark.parametrize(
     ("servers", "swarm", "sentence"),
     [

@@ -16,6 +16,7 @@ import random
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import nats
 from nats.aio.client import Client
@@ -46,6 +47,18 @@ STREAM_BYTES = 256 * 1024 * 1024
 _FAILURES = (ExchangeUnavailable, nats.errors.Error, OSError, ValueError, RuntimeError, AttributeError)
 # nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
 # has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
+
+
+class _TlsClient(Client):
+    """Client that ends a connection before it says anything, its token included, to a server without TLS.
+
+    nats-py goes on in plain text there, whatever the URL.
+    """
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if not info.get("tls_required"):
+            raise nats.errors.Error("the server offers no TLS")
+        await super()._process_info(info, initial_connection)
 
 
 class NatsExchange:
@@ -150,7 +163,7 @@ class NatsExchange:
         options = self._options
         failure: Exception = OSError("no server")
         for url in random.sample(options.servers, len(options.servers)):
-            client = Client()
+            client = _TlsClient() if url.startswith("tls://") else Client()
             try:
                 async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):
                     await client.connect(
