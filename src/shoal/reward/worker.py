@@ -5,6 +5,7 @@ judgement may ignore the signal, in one long multiplication of C for instance. T
 a second or two later.
 """
 
+import _signal  # type: ignore[import-not-found]  # its `signal` takes a tenth of the time, once for each answer
 import math
 import resource
 import signal
@@ -43,7 +44,7 @@ def within(cpu_s: float, judge: Judging, answer: str) -> tuple[float, str]:
             raise OutOfTime
 
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
-    signal.signal(signal.SIGPROF, stop)
+    _signal.signal(signal.SIGPROF, stop)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + 1, hardest))
     signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
     try:
