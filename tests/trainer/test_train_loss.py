@@ -338,6 +338,18 @@ def test_an_own_loss_may_teach_only_the_tokens_on_one_side_of_the_proximal_weigh
     assert torch.count_nonzero(taught.loss_T) == 1
 
 
+def each_row_alike(streams: Streams) -> Tensor:
+    """A user's own loss, which counts the tokens of each row."""
+    counts_R = torch.bincount(streams.row_T, minlength=streams.rows)
+    return -streams.advantage_T * streams.logp_T / counts_R[streams.row_T]
+
+
+def test_an_own_loss_may_reckon_by_rows() -> None:
+    ones_T = torch.ones(3)
+    streams = Streams(-ones_T, -ones_T, -ones_T, ones_T, torch.tensor([0, 0, 1]), 2)
+    assert own_loss(f"{__name__}:each_row_alike")(streams).loss_T.tolist() == [0.5, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in LOSSES.values() if kind is not OwnLoss])
 def test_every_loss_reads_the_weights_that_drew_each_token_unless_it_says_that_it_has_no_ratio(
     kind: type[Section],

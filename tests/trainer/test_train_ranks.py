@@ -99,6 +99,8 @@ def part(rank: int, model_dir: Path, out: Path) -> None:
             assert kept < 0.6 * sum(p.numel() for p in resumed._reference.parameters())
         distributed.barrier()  # the first rank may still be writing
         resumed.load(folder / "0")
+        moments = [tensor for key, tensor in resumed._optimizer.state().items() if key.startswith("exp_avg")]
+        assert 0 < sum(local(one).numel() for one in moments) < 0.6 * sum(one.numel() for one in moments)
         resumed.count_push()
         resumed.step(groups(1), version=4)
         (folder / "resumed").mkdir(exist_ok=True)
