@@ -23,7 +23,8 @@ def test_the_demo_makes_its_model_once_and_a_few_steps_make_it_better(tmp_path: 
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures.keys() >= FIGURES
     assert figures["warm_start_s"] > 0
-    assert figures["accuracy_after"] > figures["accuracy_before"] > 0.1, "the warm start knows the task"
+    assert figures["accuracy_after"] > figures["accuracy_before"]
+    assert figures["greedy_before"] > 0.3, "the warm start knows the task"
     assert "making the small model (once): step 600 of 600, loss" in done.stderr
     assert "What was learned is a skill" in done.stdout
     assert (tmp_path / "run" / "report.png").stat().st_size > 0
