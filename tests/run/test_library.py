@@ -15,8 +15,6 @@ from shoal.config import ModelConfig
 from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
 from shoal.errors import ConfigError
 from shoal.run.library import config_of
-from shoal.trainer.advantage import own_advantage
-from shoal.trainer.loss import own_loss
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -27,22 +25,8 @@ def reinforce(s):
     return -(s.logp_T - s.behav_T).exp().detach().clamp(max=2) * s.advantage_T * s.logp_T
 def flat(s):
     return s.advantage_T
-def short(s):
-    return s.logp_T[:-1]
-def not_finite(s):
-    return s.logp_T.log()
-def steep(s):
-    return (s.logp_T - s.logp_T.detach()).abs().sqrt()
-def raises(s):
-    return 1 / 0
-def text(s):
-    return "loss"
 def centred(rewards):
     return [[reward - sum(group) / len(group) for reward in group] for group in rewards]
-def one(rewards):
-    return [[1.0]]
-def not_a_number(rewards):
-    return [[float("nan")] * len(group) for group in rewards]
 """
 
 
@@ -124,33 +108,6 @@ def test_rows_become_a_file_of_questions() -> None:
     (task,) = config_of("demo", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]).tasks
     rows = [json.loads(line) for line in Path(task.path or "").read_text().splitlines()]
     assert rows[3] == {"prompt": "3+1=", "answer": "4"}
-
-
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("flat", "expected a gradient"),
-        ("short", r"shape \[6\], got shape \[5\]"),
-        ("not_finite", "expected finite numbers"),
-        ("steep", "expected a finite gradient"),
-        ("raises", "ZeroDivisionError"),
-        ("text", "expected a tensor or a TokenLoss, got str"),
-        ("nowhere", "cannot be imported"),
-    ],
-)
-def test_a_loss_that_cannot_be_trained_with_is_refused_before_the_first_step(
-    mine: Callable[[str], str], name: str, complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        own_loss(mine(name))
-
-
-@pytest.mark.parametrize(("name", "complaint"), [("one", r"expected one number for each"), ("not_a_number", "finite")])
-def test_an_advantage_that_cannot_be_trained_with_is_refused(
-    mine: Callable[[str], str], name: str, complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        own_advantage(mine(name))
 
 
 def test_an_own_loss_trains_as_the_same_formula_of_shoal_does(mine: Callable[[str], str], tiny_model_dir: Path) -> None:

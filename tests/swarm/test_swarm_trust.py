@@ -17,8 +17,10 @@ from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, re
 from shoal.swarm.trust import (
     ESTABLISHED,
     LIARS,
+    MOST_RATED,
     WINDOW,
     Bucket,
+    Buckets,
     IngressFilter,
     PeerRecord,
     Reason,
@@ -360,6 +362,14 @@ def test_a_bucket_never_gives_more_than_its_burst_and_its_rate(
     for now_s, amount in takes:
         given_out += amount if bucket.take(now_s, amount) else 0.0
     assert given_out <= burst + rate_per_s * max((now_s for now_s, _ in takes), default=0.0) + 1e-6
+
+
+def test_each_name_has_a_bucket_of_its_own_and_those_that_asked_long_ago_a_full_one() -> None:
+    buckets = Buckets(rate_per_s=0.1, burst=1)
+    assert [buckets.take(name, 0.0) for name in ("a", "b", "a")] == [True, True, False]
+    for number in range(MOST_RATED):
+        buckets.take(str(number), 0.0)
+    assert buckets.take("a", 0.0), "the table holds no more names"
 
 
 def test_random_damage_to_frames_never_raises_and_never_enters() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from reference import token_rows
 from shoal.config.training import TrainConfig
+from shoal.errors import ConfigError
 from shoal.trainer.advantage import (
     STD_EPS,
     Kind,
@@ -18,6 +19,7 @@ from shoal.trainer.advantage import (
     is_informative,
     mask_tokens,
     overlong_penalty,
+    own_advantage,
     returns_of,
     rows,
     step_samples,
@@ -102,6 +104,27 @@ def halved(rewards: list[list[float]]) -> list[list[float]]:
 
 def test_a_name_of_a_function_is_the_user_s_own_advantage() -> None:
     assert batch_advantages([[1.0, 0.0], [0.5]], f"{__name__}:halved") == [[0.5, 0.0], [0.25]]
+
+
+def one(rewards: list[list[float]]) -> list[list[float]]:
+    return [[1.0]]
+
+
+def not_a_number(rewards: list[list[float]]) -> list[list[float]]:
+    return [[math.nan] * len(group) for group in rewards]
+
+
+def raises(rewards: list[list[float]]) -> list[list[float]]:
+    return [[1 // 0] for _ in rewards]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("one", "expected one number for each"), ("not_a_number", "expected finite"), ("raises", "ZeroDivisionError")],
+)
+def test_an_advantage_that_cannot_be_trained_with_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        own_advantage(f"{__name__}:{name}")
 
 
 @given(uneven, st.sampled_from(KINDS))

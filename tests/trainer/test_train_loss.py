@@ -27,6 +27,7 @@ from shoal.config.training import (
     SoftAdaptiveLoss,
     TrainConfig,
 )
+from shoal.errors import ConfigError
 from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
@@ -363,3 +364,49 @@ def test_every_loss_reads_the_weights_that_drew_each_token_unless_it_says_that_i
     has_no_ratio = "no ratio" in (kind.__doc__ or "")
     assert (gradient(-1.0) == gradient(-1.0 - 2e-4)) == has_no_ratio
     assert has_no_ratio == (kind is PositiveOnlyLoss)
+
+
+def flat(streams: Streams) -> Tensor:
+    return streams.advantage_T
+
+
+def short(streams: Streams) -> Tensor:
+    return streams.logp_T[:-1]
+
+
+def not_finite(streams: Streams) -> Tensor:
+    return streams.logp_T.log()
+
+
+def steep(streams: Streams) -> Tensor:
+    return (streams.logp_T - streams.logp_T.detach()).abs().sqrt()
+
+
+def raises(streams: Streams) -> Tensor:
+    return streams.logp_T / (1 // 0)
+
+
+def refuses(streams: Streams) -> Tensor:
+    raise ConfigError("clip: expected a number above 0")
+
+
+def text(streams: Streams) -> str:
+    return "loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("flat", "expected a gradient"),
+        ("short", r"shape \[6\], got shape \[5\]"),
+        ("not_finite", "expected finite numbers"),
+        ("steep", "expected a finite gradient"),
+        ("raises", "ZeroDivisionError"),
+        ("refuses", "clip: expected a number above 0"),
+        ("text", "expected a tensor or a TokenLoss, got str"),
+        ("nowhere", "cannot be imported"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused_before_the_first_step(name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        own_loss(f"{__name__}:{name}")
