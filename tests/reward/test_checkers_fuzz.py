@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from checkers_fuzz import READERS, WORDS, Reader, findings, unbounded
+from checkers_fuzz import READERS, WORDS, Reader, complaint, findings, unbounded
 
 # Patterns that once hung the `math` checker, and the main process over tool calls.
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -39,6 +39,18 @@ def test_the_fuzzer_finds_what_once_hung(reader: Reader) -> None:
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_every_reader_is_linear_in_hostile_text(reader: Reader) -> None:
     assert list(findings(60, 1, [reader])) == []
+
+
+@pytest.mark.parametrize(
+    ("hung", "before", "unit"),
+    [(HUNG[1], "answer", "\n" * 1500), (HUNG[3], "", "\\boxed{" * 200)],
+    ids=["newlines", "boxes"],
+)
+def test_texts_that_once_took_quadratic_time_are_read_in_linear_time(hung: Reader, before: str, unit: str) -> None:
+    assert complaint(hung.read, before + unit, before + 2 * unit)
+    for reader in READERS:
+        if reader.name in ("mathematics", "answers"):
+            assert not complaint(reader.read, before + 8 * unit, before + 16 * unit), reader.name
 
 
 def test_the_whole_math_checker_keeps_its_bound() -> None:
