@@ -2,18 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from buffer_values import group
-from shoal.config import parse
+from buffer_values import rollout as sampled
+from shoal.config import Config, parse
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
+from shoal.experience.counts import task_counts
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.loop import TrainLoop
 from shoal.run.prepared import sampling_of
 from shoal.run.result import STEPS as WARNED_STEPS
@@ -21,8 +25,9 @@ from shoal.run.result import Learning
 from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition
+from shoal.trainer.advantage import is_informative, returns_of
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
-from shoal.types import Reward, Sample, Sampling, Task
+from shoal.types import Group, Reward, Sample, Sampling, Task
 from shoal.weights.store import WeightStore
 
 STEPS = 5
@@ -85,6 +90,23 @@ class Unmasked(TrainLoop):
         return super()._rows(groups, version)
 
 
+def differing(group_id: str, version: int, tokens: Sequence[int], rewards: Sequence[float]) -> Group:
+    """A group whose answers have these numbers of tokens and these rewards."""
+    plain = group(group_id, admitted=version)
+    rollouts = (
+        replace(sampled(one.id, (version,) * length), reward=Reward(value))
+        for one, length, value in zip(plain.rollouts, tokens, rewards, strict=True)
+    )
+    return replace(plain, rollouts=tuple(rollouts))
+
+
+async def draw_wrong_then_differing(buffer: Buffer) -> None:
+    """Before each group of which one answer is right a group of wrong answers of two lengths; for ever."""
+    for number in count():
+        version = await buffer.admit(f"g{number}", "chain_sum")
+        await buffer.add(differing(f"g{number}", version, (2, 8), (0.0, float(number % 2))))
+
+
 async def draw_groups(buffer: Buffer) -> None:
     """Groups whose first token is of the version before, and whose rewards differ; for ever."""
     number = 0
@@ -112,20 +134,27 @@ class Useless(TrainLoop):
         self.learning = Learning(lambda rollout: [0.0], within_groups=True, steps=before, useless=before)
 
 
-def ran(run_dir: Path, kind: type[TrainLoop] = TrainLoop, trainer: Recording | None = None) -> Recording:
+def ran(
+    run_dir: Path,
+    kind: type[TrainLoop] = TrainLoop,
+    trainer: Recording | None = None,
+    *,
+    config: Config = CONFIG,
+    drawing: Callable[[Buffer], Coroutine[None, None, None]] = draw_groups,
+) -> Recording:
     """What the trainer was given in a whole run."""
     trainer = trainer or Recording()
 
     async def main() -> None:
-        buffer = Buffer.open(run_dir, run_meta(CONFIG), max_running=9)
+        buffer = Buffer.open(run_dir, run_meta(config), max_running=9)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         parts: Any = SimpleNamespace(
-            config=CONFIG, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
+            config=config, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
             store=WeightStore(run_dir / "weights"), single_turn=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
         )  # fmt: skip
         loop = kind(parts, first_step=0, version=0)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(draw_groups(buffer)), tasks.create_task(loop.load_versions())]
+            beside = [tasks.create_task(drawing(buffer)), tasks.create_task(loop.load_versions())]
             await loop.run(tasks)
             for task in beside:
                 task.cancel()
@@ -182,6 +211,18 @@ def test_late_tokens_of_a_run_are_masked_and_the_others_are_not(tmp_path: Path) 
             assert trained == {version}, (step, row)
     report = audit(tmp_path)
     assert report.ok, report.sentences()
+
+
+def test_dynamic_sampling_drops_all_wrong_groups_of_which_the_trainer_would_punish_the_longer_answers(
+    tmp_path: Path,
+) -> None:
+    train = CONFIG.train.model_copy(update={"dynamic_sampling": True, "overlong_tokens": 4})
+    rollouts = CONFIG.rollout.model_copy(update={"max_tokens": 8})
+    config = CONFIG.model_copy(update={"train": train, "rollout": rollouts})
+    assert is_informative(differing("g", 0, (2, 8), (0.0, 0.0)), returns_of(train, 8))
+    ran(tmp_path, config=config, drawing=draw_wrong_then_differing)
+    counts = task_counts(tmp_path)["chain_sum"]
+    assert (counts.consumed, counts.dropped[UNINFORMATIVE]) == (STEPS, STEPS)
 
 
 def test_steps_that_are_too_old_to_be_replayed_leave_the_log(tmp_path: Path) -> None:
