@@ -182,20 +182,28 @@ class Costly:
         return self.now_s
 
 
-def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear() -> None:
-    at, said = ingress(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly()), seal()
+@pytest.mark.parametrize(
+    "authors", [[PEER] * 100, [Identity.fresh() for _ in range(100)]], ids=["one established", "newcomers together"]
+)
+def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear(authors: list[Identity]) -> None:
+    at = ingress(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly())
     established(at, PEER.peer_id)
-    heard = sum(
-        isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(tick)), VerifiedMessage)
-        for tick in range(100)
-    )
+    signers = {author.peer_id: seal(author) for author in authors}
+    frames = [signers[author.peer_id].frame(Kind.OFFER, PAYLOAD, NOW_S) for author in authors]
+    heard = sum(isinstance(at.admit(frame, NOW_S, float(i)), VerifiedMessage) for i, frame in enumerate(frames))
     assert heard == pytest.approx(100 * 0.1 + 2, abs=1.5)
     assert at.refused[Reason.FLOODING] == 100 - heard
 
 
 def longest(field: str, count: int, one: object) -> bytes:
     return wire.encode(
-        {"claim": msgspec.to_builtins(OFFER.claim), "generator": "rule", "made_s": 1.0, field: [one] * count}
+        {
+            "claim": msgspec.to_builtins(OFFER.claim),
+            "generator": "rule",
+            "model": "",
+            "made_s": 1.0,
+            field: [one] * count,
+        }
     )
 
 
@@ -203,7 +211,8 @@ def longest(field: str, count: int, one: object) -> bytes:
     ("kind", "payload"),
     [
         (Kind.OFFER, longest("rollouts", 149_000, {})),
-        (Kind.OFFER, longest("rollouts", 60, {"text": "x" * 8000})),
+        (Kind.OFFER, longest("rollouts", 70_000, {"text": ""})),
+        (Kind.OFFER, longest("rollouts", 65, {"text": "x" * 7000})),
         (Kind.OFFER, longest("nothing", 249_000, {})),
         (Kind.WANT, wire.encode({"needs": [["", 0]] * 170_000})),
     ],

@@ -1,0 +1,94 @@
+"""A peer reads frames so that its other tasks go on: one at a time, and no more than its share of the processor."""
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal import wire
+from shoal.config import Config, TaskConfig
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Signer
+from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.identity import Identity
+from shoal.swarm.offer import Want
+from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, Joined, Peer
+
+NOW_S = 1.8e9
+BATCHES = 3
+FRAMES = BATCHES * INTAKE_BATCH
+PAYLOAD = wire.encode(Want((("gcd", 0.5),)))
+
+
+class Ahead(selectors.SelectSelector):
+    """Waits for no timer: its time goes on to the next one."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now_s += max(0.0, timeout or 0.0)
+        return super().select(0)
+
+
+class Skipping(asyncio.SelectorEventLoop):
+    """An event loop in which sleeping takes no time, and nothing else takes any of its own."""
+
+    def __init__(self) -> None:
+        self._ahead = Ahead()
+        super().__init__(self._ahead)
+
+    def time(self) -> float:
+        return self._ahead.now_s
+
+
+class Costly:
+    """A timer by which each look at it is a while later."""
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s, self._now_s = look_s, 0.0
+
+    def __call__(self) -> float:
+        self._now_s += self._look_s
+        return self._now_s
+
+
+def read(folder: Path, timer: Callable[[], float], look_every_s: float) -> list[tuple[int, float]]:
+    """How many of the frames that lie there a peer has read at each look, and when."""
+
+    async def main() -> list[tuple[int, float]]:
+        hub, other = MemorySwarm(), Identity.fresh()
+        said = Signer(other, "reef", session=1)
+        for _ in range(FRAMES):
+            hub.put(Kind.WANT, other.peer_id, said.frame(Kind.WANT, PAYLOAD, NOW_S))
+        own = OwnTasks([])
+        config = Config(tasks=[TaskConfig(name="gcd")])
+        peer = Peer(Joined(hub.join(), own, Identity.fresh(), folder, config, clock=lambda: NOW_S, timer=timer))
+        listening = asyncio.create_task(peer.beside())
+        looks = [(0, 0.0)]
+        while peer.ingress.admitted < FRAMES:
+            assert not listening.done()
+            await asyncio.sleep(look_every_s)
+            looks.append((peer.ingress.admitted, asyncio.get_running_loop().time()))
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        own.close()
+        return looks
+
+    with asyncio.Runner(loop_factory=Skipping) as runner:
+        return runner.run(main())
+
+
+def test_between_two_frames_other_tasks_have_their_turn(tmp_path: Path) -> None:
+    counts = [count for count, _ in read(tmp_path, lambda: 0.0, 0.0)]
+    assert max(after - before for before, after in itertools.pairwise(counts)) == 1
+
+
+@pytest.mark.parametrize("frames_worth", [1.0, 60.0])
+def test_frames_are_read_as_seldom_as_they_are_dear(tmp_path: Path, frames_worth: float) -> None:
+    timer = Costly(frames_worth * FRAME_S / 3)  # the peer and its filter look at it so often while a frame is read
+    _, took_s = read(tmp_path, timer, 0.25)[-1]
+    before_last_batch = (BATCHES - 1) * INTAKE_BATCH * frames_worth
+    assert took_s == pytest.approx(max(0.0, before_last_batch / INTAKE_PER_S - INTAKE_BURST_S), abs=0.5)
