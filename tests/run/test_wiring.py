@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import count
@@ -15,6 +16,7 @@ from shoal.config import Config, parse
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.counts import task_counts
+from shoal.experience.log import FILE
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.dynamic_sampling import UNINFORMATIVE
@@ -105,6 +107,20 @@ async def draw_wrong_then_differing(buffer: Buffer) -> None:
     for number in count():
         version = await buffer.admit(f"g{number}", "chain_sum")
         await buffer.add(differing(f"g{number}", version, (2, 8), (0.0, float(number % 2))))
+
+
+class Copied(TrainLoop):
+    """Copies its log at each checkpoint as it then is, without its write-ahead log."""
+
+    async def _save(self, step: int) -> None:
+        await super()._save(step)
+        run_dir = self._parts.run_dir
+        alone = run_dir / f"alone-{step}"
+        alone.mkdir()
+        shutil.copy(run_dir / FILE, alone)
+
+    async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
+        """Keeps every step in the log."""
 
 
 async def draw_groups(buffer: Buffer) -> None:
@@ -231,6 +247,11 @@ def test_steps_that_are_too_old_to_be_replayed_leave_the_log(tmp_path: Path) -> 
     report = audit(tmp_path)
     assert report.ok, report.sentences()
     assert report.steps == STEPS
+
+
+def test_at_each_checkpoint_of_a_run_the_log_s_file_alone_has_all_its_steps(tmp_path: Path) -> None:
+    ran(tmp_path, Copied)
+    assert [audit(tmp_path / f"alone-{step}").steps for step in range(STEPS)] == list(range(1, STEPS + 1))
 
 
 def test_the_audit_finds_a_run_whose_loop_masked_nothing(tmp_path: Path) -> None:
