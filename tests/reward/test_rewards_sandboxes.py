@@ -20,6 +20,7 @@ from shoal.reward.code_runner import CodeScorer
 from shoal.reward.scorer import WorkerScorer
 from shoal.reward.service import RewardService
 from shoal.types import Json, Reward, RewardStatus, Task
+from until import until
 
 T = TypeVar("T")
 ADD = "def add(a, b): return a + b"
@@ -88,6 +89,21 @@ def test_a_program_that_holds_its_sandbox_keeps_no_other_one_waiting() -> None:
         holding.cancel()
         await asyncio.wait([holding])
         return holding.cancelled()
+
+    assert with_scorer(2, work)
+
+
+def test_a_program_that_holds_its_sandbox_keeps_no_answer_of_its_own_group_waiting() -> None:
+    def unscored() -> int:
+        return sum(one.get_name() == "sandbox" for one in asyncio.all_tasks())
+
+    async def work(scorer: CodeScorer) -> bool:
+        answers = [HOLDS, *(f"{ADD}  # {n}" for n in range(4))]
+        scoring = asyncio.create_task(scorer.score_by(Code(timeout_s=30.0), task(CALLS), answers))
+        await until(lambda: scorer.sandboxes == len(answers) and unscored() == 1, most_s=30)  # it holds it for longer
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        return scoring.cancelled()
 
     assert with_scorer(2, work)
 
