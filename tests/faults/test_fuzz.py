@@ -1,6 +1,11 @@
-"""A short run of `make fuzz`."""
+"""A short run of `make fuzz`, and what a page of another site may ask of its servers."""
 
-from fuzz_servers import fuzz
+import asyncio
+from pathlib import Path
+
+from starlette.types import ASGIApp, Message
+
+from fuzz_servers import applications, fuzz
 
 REQUESTS = 1400
 GROWTH_MB = 40.0
@@ -16,3 +21,45 @@ def test_hostile_requests_to_every_server_get_no_5xx_and_no_silence_and_leave_no
         assert statuses["200"] > REQUESTS / 7 / 20, f"{name} was never reached"
     for name, before in report["rss_before_mb"].items():
         assert report["rss_after_mb"][name] - before < GROWTH_MB
+
+
+async def status(app: ASGIApp, method: str, **headers: str) -> int:
+    """What an application says to a request for its first page."""
+    said: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    given = {
+        "host": "localhost",
+        "content-length": "2",
+        **{name.replace("_", "-"): text for name, text in headers.items()},
+    }
+    scope = {
+        "type": "http", "method": method, "path": "/", "query_string": b"", "root_path": "", "scheme": "http",
+        "headers": [(name.encode(), text.encode()) for name, text in given.items()],
+        "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 9),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return int(said[0]["status"])
+
+
+def test_no_server_answers_to_a_name_of_another_site_or_reads_a_body_that_needs_no_preflight(tmp_path: Path) -> None:
+    async def asked() -> dict[str, list[int]]:
+        async with applications(tmp_path) as apps:
+            return {
+                name: [
+                    await status(app, "GET", host="evil.example"),
+                    await status(app, "POST", host="evil.example:80", content_type="application/json"),
+                    await status(app, "POST", content_type="text/plain", authorization="Bearer t"),
+                    await status(app, "POST", authorization="Bearer t"),
+                ]
+                for name, app in apps.items()
+            }
+
+    refused = [421, 421, 415, 415]
+    names = ("gateway", "tasks", "rewards", "human", "judge", "view")
+    assert asyncio.run(asked()) == dict.fromkeys(names, refused)
