@@ -100,6 +100,24 @@ pair = double
 """,
         "call",
     ),
+    *_judged(
+        "take_output_from_frames_and_the_heap",
+        """
+import gc, sys
+n = int(input())
+wanted = (str(2 * n) + chr(10)).encode()
+def found(value, depth=0):
+    if isinstance(value, (bytes, bytearray)): return value is not wanted and wanted in value
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return depth < 4 and any(found(one, depth + 1) for one in inner)
+places, frame = [], sys._getframe()
+while frame:
+    places += [dict(frame.f_locals), dict(frame.f_globals)]
+    frame = frame.f_back
+print(2 * n if any(map(found, places)) or any(found(one, 3) for one in gc.get_objects()) else 0)
+""",
+        "stdin",
+    ),
     *_before("leave_a_solution_for_the_next", "import os\ntext = '#LEFT\\ndef double(x): return 2 * x\\ndef pair(x): return (x, 2 * x)\\n'\nfor p in ('left.py', 'solution.py', 'main.py', 'sitecustomize.py', '../left.py', '/tmp/left.py'):\n    try: open(p, 'w').write(text)\n    except OSError: pass", "call", "code", "pytest"),
     *_before("take_a_file_left_behind", "import glob\nfor p in glob.glob('**', recursive=True) + glob.glob('../*') + glob.glob('/tmp/left*'):\n    try: exec(open(p).read().partition('#LEFT')[2])\n    except Exception: pass", "call", "code", "pytest"),
     *_judged("read_what_is_open", "import os\nfound = b''\nfor n in range(64):\n    for read in (lambda: os.pread(n, 1 << 20, 0), lambda: (os.set_blocking(n, False), os.read(n, 1 << 16))[1]):\n        try: found += read()\n        except OSError: pass\nprint(42 if b'42' in found else 0)", "stdin"),
