@@ -1,5 +1,6 @@
 """Every process of a run has a GPU of its own, unless the configuration says that two share one."""
 
+import ast
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal import run
 from shoal.config import Config, parse
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
+from shoal.net.process import torch_environment
 from shoal.run.devices import Devices, devices_of, visible_gpus
 from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
 from shoal.run.plan import plan
+from shoal.run.training import train
 
 
 def config(*overrides: str) -> Config:
@@ -106,3 +110,44 @@ def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> No
         return seen
 
     assert asyncio.run(main()) == ["4", "GPU-9"]
+
+
+class Watched:
+    """What `prepare` makes, as far as the trainer's start reads it; ends the run when the first engine is asked for."""
+
+    devices = Devices(ranks=("GPU-7", "GPU-8"))
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @property
+    def model_dir(self) -> Path:
+        for children in Path("/proc/self/task").glob("*/children"):
+            for pid in children.read_text().split():
+                if b"shoal.trainer.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    self.seen += Path(f"/proc/{pid}/environ").read_text().split("\0")
+        raise ConfigError("enough was seen")
+
+
+def test_the_trainer_of_a_run_is_started_with_the_gpus_of_its_ranks(tmp_path: Path) -> None:
+    watched = Watched()
+    prepared: Any = watched
+    scorer: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match="enough was seen"):
+        asyncio.run(train(config(f"run_dir={tmp_path / 'run'}"), prepared, scorer=scorer))
+    expected = torch_environment(1, Devices(ranks=("GPU-7", "GPU-8")).ranks)
+    told = {name: value for name, value in expected.items() if "GPU-7" in value}
+    assert told
+    assert {f"{name}={value}" for name, value in told.items()} <= set(watched.seen)
+
+
+def test_whatever_starts_a_trainer_for_prepared_parts_names_their_gpus() -> None:
+    """An own loop's trainer, whose parts no test can replace, too."""
+    calls = [
+        ast.unparse(node)
+        for path in Path(run.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "TrainerProcess.child"
+    ]
+    assert len(calls) == 2
+    assert all(call.endswith(", prepared.devices.ranks)") for call in calls), calls
