@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shoal.config import ModelConfig
@@ -21,7 +25,7 @@ from shoal.errors import TrainerError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats
-from shoal.trainer.optim import learning_rate
+from shoal.trainer.optim import Optimizer, learning_rate
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
@@ -243,6 +247,41 @@ def test_loading_another_models_state_is_refused(tiny_model_dir: Path, tmp_path:
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "optimizer.safetensors").read_bytes())
     with pytest.raises(TrainerError, match="expected the tensors of this model"):
         ours.load(tmp_path)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that did not exist before, as many as are alive at once."""
+
+    def __init__(self, existing: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._existing = {StorageWeakRef(one.untyped_storage()).cdata for one in existing}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._alive.setdefault((found := StorageWeakRef(storage)).cdata, (found, storage.nbytes()))
+        new = [size for key, (_, size) in self._alive.items() if key not in self._existing]
+        self.peak_bytes = max(self.peak_bytes, sum(new))
+        return result
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_an_update_copies_no_more_than_single_weights(weight_decay: float) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
+    optimizer = Optimizer(model, TrainConfig(weight_decay=weight_decay))
+    for taken in range(2):  # the first one makes the moments
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        existing = [*model.parameters(), *(weight.grad for weight in model.parameters()), *optimizer.state().values()]
+        with Allocations([one for one in existing if one is not None]) as counted:
+            assert optimizer.update().taken
+        if taken:
+            assert 0 < counted.peak_bytes <= 8 * 64 * 64 * 4
 
 
 def test_published_weights_are_what_a_model_loads(tiny_model_dir: Path, tmp_path: Path) -> None:
