@@ -106,6 +106,24 @@ def test_the_readme_s_commands_are_the_makefile_s() -> None:
     assert {"demo", "test"} <= used <= targets
 
 
+def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:
+    text = " ".join((ROOT / "docs" / "orchestration.md").read_text().partition("## Automatic ratios")[2].split())
+    data = json.loads((ROOT / "experiments" / "balance" / "results" / "automatic.json").read_text())
+    before, after = data["evaluations"]
+    said = re.search(
+        r"for (\d+) steps .* Over the last (\d+) steps their shares were ([\d.]+), ([\d.]+) and (0\.\d+)", text
+    )
+    went = re.search(r"accuracy of `spell_backward` went from ([\d.]+) to ([\d.]+) \((\d+) questions\)", text)
+    assert said
+    assert went
+    assert [int(said[1]), int(said[2])] == [after["step"], data["window"]]
+    assert int(went[3]) == after["questions"] / len(data["shares"])
+    wanted = [data["shares"][task][-1] for task in ("mastered", "impossible", "spell_backward")]
+    wanted += [one["sampled/spell_backward"] for one in (before, after)]
+    found = [*said.groups()[2:], *went.groups()[:2]]
+    assert [float(one) for one in found] == pytest.approx(wanted, abs=0.0051)
+
+
 def test_functions_that_the_algorithms_name_exist() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
