@@ -6,12 +6,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.clock import run_virtual
+from buffer_values import META, open_buffer
 from buffer_values import group as made_group
 from shoal.experience.balance import PATIENCE_S
 from shoal.experience.buffer import Buffer
@@ -19,6 +21,7 @@ from shoal.experience.schema import RunMeta
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.orchestrator import CANCELLED, Orchestrator
 from shoal.types import Task
+from until import until
 
 GROUP_SIZE = 2
 
@@ -278,6 +281,35 @@ def test_a_source_that_can_run_more_says_so_and_is_asked_at_once() -> None:
         return seen
 
     assert run_virtual(main()) == [1, 3]
+
+
+@dataclass
+class Endless(Workshop):
+    """A workshop whose groups never end; it remembers the indices that are drawn."""
+
+    drawn: list[int] = field(default_factory=list)
+
+    async def draw(self, index: int) -> Task:
+        self.drawn.append(index)
+        return await super().draw(index)
+
+    async def rollouts(self, task: Task):
+        await asyncio.Event().wait()
+
+
+def test_a_resumed_run_continues_with_the_questions_after_those_that_were_in_flight(tmp_path: Path) -> None:
+    async def drawn(*, resume: bool, started: int) -> list[int]:
+        buffer = open_buffer(tmp_path, META, max_running=2, resume=resume)
+        shop = Endless("gsm", 1.0, buffer=buffer)
+        running = asyncio.create_task(Orchestrator([shop], {"gsm": 1.0}, buffer).run())
+        await until(lambda: buffer.counts["gsm"].started == started and len(shop.drawn) == 4)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await buffer.close()
+        return shop.drawn
+
+    assert asyncio.run(drawn(resume=False, started=2)) == [0, 1, 2, 3]
+    assert asyncio.run(drawn(resume=True, started=4)) == [2, 3, 4, 5]
 
 
 class Cancelling(Workshop):
