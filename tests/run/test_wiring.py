@@ -12,6 +12,8 @@ from typing import Any
 
 from buffer_values import group
 from buffer_values import rollout as sampled
+from chat_templates import renderer
+from gateway_engine import ScriptedEngine
 from shoal.config import Config, parse
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
@@ -19,6 +21,7 @@ from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.run.assemble import orchestrator, playing
 from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.loop import TrainLoop
 from shoal.run.prepared import sampling_of
@@ -257,3 +260,30 @@ def test_at_each_checkpoint_of_a_run_the_log_s_file_alone_has_all_its_steps(tmp_
 def test_the_audit_finds_a_run_whose_loop_masked_nothing(tmp_path: Path) -> None:
     ran(tmp_path, Unmasked)
     assert audit(tmp_path).findings.keys() == {Check.STALENESS}
+
+
+async def plays(task: Task, client: object) -> None:
+    """An agent that does nothing."""
+
+
+def test_no_more_of_a_task_plays_at_once_than_its_agent_or_environment_allows(tmp_path: Path) -> None:
+    agent = {"run": f"{__file__}:plays", "max_at_once": 5}
+    tasks = [{"name": "game"}, {"name": "acted", "agent": agent}, {"name": "asked"}]
+    config = parse({"tasks": tasks, "rollout": {"group_size": 2}})
+    author, single = SimpleNamespace(draw=lambda rng: "?"), SimpleNamespace(draw=lambda rng: "?", rollout=plays)
+    environments = {name: Definition(name, author, max_running=3) for name in ("acted", "asked")}
+    environments = {"game": Definition("game", single, max_running=3), **environments}
+    made = renderer("qwen3")
+    prepared: Any = SimpleNamespace(environments=environments, renderer=made, max_model_len=64, service=None)
+
+    async def allowed() -> tuple[dict[str, int | None], list[int | None]]:
+        buffer = Buffer.in_memory(run_meta(config), max_running=9)
+        answers: Any = SimpleNamespace(scorer=None)
+        trackers: Any = SimpleNamespace(log_event=print)
+        async with playing(config, prepared, ScriptedEngine(made), answers) as runner:
+            parts: Any = runner
+            groups = orchestrator(config, prepared, runner, buffer, trackers)._sources
+            rollouts = {name: one.max_at_once for name, one in parts.by_service.items()}
+            return rollouts, [groups[name].groups_at_once() for name in ("game", "acted", "asked")]
+
+    assert asyncio.run(allowed()) == ({"game": 3, "acted": 5}, [2, 3, None])
