@@ -91,6 +91,25 @@ def test_a_stream_gives_what_a_body_gives() -> None:
     run(scenario, TWO_CALLS, delay_s=0.15, keep_alive_s=0.05)
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
+def test_no_event_of_a_stream_comes_before_the_answer_is_whole_and_until_then_comments_come(path: str) -> None:
+    asked = {"model": "m", "stream": True, "max_tokens": 500, **({"input": "hi"} if "responses" in path else {})}
+
+    async def scenario(one: Served) -> None:
+        session, seen = one.gateway.sessions.open(), set[tuple[bytes, int]]()
+        async with aiohttp.ClientSession() as http:
+            url = f"{one.url}/s/{session.token}/{path}"
+            async with http.post(url, json={"messages": ASK, **asked}) as response:
+                assert response.status == 200
+                async for line in response.content:
+                    seen.add((line.partition(b":")[0].strip(), len(one.engine.drawn)))
+        assert (b"", 0) in seen
+        assert (b"data", 1) in seen
+        assert not {(b"event", 0), (b"data", 0)} & seen
+
+    run(scenario, "one two three", delay_s=0.3, keep_alive_s=0.02)
+
+
 def test_anthropic_s_client_uses_tools_and_streams() -> None:
     async def scenario(one: Served) -> None:
         session = one.gateway.sessions.open()
