@@ -10,7 +10,7 @@ from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
-from shoal.swarm.node import NEED_DECAY, Node
+from shoal.swarm.node import MOST_TAKEN, NEED_DECAY, STATUS_PEERS, Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
@@ -38,14 +38,22 @@ def rolled_out(task: Task, said: dict[str, float], reason: FinishReason = Finish
     return Group("g", task, tuple(rollouts), 0)
 
 
-def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_want(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
+def made(folder: Path, service: JsonlService, config: Config, hub: MemorySwarm) -> Node:
+    joined = Joined(hub.join(), OwnTasks([service]), Identity.fresh(), folder, config, clock=lambda: NOW_S)
+    return Node(joined, ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256)
+
+
+def letters_in(folder: Path) -> TaskConfig:
+    data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
-    letters = TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4)
+    return TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4)
+
+
+def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_want(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
     service, hub = JsonlService(letters, 0), MemorySwarm()
     config = Config(tasks=[letters], swarm=SwarmConfig(external_groups="adaptive", share="all"))
-    joined = Joined(hub.join(), OwnTasks([service]), Identity.fresh(), tmp_path, config, clock=lambda: NOW_S)
-    node = Node(joined, ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256)
+    node = made(tmp_path, service, config, hub)
     first, second = (service.draw(Split.TRAIN, i) for i in range(2))
 
     async def main() -> None:
@@ -66,3 +74,29 @@ def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_w
     assert other.rollouts == (OfferedRollout(second.answer or "", complete=False),)
     lacks = 1 - (NEED_DECAY * 0.5 + (1 - NEED_DECAY) * 1.0)
     assert [content for content in said if isinstance(content, Want)] == [Want((("letters", round(lacks, 3)),))]
+
+
+def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
+    node = made(tmp_path, JsonlService(letters, 0), Config(tasks=[letters]), MemorySwarm())
+    peers = [f"peer-{i}" for i in range(STATUS_PEERS + 9)]
+    for peer_id in peers:
+        node.ingress.praise(peer_id)
+    node._author_uses.update(peers[-5:])
+    listed = node.status()
+    assert listed["known_peers"] == len(peers)
+    assert isinstance(shown := listed["peers"], dict)
+    assert list(shown) == [*peers[-5:], *peers[: STATUS_PEERS - 5]]
+
+
+def test_uses_of_forgotten_authors_are_forgotten_at_a_bound(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
+    node = made(tmp_path, JsonlService(letters, 0), Config(tasks=[letters]), MemorySwarm())
+    node.ingress.praise("known")
+    uses = node._author_uses
+    uses.update({"known": 3, **dict.fromkeys(map(str, range(MOST_TAKEN - 1)), 1)})
+    node.choose()
+    assert len(node._author_uses) == MOST_TAKEN
+    uses["one more"] = 1
+    node.choose()
+    assert node._author_uses == {"known": 3}
