@@ -25,12 +25,30 @@
 Our own bugs are `AssertionError`s and keep their traceback.
 """
 
+import re
+
+MASK = "***"
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]+(?=@)")
+
+
+def without_credentials(text: str) -> str:
+    """The text with the credentials of its URLs masked.
+
+    >>> without_credentials("no answer from http://me:secret@here:8000/info")
+    'no answer from http://***@here:8000/info'
+    """
+    return _CREDENTIALS.sub(MASK, text)
+
 
 class ShoalError(Exception):
     """Something the user can act on: the text says what was expected, what came and what to do."""
 
     http_status = 500
     """Status of a server's answer to a request that fails with this error."""
+
+    def __init__(self, text: str = "") -> None:
+        """Credentials of URLs in the text are masked: errors become events, logs and pages."""
+        super().__init__(without_credentials(text))
 
 
 class ConfigError(ShoalError):

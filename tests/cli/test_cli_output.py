@@ -4,6 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from shoal.cli.swarm import app
 
 HOSTILE = "m\x1b[2J\r\nbanned \u202e"
 
@@ -39,3 +46,13 @@ def test_a_mistake_is_told_without_control_characters(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert r"\x1b[2J" in done.stderr
     assert "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "variable"), [("serve", "token", "SHOAL_SWARM_TOKEN"), ("join", "key", "SHOAL_MODEL_KEY")]
+)
+def test_a_secret_can_be_given_where_no_list_of_processes_shows_it(command: str, option: str, variable: str) -> None:
+    group: Any = get_command(app)
+    with CliRunner().isolation(env={variable: "secret"}):
+        context = group.commands[command].make_context(command, ["config.toml"][: command == "join"])
+    assert context.params[option] == "secret"

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,9 @@ import pytest
 
 from shoal.config import parse
 from shoal.engine.pool import EnginePool
-from shoal.errors import ChildDied, ConfigError
+from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
+from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.devices import Devices
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, _Keeper, engines
 from shoal.run.prepared import Prepared
@@ -68,6 +69,30 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
     assert len(said) == 2
     assert f"{'none of them' if useless == 'is no engine' else 'of another architecture'}" in said[1]
     assert "cannot join" in said[1]
+
+
+def test_the_credentials_of_an_engine_s_url_are_in_no_event_and_in_no_error(tmp_path: Path) -> None:
+    with closing(Trackers(JsonlTracker(tmp_path / "metrics.jsonl"))) as trackers:
+
+        def lost(how: str) -> None:
+            trackers.log_event("engine_lost", reason=how)
+
+        async def run() -> None:
+            late_url = free_url()
+            secret = late_url.replace("//", "//me:secret@")
+            with pytest.raises(ExceptionGroup) as caught:
+                await pool_of([secret], tmp_path, lost).__aenter__()
+            assert caught.group_contains(EngineUnavailable, match=r"no answer from http://\*\*\*@127")
+            assert not caught.group_contains(EngineUnavailable, match="secret")
+            late = stubbed(Stub(), int(late_url.rpartition(":")[2]))
+            async with stubbed(engine_stub()) as url, pool_of([url, secret], tmp_path, lost), late:
+                await until(lambda: "cannot join" in (tmp_path / "metrics.jsonl").read_text())
+
+        asyncio.run(run())
+    written = (tmp_path / "metrics.jsonl").read_text()
+    assert "no answer from http://***@127" in written
+    assert "http://***@127" in written.splitlines()[-1]
+    assert "secret" not in written
 
 
 def test_a_server_of_no_use_at_the_start_ends_it(tmp_path: Path) -> None:

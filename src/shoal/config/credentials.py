@@ -1,17 +1,14 @@
 """Credentials in urls, kept out of resolved.toml and of the report, in a file that only its owner reads."""
 
-import re
 from pathlib import Path
 
 import msgspec
 from pydantic import JsonValue
 
 from shoal.config.tree import mapped
-from shoal.errors import ConfigError
+from shoal.errors import MASK, ConfigError, without_credentials
 
 FILE = "credentials.json"
-MASK = "***"
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, JsonValue]:
@@ -25,10 +22,10 @@ def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, Json
     """
 
     def mask(where: str, value: JsonValue) -> JsonValue:
-        if not isinstance(value, str) or not _CREDENTIALS.search(value):
+        if not isinstance(value, str) or (shown := without_credentials(value)) == value:
             return value
         hidden[where] = value
-        return _CREDENTIALS.sub(MASK, value)
+        return shown
 
     shown: dict[str, JsonValue] = mapped(tree, mask)
     return shown
@@ -46,7 +43,7 @@ def restored(tree: dict[str, JsonValue], path: Path) -> dict[str, JsonValue]:
 
     def restore(where: str, value: JsonValue) -> JsonValue:
         whole = hidden.get(where, "")
-        return whole if value == _CREDENTIALS.sub(MASK, whole) else value
+        return whole if value == without_credentials(whole) else value
 
     whole: dict[str, JsonValue] = mapped(tree, restore)
     return whole

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from shoal.config import MetricsConfig
-from shoal.errors import ConfigError, RunDirError
+from shoal.errors import ConfigError, RunDirError, without_credentials
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
@@ -140,10 +140,14 @@ class JsonlTracker:
         self.write("step", {"step": step, **values})
 
     def write(self, kind: str, values: Record) -> Record:
-        """Writes one record and returns it; numbers that are not finite become null. Raises `RunDirError`."""
+        """Writes one record and returns it, without credentials of URLs; numbers that are not finite become null.
+
+        Raises `RunDirError`.
+        """
         time_s = round(self._clock() - self._started_at, 3)
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        record: Record = {"kind": kind, "time_s": time_s, **finite}
+        shown = {k: without_credentials(v) if isinstance(v, str) else v for k, v in finite.items()}
+        record: Record = {"kind": kind, "time_s": time_s, **shown}
         try:
             self._append(msgspec.json.encode(record) + b"\n")
         except OSError as error:
