@@ -104,6 +104,17 @@ def file_at(*parts: str) -> Callable[[Path], Path]:
     return make
 
 
+def of_file_in_run(name: str) -> Case:
+    """A run to be resumed, in which a file lies where a folder should be."""
+
+    def damage(folder: Path) -> Sequence[str]:
+        run = file_at("run", name)(folder).parent
+        (run / "log.sqlite").touch()
+        return [*dry_run(folder, f"--run_dir={run}"), "--resume"]
+
+    return Case(f"run with a file as {name}", damage, f"{name}: expected a folder, got a file")
+
+
 def of_run_dir(name: str, make: Callable[[Path], Path | str], names: str = "run") -> Case:
     """A place where no run can be written."""
 
@@ -239,6 +250,7 @@ CASES = [
     of_run_dir("not empty", lambda folder: folder, "exists already"),
     of_run_dir("/proc", lambda folder: "/proc/run", "/proc"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--resume", names="no run to resume"),
+    *map(of_file_in_run, ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive")),
     *(
         of_arguments(*f"{command.replace(' --', f' {run} --', 1) if ' --' in command else f'{command} {run}'}".split())
         for command in RUN_COMMANDS
