@@ -19,12 +19,12 @@ from shoal.experience import checkpoint
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
-from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.observe.metrics import JsonlTracker, Record, Trackers
 from shoal.reward.service import RewardService
 from shoal.run.loop import TrainLoop
 from shoal.run.rewards import ResumableRewards
 from shoal.run.run_dir import open_buffer as recovery_buffer
-from shoal.run.run_dir import run_meta
+from shoal.run.run_dir import opened_run, run_meta
 from shoal.types import Reward, Task
 from shoal.weights.store import WeightStore
 
@@ -107,6 +107,32 @@ def test_another_programs_lock_is_waited_out_and_told(tmp_path: Path) -> None:
         await buffer.close()
 
     asyncio.run(main())
+
+
+def test_the_lock_of_another_program_and_its_end_are_events_of_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        heard: list[str] = []
+        locked = asyncio.Event()
+
+        def hear(record: Record) -> None:
+            heard.append(str(record.get("name")))
+            locked.set()
+
+        config = CONFIG.model_copy(update={"run_dir": str(tmp_path / "run")})
+        async with opened_run(config, [hear], resume=False) as (buffer, _):
+            other = sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            adding = asyncio.create_task(run_group(buffer, "a"))
+            await asyncio.wait_for(locked.wait(), 30)
+            assert heard == ["log_locked"]
+            other.execute("ROLLBACK")
+            other.close()
+            assert await adding
+            assert heard == ["log_locked", "log_unlocked"]
+
+    asyncio.run(main())
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [record["name"] for record in records] == ["log_locked", "log_unlocked"]
 
 
 def test_a_run_that_ends_waits_for_no_lock(tmp_path: Path) -> None:
