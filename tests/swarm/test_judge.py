@@ -9,8 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,7 +46,7 @@ from shoal.swarm.judge.messages import (
     signed,
 )
 from shoal.swarm.judge.server import JudgeServer, leaderboard_html
-from shoal.swarm.judge.store import FILE, JudgeStore, Record
+from shoal.swarm.judge.store import FILE, JudgeStore, Record, Standing
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import Reward, RewardStatus, Task
 
@@ -185,6 +186,24 @@ def test_a_leaderboard_is_made_once_for_all_who_ask_at_once(judge: Judge) -> Non
     assert server._newest() is first
     server._stale_s = 0.0
     assert len(server._newest()) == 2
+
+
+class SlowStore(JudgeStore):
+    """A store whose leaderboard takes a fiftieth of a second at least."""
+
+    def standings(self, now_s: float) -> list[Standing]:
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 0.02:
+            pass
+        return super().standings(now_s)
+
+
+def test_a_leaderboard_rests_fifty_times_as_long_as_it_took(tmp_path: Path, drawer: ProceduralClient) -> None:
+    with closing(SlowStore(tmp_path)) as store:
+        server = JudgeServer(Judge(store, HERE, [SUMS], drawer, ExactScorer(), Rules(each=1)))
+        began_s = time.monotonic()
+        server._newest()
+        assert server._stale_s > began_s + 50 * 0.02
 
 
 @pytest.mark.parametrize("sent_s", [math.nan, math.inf, -1.0])
