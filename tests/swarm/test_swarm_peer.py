@@ -1,0 +1,69 @@
+"""What every peer does with its clock, its folder and its exchange, whatever kind of peer it is."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from shoal import wire
+from shoal.config import Config, TaskConfig
+from shoal.swarm.envelope import Kind, Signer
+from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.identity import Identity
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import Joined, Peer
+from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
+from until import until
+
+NOW_S = 1.8e9
+OFFER = Offer(Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, GeneratorKind.RULE, "", NOW_S)
+
+
+class Clock:
+    """Unix time that goes on by `step_s` with each look at it."""
+
+    def __init__(self, now_s: float = NOW_S, step_s: float = 0.0) -> None:
+        self.now_s, self.step_s = now_s, step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def peer(hub: MemorySwarm, folder: Path, identity: Identity, clock: Clock) -> Peer:
+    recogniser: Any = None  # only what a kind of peer does with an offer needs one
+    return Peer(Joined(hub.join(), recogniser, identity, folder, Config(tasks=[TaskConfig(name="gcd")]), clock=clock))
+
+
+def test_how_often_an_author_is_heard_does_not_hang_on_the_reader_s_unix_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, author = MemorySwarm(), Signer(Identity.fresh(), "reef", session=1)
+        reader = peer(hub, tmp_path, Identity.fresh(), Clock(step_s=10.0))
+        reader.ingress = IngressFilter("reef", reader.peer_id, TrustLimits(rate_per_s=0.001, burst=4.0))
+        for _ in range(20):
+            hub.put(Kind.OFFER, "a", author.frame(Kind.OFFER, wire.encode(OFFER), NOW_S))
+        listening = asyncio.create_task(reader.beside())
+        await until(lambda: reader.ingress.admitted + reader.ingress.refused.total() == 20)
+        assert reader.ingress.refused == {Reason.FLOODING: 16}
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_peer_whose_clock_was_set_back_is_heard_in_its_next_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, identity, at = MemorySwarm(), Identity.fresh(), IngressFilter("reef", "reader")
+        for now_s in (NOW_S, NOW_S - 3000.0, NOW_S - 3000.0):
+            await peer(hub, tmp_path, identity, Clock(now_s))._share_offer(OFFER)
+        assert len(hub.frames) == 3
+        assert all(isinstance(at.admit(frame, NOW_S), VerifiedMessage) for frame in hub.frames.values())
+
+    asyncio.run(main())
+
+
+def test_why_a_peer_cannot_reach_its_swarm_is_in_its_status(tmp_path: Path) -> None:
+    hub = MemorySwarm()
+    alone = peer(hub, tmp_path, Identity.fresh(), Clock())
+    assert (alone.status()["connected"], alone.status()["failure"]) == (True, "")
+    hub._peers[0].here.clear()
+    assert (alone.status()["connected"], alone.status()["failure"]) == (False, "this peer is cut off")
