@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import json
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import shoal
 from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, TaskError
 from shoal.net.listening import listening_socket
 from shoal.net.server import HANDLERS, body, decoded, guarded, uvicorn_config
@@ -172,6 +177,25 @@ def test_half_a_body_is_refused_in_time() -> None:
             writer.close()
 
     asyncio.run(ask())
+
+
+def test_no_server_is_made_without_these_limits() -> None:
+    """Whatever uvicorn serves needs a `uvicorn.Config`."""
+    source = Path(shoal.__file__).parent
+    others = r"uvicorn\.(Config|run|main)\b|from uvicorn(\.config|\.main)? import|http\.server|web\.run_app"
+    found = {str(path.relative_to(source)) for path in source.rglob("*.py") if re.search(others, path.read_text())}
+    assert found == {"net/server.py"}
+
+
+def test_three_quarters_of_as_many_descriptors_as_the_system_allows_are_for_connections() -> None:
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+from shoal.net.server import uvicorn_config
+print(uvicorn_config(None).http.most, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == "192 (256, 256)\n"
 
 
 def test_one_address_holds_so_many_connections_and_no_more() -> None:
