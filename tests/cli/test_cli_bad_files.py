@@ -108,7 +108,7 @@ def of_file_in_run(name: str) -> Case:
     """A run to be resumed, in which a file lies where a folder should be."""
 
     def damage(folder: Path) -> Sequence[str]:
-        run = file_at("run", name)(folder).parent
+        run = file_at("begun", name)(folder).parent
         (run / "log.sqlite").touch()
         return [*dry_run(folder, f"--run_dir={run}"), "--resume"]
 

@@ -22,7 +22,7 @@ def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, Json
     """
 
     def mask(where: str, value: JsonValue) -> JsonValue:
-        if not isinstance(value, str) or (shown := without_credentials(value)) == value:
+        if not isinstance(value, str) or f"://{MASK}@" not in (shown := without_credentials(value)):
             return value
         hidden[where] = value
         return shown
