@@ -47,7 +47,7 @@ def test_every_reader_is_linear_in_hostile_text(reader: Reader) -> None:
     ids=["newlines", "boxes"],
 )
 def test_texts_that_once_took_quadratic_time_are_read_in_linear_time(hung: Reader, before: str, unit: str) -> None:
-    assert complaint(hung.read, before + unit, before + 2 * unit)
+    assert any(complaint(hung.read, before + unit * n, before + 2 * unit * n) for n in (1, 2, 3, 4))
     for reader in READERS:
         if reader.name in ("mathematics", "answers"):
             assert not complaint(reader.read, before + 8 * unit, before + 16 * unit), reader.name
