@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,14 @@ from shoal.cli import swarm as swarm_commands
 from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.errors import ShoalError
+
+
+class Api(StrEnum):
+    """Clients that `shoal serve` answers."""
+
+    OPENAI = "openai"
+    TINKER = "tinker"
+
 
 app = typer.Typer(name="shoal", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for _commands in (swarm_commands.app, services.rewards, judge_commands.app, services.tasks):
@@ -81,6 +90,12 @@ def train(
 
         show(plan(settings, resume=resume), json_)
         return
+    if settings.stages:
+        from shoal.run.stages import run_stages
+
+        with stoppable(settings.run_dir):
+            show(run_stages(settings, resume=resume), json_)
+        return
     from shoal.observe.report import write_report
     from shoal.run.library import train_with_progress
 
@@ -91,6 +106,37 @@ def train(
     show(result.figures, json_)
     if result.warning:
         warn(result.warning)
+
+
+@app.command(cls=WithSettings, epilog=HELP)
+def sft(
+    context: typer.Context,
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA.jsonl", help="Rows with `messages`; the assistant's are taught.")
+    ],
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, hub name or embedded model.")],
+    run_dir: Annotated[Path, typer.Option(help="Where the run and its model are written.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Teach a model the assistant's side of conversations (supervised fine-tuning)."""
+    from shoal.config import parse
+    from shoal.run.run_dir import check_run_dir
+    from shoal.run.supervised import run_supervised
+
+    config = parse(
+        {
+            "run_dir": str(run_dir),
+            "model": {"path": model},
+            "tasks": [{"name": "chain_sum"}],
+            "train": {"loss": "positive_only", "lr": 1e-4},
+        },
+        context.obj,
+    )
+    if not resume:
+        check_run_dir(run_dir, resume=False)
+    with stoppable(config.run_dir):
+        show(run_supervised(config, data, resume=resume), json_)
 
 
 @app.command(name="eval", cls=WithSettings, epilog=HELP)
@@ -110,22 +156,50 @@ def evaluate(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Option(help="A Hugging Face directory or hub name.")],
+    model: Annotated[list[str], typer.Option(help="A Hugging Face directory or hub name; tinker takes several.")],
+    api: Annotated[Api, typer.Argument(help="Clients to answer: OpenAI's and Anthropic's, or the tinker package.")] = (
+        Api.OPENAI
+    ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
     host: Annotated[
         str, typer.Option(help="Beyond loopback an API key is wanted: SHOAL_ADMIN_KEY, or a new one.")
     ] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    folder: Annotated[Path, typer.Option(help="Where tinker's models and requests are kept.")] = Path("runs/tinker"),
+    engines: Annotated[int, typer.Option(min=1, help="Weights that tinker's clients sample from at once.")] = 1,
 ) -> None:
-    """Answer OpenAI and Anthropic clients with a model, without training."""
+    """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops."""
     import uvloop
 
     from shoal.config import parse
+    from shoal.errors import ConfigError
     from shoal.net.process import cores
     from shoal.run.devices import devices_of, gpus_present, visible_gpus
     from shoal.run.serve import serve as serve_model
 
-    config = parse({"model": {"path": model, "device": device}, "tasks": [{"name": "chain_sum"}]})
+    if api is Api.TINKER:
+        from shoal.run.serve_tinker import serve_tinker
+
+        def announce_tinker(url: str, key: str, names: Sequence[str]) -> None:
+            print(f"TINKER_BASE_URL={url} TINKER_API_KEY={key}", f"base_model: {', '.join(names)}", sep="\n")
+            sys.stdout.flush()
+
+        share = max(cores() // 2, 1)
+        serving = serve_tinker(
+            model,
+            folder.absolute(),
+            host=host,
+            port=port,
+            engines=engines,
+            threads=share,
+            device=device,
+            announce=announce_tinker,
+        )
+        uvloop.run(serving)
+        return
+    if len(model) > 1:
+        raise ConfigError(f"--model: expected one, got {len(model)}; only tinker serves several")
+    config = parse({"model": {"path": model[0], "device": device}, "tasks": [{"name": "chain_sum"}]})
     devices_of(config, visible_gpus(os.environ, gpus_present()), trains=False)
 
     def announce(url: str, name: str, key: str) -> None:

@@ -23,6 +23,7 @@ from shoal.config.settings import EngineConfig as EngineConfig
 from shoal.config.settings import MetricsConfig as MetricsConfig
 from shoal.config.settings import ModelConfig as ModelConfig
 from shoal.config.settings import RewardConfig as RewardConfig
+from shoal.config.settings import StageConfig as StageConfig
 from shoal.config.settings import SwarmConfig as SwarmConfig
 from shoal.config.settings import TaskConfig as TaskConfig
 from shoal.config.training import LOSSES
@@ -71,7 +72,10 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
 
 def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
     """Has files of questions and model directories named as seen from everywhere; resolved.toml lies elsewhere."""
-    tasks, model = tree.get("tasks"), tree.get("model")
+    tasks, model, stages = tree.get("tasks"), tree.get("model"), tree.get("stages")
+    for stage in stages if isinstance(stages, list) else []:
+        if isinstance(stage, dict) and isinstance(file := stage.get("data"), str):
+            stage["data"] = str((folder / file).absolute())
     for task in tasks if isinstance(tasks, list) else []:
         if isinstance(task, dict) and task.get("service") == "jsonl" and isinstance(file := task.get("path"), str):
             task["path"] = str((folder / file).absolute())

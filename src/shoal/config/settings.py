@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import MOST, Section
-from shoal.config.training import PositiveOnlyLoss, TrainConfig
+from shoal.config.training import DPOLoss, PositiveOnlyLoss, TrainConfig
 from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
@@ -189,6 +189,16 @@ class SwarmConfig(Section):
     reuse: int = Field(1, ge=1, description="Number of times that one group of a peer may be trained.")
 
 
+class StageConfig(Section):
+    """One stage of a run that has several; each begins with the model of the stage before it."""
+
+    kind: Literal["sft", "dpo", "rl"] = Field(description="Imitation, preference pairs, or reinforcement learning.")
+    data: str | None = Field(
+        None, description="JSONL with `messages` per row; for dpo with `chosen` and `rejected`, ending in the answers."
+    )
+    train: dict[str, JsonValue] = Field({}, description="Settings of [train] that differ in this stage.")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -210,6 +220,15 @@ class Config(Section):
     log: LogConfig = Field(LogConfig())
     metrics: MetricsConfig = Field(MetricsConfig())
     swarm: SwarmConfig = Field(SwarmConfig())
+    stages: list[StageConfig] = Field([], description="Stages, in order; a run without any is one of kind rl.")
+
+    def stage(self, index: int) -> "Config":
+        """Configuration of one stage, whose model is still this one's. Raises `ValueError`."""
+        stage = self.stages[index]
+        tree = self.model_dump(exclude_unset=True, exclude={"stages"})
+        loss = {"sft": {"loss": "positive_only"}, "dpo": {"loss": "dpo"}, "rl": {}}[stage.kind]
+        tree["train"] = {**tree.get("train", {}), **loss, **stage.train}
+        return Config.model_validate({**tree, "run_dir": f"{self.run_dir}/stages/{index}-{stage.kind}"})
 
     @property
     def services_at(self) -> tuple[str, int] | None:
@@ -222,7 +241,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if complaint := next(chain(_in_training(self), _in_advantages(self), _in_tasks(self.tasks)), None):
+        if complaint := next(
+            chain(_in_stages(self), _in_training(self), _in_advantages(self), _in_tasks(self.tasks)), None
+        ):
             raise ValueError(complaint)
         for url in self.engine.urls:
             checked_url("engine.urls", url)
@@ -233,9 +254,28 @@ class Config(Section):
         return self
 
 
+def _in_stages(config: Config) -> Iterator[str]:
+    """Complaints about stages, each with its own settings of training."""
+    for index, stage in enumerate(config.stages):
+        if (stage.kind == "rl") != (stage.data is None):
+            yield f"stages.{index}.data: expected a file with kind 'sft' or 'dpo', and none with 'rl'"
+        try:
+            loss = config.stage(index).train.loss
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            yield f"stages.{index}.{'.'.join(str(part) for part in wrong['loc'])}: {wrong['msg']}"
+            continue
+        if (stage.kind == "dpo") != isinstance(loss, DPOLoss) or (
+            stage.kind == "sft" and not isinstance(loss, PositiveOnlyLoss)
+        ):
+            yield f"stages.{index}.train.loss: expected the loss of kind {stage.kind!r}, got {loss.name!r}"
+
+
 def _in_training(config: Config) -> Iterator[str]:
     """Complaints about settings of training that contradict others."""
     train, rollout = config.train, config.rollout
+    if train.teacher is not None and (train.advantage in ("batch", "gae") or train.kl.coefficient):
+        yield "train.teacher: expected none with train.kl.coefficient or train.advantage = 'batch' or 'gae'"
     groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
     if groups % train.minibatches:
         yield f"train.minibatches: expected a divisor of groups_per_step = {groups}, got {train.minibatches}"

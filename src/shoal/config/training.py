@@ -91,6 +91,13 @@ class PositiveOnlyLoss(Section):
     name: Literal["positive_only"] = "positive_only"
 
 
+class DPOLoss(Section):
+    """Direct preference optimization: for stages of preference pairs, and no others."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0, description="Weight of the distance to the model that the stage began with.")
+
+
 class OwnLoss(Section):
     """A function of the user's over the streams of a micro-batch; see docs/library.md."""
 
@@ -107,6 +114,7 @@ LossConfig: TypeAlias = Annotated[
     | ReinforceLoss
     | SoftAdaptiveLoss
     | PositiveOnlyLoss
+    | DPOLoss
     | OwnLoss,
     Field(discriminator="name"),
 ]
@@ -154,6 +162,11 @@ class TrainConfig(Section):
         None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
     )
     kl: KLConfig = Field(KLConfig())
+    teacher: str | None = Field(
+        None,
+        description="Model directory or hub name with the same tokens: each sampled token is reinforced with its "
+        "logprob there less its own, in place of rewards (on-policy distillation).",
+    )
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
     advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
         "grpo",

@@ -73,7 +73,19 @@ class ScoredRows:
         logp_N = logits_NV.gather(-1, target_N1)[:, 0] - logits_NV.logsumexp(-1)
         # A chunk computed again after an interruption replaces its scores.
         draft.scores[self.start :] = logp_N.clamp_(max=0.0).tolist()
+        if draft.others:
+            draft.ranked[self.start :] = self._ranked(logits_NV.log_softmax(-1))
         draft.whole = len(draft.scores) < len(draft.targets)
+
+    def _ranked(self, logp_NV: Tensor) -> list[list[tuple[int, float]]]:
+        """Tokens that the draft wants scored in place of each target, with their logprobs."""
+        wanted = self.draft.others
+        if isinstance(wanted, int):
+            top_NK, id_NK = logp_NV.topk(min(wanted, logp_NV.shape[-1]))
+            rows = zip(id_NK.tolist(), top_NK.tolist(), strict=True)
+            return [list(zip(ids, logps, strict=True)) for ids, logps in rows]
+        listed = wanted[self.start : self.start + self.count]
+        return [[(i, float(logp_V[i])) for i in ids] for ids, logp_V in zip(listed, logp_NV, strict=True)]
 
 
 class StepBatch:

@@ -48,8 +48,12 @@ class HttpEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
-        body = protocol.LogprobsRequest(list(token_ids))
-        return (await self._client.ask("POST", "/score", protocol.ScoreResponse, body)).logprobs
+        return (await self.scored(token_ids)).logprobs
+
+    async def scored(self, token_ids: Sequence[int], others: int | list[list[int]] = 0) -> protocol.ScoreResponse:
+        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
+        body = protocol.LogprobsRequest(list(token_ids), others)
+        return await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the safetensors file (or directory) at `path`; returns once the engine serves it or a newer version."""

@@ -76,15 +76,18 @@ class GenerateResponse(msgspec.Struct):
 
 
 class LogprobsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /score`."""
+    """Body of `POST /score`; `others` wants more logprobs for each token but the first."""
 
     token_ids: list[int]
+    others: Annotated[int, msgspec.Meta(ge=0)] | list[list[int]] = 0
+    """Number of most likely tokens, or a list of token ids for each token but the first."""
 
 
-class ScoreResponse(msgspec.Struct):
-    """Logprobs (nats, temperature 1) of tokens 1..L-1."""
+class ScoreResponse(msgspec.Struct, omit_defaults=True):
+    """Logprobs (nats, temperature 1) of tokens 1..L-1, and of the others in their places as pairs with the id."""
 
     logprobs: list[float]
+    others: list[list[tuple[int, float]]] = []
 
 
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from shoal.engine.scheduler import SequenceState
 from shoal.types import FinishReason, Sampling
 
 UNIFORM_BLOCK = 64
+Others: TypeAlias = int | Sequence[Sequence[int]]
+"""Tokens to score in place of each target: so many of the most likely, or the listed ones."""
 
 
 class Uniforms:
@@ -44,6 +47,9 @@ class Draft(SequenceState):
     """Tokens to score, which follow positions 0, 1, ...."""
     scores: list[float] = field(default_factory=list)
     """Nats: logprobs of the targets at temperature 1."""
+    others: Others = 0
+    ranked: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Tokens other than the target with their logprobs, for each target."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
@@ -66,6 +72,7 @@ class Request:
     name: str = ""
     score_ids: Sequence[int] = ()
     """Tokens to score without sampling; the prompt is all of them but the last."""
+    others: Others = 0
     drafts: list[Draft] = field(default_factory=list)
 
     @property
@@ -74,7 +81,7 @@ class Request:
         return all(draft.finish_reason is not None for draft in self.drafts)
 
 
-def scoring(token_ids: Sequence[int]) -> Request:
-    """Request for the logprobs of tokens 1..L-1 of at least two tokens."""
+def scoring(token_ids: Sequence[int], others: Others = 0) -> Request:
+    """Request for the logprobs of tokens 1..L-1 of at least two tokens, and of `others` in their places."""
     assert len(token_ids) > 1
-    return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids)
+    return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids, others=others)

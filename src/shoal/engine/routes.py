@@ -208,18 +208,22 @@ class EngineServer:
                 self._thread.call(lambda: self._engine.abort([request]))
 
     async def _score(self, http: HttpRequest) -> Response:
-        token_ids = (await self._body(http, protocol.LogprobsRequest)).token_ids
-        self._engine.check_tokens(token_ids, self._engine.limits.max_model_len)
+        asked = await self._body(http, protocol.LogprobsRequest)
+        token_ids, listed = asked.token_ids, asked.others if isinstance(asked.others, list) else []
+        if listed and len(listed) != len(token_ids) - 1:
+            raise RequestRefused(f"others: expected {len(token_ids) - 1} lists of token ids, got {len(listed)}")
+        for ids in (token_ids, *filter(None, listed)):
+            self._engine.check_tokens(ids, self._engine.limits.max_model_len)
         if len(token_ids) == 1:
             return json(protocol.ScoreResponse([]))
-        request = scoring(token_ids)
+        request = scoring(token_ids, asked.others)
         await self._answered(http, request)
         draft = request.drafts[0] if request.drafts else None
         if draft is None or not request.finished:
             return Response(status_code=CLIENT_GONE)
         if draft.finish_reason is FinishReason.ABORT:
             raise EngineUnavailable("scoring was aborted")
-        return json(protocol.ScoreResponse(draft.scores))
+        return json(protocol.ScoreResponse(draft.scores, draft.ranked))
 
     async def _pause(self, http: HttpRequest) -> Response:
         name = http.query_params.get("mode", PauseMode.ABORT)

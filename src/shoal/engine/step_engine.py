@@ -135,6 +135,7 @@ class StepEngine:
                 prompt_key=prompt_key,
                 whole=index == 0 and bool(request.score_ids),
                 targets=request.score_ids[1:] if index == 0 else (),
+                others=request.others,
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,
                 index=index,

@@ -3,7 +3,7 @@
 Tokens lie end to end in one row of the batch, `input_ids` is [1, T], and common beginnings are computed once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -242,3 +242,40 @@ def _hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         hook.remove()
+
+
+def target_logprobs(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    targets: Sequence[Tensor],
+    *,
+    apart: Sequence[int] | None = None,
+    on_nodes: Callable[[Sequence[int]], None] | None = None,
+) -> list[Tensor]:
+    """Logprobs (nats, float32, differentiable) of any tokens after each token of each row.
+
+    `targets[r]` is [L] or [L, K]: one or K tokens that may follow each of the row's L tokens, K alike in all rows. The
+    result has the same shapes. Rows with different numbers in `apart` share no computation; `on_nodes` is called
+    before the forward with the number of each computed token, in rising order.
+    """
+    device = model.device
+    numbers = apart or [0] * len(rows)
+    # A row's last token predicts too, so one more follows. The upper bits keep rows apart.
+    tree = prefix_tree([[n << 32 | t for t in (*row, 0)] for n, row in zip(numbers, rows, strict=True)])
+    if on_nodes is not None:
+        on_nodes([token >> 32 for token in tree.tokens])
+    node_T = torch.tensor([node for node in tree.node_of if node >= 0], device=device)
+    heads_U, head_T = torch.unique(node_T, return_inverse=True)
+    with _hidden_states(model) as hidden:
+        model(
+            input_ids=torch.tensor([token & (1 << 32) - 1 for token in tree.tokens], device=device)[None],
+            position_ids=torch.tensor(tree.positions, device=device)[None],
+            use_cache=False,
+            logits_to_keep=heads_U,
+            layout=PackedRows(tree, device),
+        )
+    target_TK = torch.cat([target.reshape(len(row), -1) for row, target in zip(rows, targets, strict=True)]).to(device)
+    head_N = head_T.repeat_interleave(target_TK.shape[1])
+    logp_N, _ = _head_outputs(model, hidden[0], head_N, target_TK.flatten(), temperature=1.0, entropy=None)
+    parts = torch.split(logp_N.view(target_TK.shape), [len(row) for row in rows])
+    return [part.reshape(target.shape) for part, target in zip(parts, targets, strict=True)]

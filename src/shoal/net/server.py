@@ -140,7 +140,8 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
     ) -> None:
         """With a `token`, all paths but the `free` ones require it.
 
-        `host` is the address on which the user has the server listen.
+        `host` is the address on which the user has the server listen. An empty `media_type` lets every type pass: for
+        an application whose clients send a key in a header that needs a preflight.
         """
         self._app = app
         self._token = f"Bearer {token}".encode() if token else b""
@@ -170,7 +171,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["type"] == "websocket" and b"origin" in headers:  # no preflight keeps another site's page from one
             raise Refused(HTTPStatus.FORBIDDEN, "origin: expected none, WebSockets are not for pages")
-        if scope.get("method", "GET") != "GET" and has_body and kind != self._media_type:
+        if self._media_type and scope.get("method", "GET") != "GET" and has_body and kind != self._media_type:
             expected = self._media_type.decode()
             why = f"content-type: expected {expected}, got {kind.decode('latin-1') or 'none'}"
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)

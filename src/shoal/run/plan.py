@@ -38,7 +38,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterator[Prepared]:
     """Checks all that needs no engine. Raises a `ShoalError` and leaves nothing behind."""
     devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
-    model_dir = _model_directory(config.model.path)
+    model_dir = model_directory(config.model.path)
     renderer = load_renderer(model_dir)
     max_model_len = _max_model_len(model_dir, config)
     shapes_of(model_dir)
@@ -75,7 +75,8 @@ def _check_lengths(config: Config, prompts: Mapping[int, Task], max_model_len: i
         )
 
 
-def _model_directory(path: str) -> Path:
+def model_directory(path: str) -> Path:
+    """Directory of a model, embedded ones made on first use. Raises `ModelError`."""
     if path in EMBEDDED:
         from shoal.run.demo_model.warm_start import RECIPES, demo_model
 

@@ -129,7 +129,8 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     await loop.evaluate(first_step)
     with report_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
-    _write_model(prepared.model_dir, parts.run_dir)
+    newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
+    write_model(prepared.model_dir, newest, parts.run_dir)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     before, after = totals.evals[0], totals.evals[-1]
     return Result(
@@ -216,17 +217,16 @@ async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights:
     return mismatch
 
 
-def _write_model(model_dir: Path, run_dir: Path) -> None:
-    """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, last weights.
+def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
+    """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, other weights.
 
     Adapters are merged into these weights, and `adapter/` has them by themselves.
     """
     target = run_dir / "model"
     try:
         shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-        newest = max((run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
-        shutil.copyfile(newest / FILE, target / FILE)
-        for file in newest.glob("adapter_*"):
+        shutil.copyfile(weights / FILE, target / FILE)
+        for file in weights.glob("adapter_*"):
             (run_dir / "adapter").mkdir(exist_ok=True)
             shutil.copyfile(file, run_dir / "adapter" / file.name)
     except OSError as error:

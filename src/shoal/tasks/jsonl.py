@@ -33,7 +33,7 @@ class JsonlService(Environment):
         """Raises `TaskError` naming the file, line and field that is wrong."""
         check_rewrite(config.name, config.rewrite)
         self.name = config.name
-        rows = _rows(Path(config.path or ""))
+        rows = rows_of(Path(config.path or ""))
         tasks = [_task(config, f"{config.path}:{number}", number, row) for number, row in rows]
         try:
             self._epochs = Epochs(config.name, tasks, config.eval_share, seed)
@@ -49,8 +49,11 @@ class JsonlService(Environment):
         return self._epochs.draw(split, index)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and object of each row of a Parquet file, or of each line that is not blank."""
+def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
+    """Number (from 1) and object of each row of a Parquet file, or of each line that is not blank.
+
+    Raises `TaskError`.
+    """
     if path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet

@@ -5,6 +5,7 @@ all micro-batches and ranks with weights (`packing.token_weight`). These weights
 filter or mask. So no packing and no split changes loss or gradient, as long as rows stay whole.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, TypeAlias, cast
@@ -16,6 +17,7 @@ from shoal.config.training import (
     CISPOLoss,
     DecoupledLoss,
     DoubleSidedLoss,
+    DPOLoss,
     GRPOLoss,
     GSPOLoss,
     LossConfig,
@@ -54,6 +56,8 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
             return soft_adaptive(streams, config)
         case PositiveOnlyLoss():
             return positive_only(streams)
+        case DPOLoss():  # the advantages have the derivative of its sigmoid
+            return weighted_reinforce(streams, math.inf, level="token", mask_over=False)
         case OwnLoss():
             return own_loss(config.function)(streams)
 

@@ -95,10 +95,11 @@ class Trainer:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
         self._budget_tokens = max_tokens or 0
         # With a regulariser or a critic rows without advantage have a gradient too.
-        self._regularised = train.kl.coefficient > 0 or train.entropy_bonus > 0 or train.advantage == "gae"
+        has_reference = train.kl.coefficient > 0 or train.teacher is not None
+        self._regularised = has_reference or train.entropy_bonus > 0 or train.advantage == "gae"
         self._skip_uninformative = skip_uninformative and not self._regularised
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
-        self._reference = self._new_reference(path) if train.kl.coefficient > 0 else None
+        self._reference = self._new_reference(train.teacher or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
 
     def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None, since_push: int = 0) -> StepStats:
@@ -345,6 +346,9 @@ class Trainer:
         config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
         if self._reference is None:
             return zero_N, batch.advantage_N, zero_N
+        if self._config.teacher is not None:
+            kl_N = self._kl(batch, batch.behav_N)
+            return zero_N, -kl_N, kl_N
         if config.where == "loss":
             kl_N = self._kl(batch, logp_N)
             return config.coefficient * kl_N, batch.advantage_N, kl_N.detach()
@@ -358,7 +362,7 @@ class Trainer:
         """Estimated distance to the reference, in nats."""
         with torch.no_grad():
             ref_N = self._outputs(batch, model=self._reference).logp_N
-        return kl(logp_N, ref_N, self._config.kl.estimator)
+        return kl(logp_N, ref_N, "k1" if self._config.teacher is not None else self._config.kl.estimator)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._dtype is torch.float32:

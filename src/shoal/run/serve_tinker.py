@@ -1,0 +1,59 @@
+"""`shoal serve tinker` answers the `tinker` package on this machine's models."""
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from shoal.errors import ConfigError
+from shoal.model.renderer_loading import local_directory
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import guarded, uvicorn_config
+
+KEYS_VARIABLE = "TINKER_API_KEY"
+KEY_BEGINS = "tml-"
+"""The package refuses keys that begin otherwise."""
+
+
+async def serve_tinker(
+    models: Sequence[str],
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    engines: int,
+    threads: int,
+    device: str,
+    announce: Callable[[str, str, Sequence[str]], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT. `announce` gets URL, key and model names. Raises a `ShoalError`.
+
+    Each of `models` is a directory or hub name, under which clients name it, or NAME=DIRECTORY.
+    """
+    try:
+        from shoal.tinker.app import TinkerApp
+        from shoal.tinker.service import ServerSettings, TinkerService
+    except ModuleNotFoundError as error:
+        if error.name not in ("tinker", "peft"):
+            raise
+        raise ConfigError(
+            f"serve tinker: expected the package {error.name}; pip install 'shoal[tinker]' brings it"
+        ) from None
+    bases = dict(_named(model) for model in models)
+    keys = tuple(filter(None, os.environ.get(KEYS_VARIABLE, "").split(","))) or (
+        KEY_BEGINS + secrets.token_urlsafe(24),
+    )
+    settings = ServerSettings(bases, folder, engines, threads, device=device)
+    with listening_socket(host, port) as listening:
+        async with TinkerService(settings) as service:
+            app = guarded(TinkerApp(service, keys).app, media_type="", host=host)
+            server = uvicorn.Server(uvicorn_config(app, idle_s=120))
+            announce(url_of(listening), keys[0], tuple(bases))
+            await server.serve(sockets=[listening])
+
+
+def _named(model: str) -> tuple[str, Path]:
+    name, mark, path = model.partition("=")
+    return (name, local_directory(path)) if mark else (model, local_directory(model))

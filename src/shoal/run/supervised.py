@@ -1,0 +1,211 @@
+"""Supervised stages: imitation of conversations (sft) and preference pairs (dpo), on the trainer of a run.
+
+The rows of one conversation are one per assistant's turn, each with the whole conversation before it as its prompt.
+The trainer computes common beginnings once, so this costs no more than one row, and every turn is rendered as the model
+will see it. Order and steps depend on the seed alone: a resumed stage continues from its checkpoint as if never ended.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
+
+import msgspec
+import uvloop
+
+from shoal.config import Config
+from shoal.config.training import DPOLoss
+from shoal.errors import TaskError
+from shoal.experience import checkpoint
+from shoal.model.answer import written
+from shoal.model.chat_template import ChatRenderer
+from shoal.model.renderer_loading import load_renderer
+from shoal.net.chat import Call
+from shoal.observe.metrics import trackers_of
+from shoal.run.devices import Threads
+from shoal.run.plan import model_directory
+from shoal.run.run_dir import write_resolved
+from shoal.run.training import write_model
+from shoal.tasks.jsonl import rows_of
+from shoal.trainer.worker import TrainerProcess
+from shoal.types import Json, Message, Role, Sample, seed_for
+
+Rows: TypeAlias = tuple[Sample, ...]
+"""Rows of one conversation, or the preferred answer's row and the other's."""
+
+
+class _Said(msgspec.Struct):
+    """Message in OpenAI's form."""
+
+    role: Role
+    content: str | None = None
+    tool_calls: list[Call] = []
+    tool_call_id: str = ""
+    reasoning_content: str = ""
+
+
+def run_supervised(config: Config, data: Path, *, resume: bool = False) -> dict[str, object]:
+    """Trains on a file and returns the figures; the model is in `run_dir/model`. Raises a `ShoalError`."""
+    return uvloop.run(_train(config, data, resume=resume))
+
+
+async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, object]:
+    run_dir, train, loss = Path(config.run_dir), config.train, config.train.loss
+    model_dir = model_directory(config.model.path)
+    renderer = load_renderer(model_dir)
+    read = pair_of if isinstance(loss, DPOLoss) else turns_of
+    lessons = [read(renderer, row, f"{data}:{number}") for number, row in rows_of(data)]
+    if not lessons:
+        raise TaskError(f"{data}: expected at least one row")
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    write_resolved(config, run_dir)
+    threads = Threads().trainer
+    async with AsyncExitStack() as stack:
+        trackers = stack.enter_context(closing(trackers_of(config.metrics, run_dir)))
+        child = await stack.enter_async_context(TrainerProcess.child(run_dir / "logs" / "trainer.log", threads))
+        trainer = TrainerProcess(child)
+        await trainer.start(model_dir, _as_trained(config), threads)
+        references = await _margins(trainer, lessons) if isinstance(loss, DPOLoss) else []
+        saved = checkpoint.intact(run_dir) if resume else None
+        if saved is not None:
+            await trainer.load(saved.path)
+        losses = []
+        for step in range(saved.step + 1 if saved else 0, train.steps):
+            chosen = _drawn(len(lessons), train.groups_per_step, step, config.seed)
+            groups = [lessons[i] for i in chosen]
+            values: dict[str, float] = {}
+            if isinstance(loss, DPOLoss):
+                groups, values = await _preferred(trainer, groups, [references[i] for i in chosen], loss.beta)
+            stats = await trainer.step(groups)
+            values = {"loss": stats.loss, **values}
+            losses.append(values["loss"])
+            trackers.log(step + 1, {"lr": stats.lr, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **values})
+            if step + 1 == train.steps or (step + 1) % config.checkpoint.every_steps == 0:
+                await trainer.save(await asyncio.to_thread(checkpoint.begin, run_dir, step))
+                await asyncio.to_thread(checkpoint.seal, run_dir, step, keep=config.checkpoint.keep)
+        weights = run_dir / "weights"
+        weights.mkdir(exist_ok=True)
+        await trainer.write_version(weights / "model.safetensors")
+        await asyncio.to_thread(write_model, model_dir, weights, run_dir)
+    tenth = max(1, len(losses) // 10)
+    means = {"loss_first": fmean(losses[:tenth] or [0.0]), "loss_last": fmean(losses[-tenth:] or [0.0])}
+    return {**means, "steps": train.steps, "rows": len(lessons), "run_dir": str(run_dir)}
+
+
+def _as_trained(config: Config) -> Config:
+    """Settings for the trainer: temperature 1, and for preference pairs a sum over the tokens of each row."""
+    rollout = config.rollout.model_copy(update={"temperature": 1.0, "max_tokens": 1})
+    train = config.train
+    if isinstance(train.loss, DPOLoss):
+        train = train.model_copy(update={"loss_mean": "budget"})
+    return config.model_copy(update={"rollout": rollout, "train": train})
+
+
+def turns_of(renderer: ChatRenderer, row: dict[str, Json], where: str) -> Rows:
+    """Rows that teach every turn of the assistant. Raises `TaskError`."""
+    messages = _messages(row, "messages", where)
+    turns = [i for i, message in enumerate(messages) if i and message.role is Role.ASSISTANT]
+    if not turns:
+        raise TaskError(f"{where}: messages: expected an assistant's message after another one")
+    return tuple(_taught(renderer, messages[: i + 1], where) for i in turns)
+
+
+def pair_of(renderer: ChatRenderer, row: dict[str, Json], where: str) -> Rows:
+    """Rows of the preferred answer and the other. Raises `TaskError`."""
+    first, second = (_taught(renderer, _messages(row, name, where), where) for name in ("chosen", "rejected"))
+    return first, second
+
+
+def _messages(row: dict[str, Json], name: str, where: str) -> list[Message]:
+    try:
+        said = msgspec.convert(row.get(name), list[_Said])
+    except msgspec.ValidationError as error:
+        raise TaskError(f"{where}: {name}: {error}") from None
+    return [
+        Message(
+            one.role,
+            one.content or "",
+            tuple(call.tool_call for call in one.tool_calls),
+            one.tool_call_id,
+            one.reasoning_content,
+        )
+        for one in said
+    ]
+
+
+def _taught(renderer: ChatRenderer, messages: Sequence[Message], where: str) -> Sample:
+    """Row that teaches the last message."""
+    if len(messages) < 2 or messages[-1].role is not Role.ASSISTANT or messages[-1].tool_calls:
+        raise TaskError(f"{where}: expected messages that end in an assistant's, and that one without calls of tools")
+    prompt, said = renderer.prompt_ids(messages[:-1]), messages[-1]
+    answer = renderer.completion_ids(written(said), prompt)
+    if answer is None:
+        raise TaskError(f"{where}: expected an answer that the model's tokens can write, got {said.content[:80]!r}")
+    answer += renderer.stop_token_ids[:1]
+    before, taught = len(prompt), len(answer)
+    return Sample(
+        (*prompt, *answer),
+        (0,) * before + (1,) * taught,
+        (0.0,) * (before + taught),
+        (-1,) * before + (0,) * taught,
+        (0.0,) * before + (1.0,) * taught,
+    )
+
+
+def _drawn(count: int, most: int, step: int, seed: int) -> list[int]:
+    """Rows of a step: each epoch goes through all rows once, in an order of its own."""
+
+    def order(epoch: int) -> list[int]:
+        return random.Random(seed_for("stage", seed, epoch)).sample(range(count), count)
+
+    first = step * most
+    ahead = (i for epoch in range(first // count, (first + most) // count + 1) for i in order(epoch))
+    return list(islice(ahead, first % count, first % count + most))
+
+
+async def _with_logprobs(trainer: TrainerProcess, pairs: Sequence[Rows]) -> list[Sample]:
+    """Rows of the pairs with their tokens' logprobs under the present weights."""
+    rows = [row for pair in pairs for row in pair]
+    logprobs = await trainer.logprobs([row.tokens for row in rows])
+    return [
+        replace(row, logprobs=tuple(m * min(p, 0.0) for m, p in zip(row.mask, (0.0, *logp), strict=True)))
+        for row, logp in zip(rows, logprobs, strict=True)
+    ]
+
+
+async def _margins(trainer: TrainerProcess, pairs: Sequence[Rows]) -> list[float]:
+    """Logprob of the preferred answer of each pair less the other's."""
+    sums = [sum(row.logprobs) for row in await _with_logprobs(trainer, pairs)]
+    return [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
+
+
+async def _preferred(
+    trainer: TrainerProcess, pairs: Sequence[Rows], references: Sequence[float], beta: float
+) -> tuple[list[Rows], dict[str, float]]:
+    """Pairs with the advantages whose policy gradient is DPO's, and the metrics of the step.
+
+    d = (log pi - log pi_ref)(chosen) - the same (rejected),   loss = -log sigmoid(beta d)
+
+    The loss falls by beta sigmoid(-beta d) for each nat of a chosen token. Source: DPO (arXiv 2305.18290 Eq. 7).
+    """
+    rows = await _with_logprobs(trainer, pairs)
+    sums = [sum(row.logprobs) for row in rows]
+    margins = [beta * (sums[2 * i] - sums[2 * i + 1] - before) for i, before in enumerate(references)]
+    pushes = [2 * beta / (1 + math.exp(min(margin, 700.0))) for margin in margins]  # the mean is over two rows a pair
+    signed = [push * sign for push in pushes for sign in (1.0, -1.0)]
+    pushed = [
+        replace(row, advantages=tuple(push * m for m in row.mask)) for row, push in zip(rows, signed, strict=True)
+    ]
+    loss = fmean(max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))) for margin in margins)
+    preferred = fmean(margin > 0 for margin in margins)
+    return list(zip(pushed[::2], pushed[1::2], strict=True)), {
+        "loss": loss,
+        "margin": fmean(margins),
+        "preferred": preferred,
+    }

@@ -1,0 +1,421 @@
+"""HTTP routes of the Tinker API, as version 0.38 of the `tinker` package calls them.
+
+Every request names its client's key; a client sees its own sessions, models, samplers and checkpoints, and no others.
+"""
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+import zstandard
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Http
+from starlette.responses import Response
+from starlette.routing import Route
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from shoal.net.server import HANDLERS, Refused, body, json
+from shoal.tinker.messages import Adam, Adapter
+from shoal.tinker.service import Saving, TinkerService, new_id
+from shoal.tinker.store import Checkpoint, Model, Sampler
+
+MOST_BYTES = 64 << 20
+POLL_S = 30.0
+PROTO = "application/x-protobuf"
+NAME = re.compile(r"[\w.-]{1,128}")
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False, "sample_no_retries": False}
+"""Flags of the package: one request at a time for each model, over its plain HTTP client."""
+
+M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[Http, str], Awaitable[Response]]
+
+
+class TinkerApp:
+    """Application over a service, for clients with one of the keys."""
+
+    def __init__(self, service: TinkerService, keys: tuple[str, ...]) -> None:
+        self._service, self._store, self._keys = service, service.store, keys
+        self._longest: dict[str, int] = {}
+        post, get = ["POST"], ["GET"]
+        routes: list[tuple[str, Handler, list[str]]] = [
+            ("healthz", self._health, get),
+            ("client/config", self._config, post),
+            ("client/dynamic_config", self._dynamic_config, post),
+            ("telemetry", self._telemetry, post),
+            ("get_server_capabilities", self._capabilities, get),
+            ("create_session", self._create_session, post),
+            ("session_heartbeat", self._heartbeat, post),
+            ("create_model", self._create_model, post),
+            ("unload_model", self._unload, post),
+            ("get_info", self._info, post),
+            ("forward_backward", self._forward_backward, post),
+            ("optim_step", self._optim_step, post),
+            ("save_weights", self._save, post),
+            ("save_weights_for_sampler", self._save_for_sampler, post),
+            ("load_weights", self._load, post),
+            ("create_sampling_session", self._create_sampler, post),
+            ("asample", self._sample, post),
+            ("retrieve_future", self._future, post),
+            ("cancel_future", self._cancel, post),
+            ("weights_info", self._weights_info, post),
+            ("samplers/{id}", self._sampler_info, get),
+            ("sessions", self._sessions, get),
+            ("sessions/{id}", self._session, get),
+            ("sessions/{id}/finish", self._finish, post),
+            ("training_runs", self._runs, get),
+            ("training_runs/{id}", self._run, get),
+            ("training_runs/{id}/checkpoints", self._run_checkpoints, get),
+            ("training_runs/{id}/checkpoints/{checkpoint:path}/ttl", self._set_ttl, ["PUT", "POST"]),
+            ("training_runs/{id}/checkpoints/{checkpoint:path}", self._delete, ["DELETE"]),
+            ("checkpoints", self._checkpoints, get),
+        ]
+        self.app = Starlette(
+            routes=[
+                Route(f"/api/v1/{path}", self._known(handler), methods=methods) for path, handler, methods in routes
+            ],
+            exception_handlers={**HANDLERS, ClientDisconnect: _gone},
+        )
+
+    def _known(self, handler: Handler) -> Callable[[Http], Awaitable[Response]]:
+        async def checked(http: Http) -> Response:
+            given = http.headers.get("x-api-key", "")
+            owner = next((key for key in self._keys if hmac.compare_digest(key.encode(), given.encode())), None)
+            if owner is None and handler != self._health:
+                raise Refused(HTTPStatus.UNAUTHORIZED, "expected one of the server's keys as X-API-Key")
+            return await handler(http, owner or "")
+
+        return checked
+
+    async def _health(self, http: Http, owner: str) -> Response:
+        return json({"status": "ok"})
+
+    async def _config(self, http: Http, owner: str) -> Response:
+        return json(CLIENT_CONFIG)
+
+    async def _dynamic_config(self, http: Http, owner: str) -> Response:
+        return json({"refresh_interval_sec": 3600})
+
+    async def _telemetry(self, http: Http, owner: str) -> Response:
+        await body(http, MOST_BYTES)
+        return json({"status": "accepted"})
+
+    async def _capabilities(self, http: Http, owner: str) -> Response:
+        models = [{"model_name": name, "trainable": True, "sampleable": True} for name in self._service.settings.bases]
+        return json({"supported_models": models})
+
+    async def _create_session(self, http: Http, owner: str) -> Response:
+        await _read(http, types.CreateSessionRequest)
+        session = new_id("session")
+        self._store.add_session(session, owner)
+        return json({"type": "create_session", "session_id": session})
+
+    async def _heartbeat(self, http: Http, owner: str) -> Response:
+        self._session_of((await _read(http, types.SessionHeartbeatRequest)).session_id, owner)
+        return json({"type": "session_heartbeat"})
+
+    async def _create_model(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.CreateModelRequest)
+        session = self._session_of(request.session_id, owner)
+        if request.optimizer_config.type != "adamw":
+            raise Refused(
+                HTTPStatus.BAD_REQUEST, f"optimizer_config: expected adamw, got {request.optimizer_config.type}"
+            )
+        adapter = None
+        if request.lora_config is not None:
+            lora = request.lora_config
+            adapter = _encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
+        model_id = f"{session}:train:{request.model_seq_id}"
+        self._store.add_model(model_id, session, self._base(request.base_model), adapter, "", False)
+        return self._promise(model_id, 0, "create", b"")
+
+    async def _unload(self, http: Http, owner: str) -> Response:
+        model = self._model_of((await _read(http, types.UnloadModelRequest)).model_id, owner)
+        return json({"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")})
+
+    async def _info(self, http: Http, owner: str) -> Response:
+        model = self._model_of((await _read(http, types.GetInfoRequest)).model_id, owner)
+        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+        data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[model.base])}
+        info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": adapter is not None}
+        return json(info | {"lora_rank": None if adapter is None else adapter.rank, "type": "get_info"})
+
+    async def _forward_backward(self, http: Http, owner: str) -> Response:
+        data = await body(http, MOST_BYTES)
+        if http.headers.get("content-encoding") == "zstd":
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=MOST_BYTES)
+        try:
+            message = pb.ForwardBackwardRequest.FromString(data)
+        except Exception as error:  # protobuf's own DecodeError has no public home
+            raise Refused(HTTPStatus.BAD_REQUEST, f"body: expected a ForwardBackwardRequest: {error}") from None
+        model = self._model_of(message.model_id, owner)
+        return self._promise(model.id, message.seq_id, "forward_backward", data)
+
+    async def _optim_step(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.OptimStepRequest)
+        model = self._model_of(request.model_id, owner)
+        if not isinstance(request.optim_params, types.AdamParams):
+            raise Refused(HTTPStatus.BAD_REQUEST, f"optimizer_params: expected Adam's, got {request.optim_params.type}")
+        adam = msgspec.convert(request.optim_params.model_dump(), Adam)
+        return self._promise(model.id, request.seq_id or 0, "optim_step", msgspec.json.encode(adam))
+
+    async def _save(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.SaveWeightsRequest)
+        model = self._model_of(request.model_id, owner)
+        name = _name(request.path, request.seq_id)
+        path = f"tinker://{model.id}/weights/{name}"
+        if self._store.checkpoint(path) is not None and not request.overwrite:
+            raise Refused(HTTPStatus.CONFLICT, f"path: {name!r} exists; save it under another name, or with overwrite")
+        saving = Saving(path, f"{model.id}/weights-{name}", None, request.ttl_seconds)
+        return self._promise(model.id, request.seq_id or 0, "save", msgspec.json.encode(saving))
+
+    async def _save_for_sampler(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.SaveWeightsForSamplerRequest)
+        model = self._model_of(request.model_id, owner)
+        if request.sampling_session_seq_id is not None and request.path is None:
+            saving = Saving(sampler_id=f"{model.session}:sample:{request.sampling_session_seq_id}")
+        else:
+            name = _name(request.path, request.seq_id)
+            path = f"tinker://{model.id}/sampler_weights/{name}"
+            saving = Saving(path, f"{model.id}/sampler-{name}", None, request.ttl_seconds)
+        return self._promise(model.id, request.seq_id or 0, "save_for_sampler", msgspec.json.encode(saving))
+
+    async def _load(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.LoadWeightsRequest)
+        checkpoint = self._checkpoint_of(request.path, owner)
+        if checkpoint.kind != "training":
+            raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights of save_state, got {request.path}")
+        source = self._store.model(checkpoint.model)
+        assert source is not None
+        if request.session_id is not None:
+            session = self._session_of(request.session_id, owner)
+            model_id = f"{session}:train:{request.model_seq_id}"
+            base = self._base(request.base_model or source.base)
+            self._store.add_model(model_id, session, base, source.adapter, checkpoint.folder, request.optimizer)
+            return self._promise(model_id, 0, "create", b"")
+        model = self._model_of(request.model_id or "", owner)
+        stored = {"path": request.path, "folder": checkpoint.folder, "optimizer": request.optimizer}
+        return self._promise(model.id, request.seq_id or 0, "load", msgspec.json.encode(stored))
+
+    async def _create_sampler(self, http: Http, owner: str) -> Response:
+        request = await _read(http, types.CreateSamplingSessionRequest)
+        session = self._session_of(request.session_id, owner)
+        sampler = self._new_sampler(
+            session, request.sampling_session_seq_id, request.model_path, request.base_model, owner
+        )
+        return json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+    def _new_sampler(self, session: str, seq_id: int, path: str | None, base: str | None, owner: str) -> Sampler:
+        folder = ""
+        if path is not None:
+            checkpoint = self._checkpoint_of(path, owner)
+            if checkpoint.kind != "sampler":
+                raise Refused(
+                    HTTPStatus.BAD_REQUEST, f"model_path: expected weights of save_weights_for_sampler, got {path}"
+                )
+            model = self._store.model(checkpoint.model)
+            assert model is not None
+            base, folder = model.base, checkpoint.folder
+        sampler = Sampler(f"{session}:sample:{seq_id}", session, self._base(base or ""), path or "", folder)
+        self._store.add_sampler(sampler)
+        return sampler
+
+    async def _sample(self, http: Http, owner: str) -> Response:
+        data = await body(http, MOST_BYTES)
+        request = _validated(data, types.SampleRequest)
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise Refused(HTTPStatus.BAD_REQUEST, "sampling_session_id and seq_id: expected both")
+        sampler = self._sampler_of(request.sampling_session_id, owner)
+        request_id = self._service.submit(f"{sampler.id}/{request.seq_id}", sampler.id, "sample", data)
+        names = [f"{request_id}/{number}" for number in range(request.num_samples)]
+        return json({"request_id": request_id, "sample_sequence_ids": names})
+
+    async def _future(self, http: Http, owner: str) -> Response:
+        request_id = (await _read(http, types.FutureRetrieveRequest)).request_id
+        target = request_id.rpartition("/")[0]
+        if self._store.model(target) is not None:
+            self._model_of(target, owner, closed=True)
+        else:
+            self._sampler_of(target, owner)
+        request = await self._service.result(request_id, POLL_S)
+        if request is None:
+            raise Refused(HTTPStatus.GONE, f"request_id: {request_id!r} is unknown, or its result is no longer kept")
+        if request.state == "pending":
+            waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return json(waiting, HTTPStatus.REQUEST_TIMEOUT)
+        is_proto = request.state == "done" and request.kind in ("sample", "forward_backward")
+        return Response(request.result, media_type=PROTO if is_proto else "application/json")
+
+    async def _cancel(self, http: Http, owner: str) -> Response:
+        return json({})  # a request that nobody waits for any more is finished all the same
+
+    async def _weights_info(self, http: Http, owner: str) -> Response:
+        request = msgspec.json.decode(await body(http, MOST_BYTES), type=dict[str, str])
+        checkpoint = self._checkpoint_of(request.get("tinker_path", ""), owner)
+        model = self._store.model(checkpoint.model)
+        assert model is not None
+        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+        info = {"base_model": model.base, "is_lora": adapter is not None, "train_unembed": False}
+        if adapter is not None:
+            info |= {"lora_rank": adapter.rank, "train_mlp": adapter.mlp, "train_attn": adapter.attention}
+        return json(info)
+
+    async def _sampler_info(self, http: Http, owner: str) -> Response:
+        sampler = self._sampler_of(http.path_params["id"], owner)
+        return json({"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None})
+
+    async def _sessions(self, http: Http, owner: str) -> Response:
+        return json({"sessions": self._store.sessions(owner)})
+
+    async def _session(self, http: Http, owner: str) -> Response:
+        session = self._session_of(http.path_params["id"], owner)
+        models = [model.id for model in self._store.models(session)]
+        return json({"training_run_ids": models, "sampler_ids": [s.id for s in self._store.samplers(session)]})
+
+    async def _finish(self, http: Http, owner: str) -> Response:
+        session = self._session_of(http.path_params["id"], owner)
+        await body(http, MOST_BYTES)
+        for model in self._store.models(session):
+            self._service.submit(f"{model.id}/unload", model.id, "unload", b"")
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
+    async def _runs(self, http: Http, owner: str) -> Response:
+        runs = [self._described(model, owner) for s in self._store.sessions(owner) for model in self._store.models(s)]
+        return json({"training_runs": _page(http, runs), "cursor": _cursor(http, len(runs))})
+
+    async def _run(self, http: Http, owner: str) -> Response:
+        return json(self._described(self._model_of(http.path_params["id"], owner, closed=True), owner))
+
+    def _described(self, model: Model, owner: str) -> dict[str, object]:
+        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+        last = {c.kind: _checkpoint(c) for c in self._store.checkpoints(model.id)}
+        return {
+            "training_run_id": model.id,
+            "base_model": model.base,
+            "model_owner": "me",
+            "is_lora": adapter is not None,
+            "lora_rank": None if adapter is None else adapter.rank,
+            "last_request_time": _time(model.created),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+        }
+
+    async def _run_checkpoints(self, http: Http, owner: str) -> Response:
+        model = self._model_of(http.path_params["id"], owner, closed=True)
+        return json({"checkpoints": [_checkpoint(c) for c in self._store.checkpoints(model.id)]})
+
+    async def _checkpoints(self, http: Http, owner: str) -> Response:
+        models = [model for session in self._store.sessions(owner) for model in self._store.models(session)]
+        found = [_checkpoint(c) for model in models for c in self._store.checkpoints(model.id)]
+        return json({"checkpoints": _page(http, found), "cursor": _cursor(http, len(found))})
+
+    async def _set_ttl(self, http: Http, owner: str) -> Response:
+        checkpoint = self._named(http, owner)
+        ttl = msgspec.json.decode(await body(http, MOST_BYTES), type=dict[str, int | None]).get("ttl_seconds")
+        expires = None if ttl is None else datetime.now(UTC).timestamp() + ttl
+        self._store.set_expiry(checkpoint.path, expires)
+        return json({})
+
+    async def _delete(self, http: Http, owner: str) -> Response:
+        self._service.remove(self._named(http, owner))
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
+    def _named(self, http: Http, owner: str) -> Checkpoint:
+        return self._checkpoint_of(f"tinker://{http.path_params['id']}/{http.path_params['checkpoint']}", owner)
+
+    def _promise(self, model_id: str, seq_id: int, kind: str, data: bytes) -> Response:
+        return json(
+            {"request_id": self._service.submit(f"{model_id}/{seq_id}", model_id, kind, data), "model_id": model_id}
+        )
+
+    def _base(self, name: str) -> str:
+        if name not in self._service.settings.bases:
+            expected = ", ".join(self._service.settings.bases)
+            raise Refused(HTTPStatus.BAD_REQUEST, f"base_model: expected one of {expected}; got {name!r}")
+        return name
+
+    def _session_of(self, session: str, owner: str) -> str:
+        if self._store.owner(session) != owner:
+            raise Refused(HTTPStatus.NOT_FOUND, f"session_id: {session!r} is no session of this key")
+        return session
+
+    def _model_of(self, id_: str, owner: str, *, closed: bool = False) -> Model:
+        model = self._store.model(id_)
+        if model is None or self._store.owner(model.session) != owner or (model.closed and not closed):
+            raise Refused(HTTPStatus.NOT_FOUND, f"model_id: {id_!r} is no model of this key")
+        return model
+
+    def _sampler_of(self, id_: str, owner: str) -> Sampler:
+        sampler = self._store.sampler(id_)
+        if sampler is None or self._store.owner(sampler.session) != owner:
+            raise Refused(HTTPStatus.NOT_FOUND, f"sampling_session_id: {id_!r} is no sampler of this key")
+        return sampler
+
+    def _checkpoint_of(self, path: str, owner: str) -> Checkpoint:
+        checkpoint = self._store.checkpoint(path)
+        if checkpoint is None:
+            raise Refused(HTTPStatus.NOT_FOUND, f"path: {path!r} is no checkpoint of this key")
+        self._model_of(checkpoint.model, owner, closed=True)
+        return checkpoint
+
+
+async def _gone(http: Http, error: Exception) -> Response:
+    return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # nobody reads it
+
+
+async def _read(http: Http, kind: type[M]) -> M:
+    return _validated(await body(http, MOST_BYTES), kind)
+
+
+def _validated(data: bytes, kind: type[M]) -> M:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Refused(HTTPStatus.UNPROCESSABLE_ENTITY, f"{where or 'body'}: {first['msg']}") from None
+
+
+def _name(given: str | None, seq_id: int | None) -> str:
+    name = given or f"unnamed-{seq_id}"
+    if NAME.fullmatch(name) is None:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected letters, digits, '.', '_' and '-'; got {name[:80]!r}")
+    return name
+
+
+def _encoded(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "checkpoint_id": checkpoint.path.split("/", 3)[3],
+        "checkpoint_type": checkpoint.kind,
+        "time": _time(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.bytes,
+        "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+    }
+
+
+def _page(http: Http, items: list[dict[str, object]]) -> list[dict[str, object]]:
+    cursor = _cursor(http, len(items))
+    return items[cursor["offset"] :][: cursor["limit"]]
+
+
+def _cursor(http: Http, total: int) -> dict[str, int]:
+    query = http.query_params
+    try:
+        return {"offset": int(query.get("offset", 0)), "limit": int(query.get("limit", 20)), "total_count": total}
+    except ValueError:
+        raise Refused(HTTPStatus.BAD_REQUEST, "limit and offset: expected whole numbers") from None

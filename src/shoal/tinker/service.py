@@ -1,0 +1,351 @@
+"""Work of the Tinker server: requests in order for each model, their futures, and recovery after any end.
+
+A model's state is its last state on disk and the requests since. When the trainer process or the server ends, both are
+taken up again: gradients and optimizer steps after the state on disk are computed anew, each once, and results that
+clients were given stay as they are.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from shoal import wire
+from shoal.errors import ChildDied, EngineError, EngineUnavailable, RequestRefused, ShoalError
+from shoal.model.renderer_loading import load_renderer
+from shoal.net.process import Child, torch_environment
+from shoal.tinker import messages as m
+from shoal.tinker.samplers import Samplers
+from shoal.tinker.sampling import sample
+from shoal.tinker.store import KEPT_S, Checkpoint, Model, Request, Sampler, Store
+
+ANSWER_TIMEOUT_S = 3600.0
+STATE_SHARE = 0.05
+"""Share of the time that writing states may take; restarting takes longer when it is written less often."""
+MOST_UNNAMED = 4
+"""Unnamed sampler weights of one session that stay on disk; older ones are removed."""
+EXPIRY_CHECK_S = 60.0
+MOST_TOGETHER = 8
+"""Models whose gradients are computed together."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Models by name, the folder of all that the server keeps, and the shares of the machine."""
+
+    bases: Mapping[str, Path]
+    folder: Path
+    engines: int = 2
+    threads: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+class TinkerService:
+    """Futures of training and sampling requests. Use it as an async context manager."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.store = Store(settings.folder / "server.sqlite")
+        self.renderers = {name: load_renderer(path) for name, path in settings.bases.items()}
+        self._samplers = Samplers(
+            settings.bases, settings.folder, most=settings.engines, threads=settings.threads, dtype=settings.dtype
+        )
+        self._queues: dict[str, deque[Request]] = {}
+        self._arrived = asyncio.Event()
+        self._resolved: dict[str, asyncio.Event] = {}
+        self._written: dict[str, tuple[float, float]] = {}  # model: when its state was written, and how long it took
+        self._child: Child | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = asyncio.TaskGroup()
+        await self._tasks.__aenter__()
+        await self._start_trainer()
+        for request in self.store.pending():
+            self._enqueue(request)
+        self._background = [self._tasks.create_task(self._work()), self._tasks.create_task(self._expire())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tasks._abort()  # type: ignore[attr-defined]
+        await self._tasks.__aexit__(None, None, None)
+        await self._samplers.aclose()
+        if self._child is not None:
+            await self._child.end()
+        self.store.close()
+
+    def submit(self, id_: str, target: str, kind: str, body: bytes) -> str:
+        """Takes a request durably and returns its id; a second submission of an id is the first one's future."""
+        request, new = self.store.add_request(id_, target, kind, body)
+        if new:
+            self._enqueue(request)
+        return request.id
+
+    async def result(self, id_: str, timeout_s: float) -> Request | None:
+        """A request with its result, or still pending after the timeout; None for an id that nobody submitted."""
+        request = self.store.request(id_)
+        if request is not None and request.state == "pending":
+            event = self._resolved.setdefault(id_, asyncio.Event())
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+            except TimeoutError:
+                return request
+            request = self.store.request(id_)
+        return request
+
+    def _enqueue(self, request: Request) -> None:
+        if request.kind == "sample":
+            self._tasks.create_task(self._answer_sample(request))
+            return
+        self._queues.setdefault(request.target, deque()).append(request)
+        self._arrived.set()
+
+    async def _work(self) -> None:
+        """Carries out the training requests, each model's in order; gradients of several models together."""
+        while True:
+            heads = sorted((queue[0] for queue in self._queues.values()), key=lambda request: request.number)
+            if not heads:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            kind = heads[0].kind
+            batch = [r for r in heads if r.kind == kind][:MOST_TOGETHER] if kind == "forward_backward" else heads[:1]
+            await self._trained(batch)
+            for request in batch:
+                queue = self._queues[request.target]
+                queue.popleft()
+                if not queue:
+                    del self._queues[request.target]
+
+    async def _trained(self, batch: Sequence[Request]) -> None:
+        """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
+        try:
+            await self._attempt(batch)
+        except (ChildDied, EngineError):
+            await self._start_trainer()
+            for request in batch:
+                try:
+                    await self._attempt([request])
+                except (ChildDied, EngineError) as error:
+                    self._resolve(request, error)
+                    await self._start_trainer()
+
+    async def _attempt(self, batch: Sequence[Request]) -> None:
+        if batch[0].kind == "forward_backward":
+            done = await self._ask(m.ForwardBackward(tuple(request.body for request in batch)))
+            for request, part in zip(batch, done.parts, strict=True):
+                self._resolve(request, RequestRefused(part.reason) if isinstance(part, m.Failed) else part.body)
+            return
+        (request,) = batch
+        model = self.store.model(request.target)
+        assert model is not None
+        try:
+            result, state = await self._carried_out(model, request)
+        except RequestRefused as error:
+            self._resolve(request, error)
+            return
+        with self.store.together():  # a request whose result is known is in the state, or follows it
+            if state is not None:
+                self.store.set_state(model.id, str(state), request.number)
+            self.store.resolve(request.id, result)
+        self._resolved.pop(request.id, asyncio.Event()).set()
+        if state is not None and model.folder.startswith(str(state.parent)):
+            await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
+
+    def _resolve(self, request: Request, result: bytes | ShoalError) -> None:
+        if isinstance(result, bytes):
+            self.store.resolve(request.id, result)
+        else:
+            category = "user" if isinstance(result, RequestRefused) else "server"
+            self.store.resolve(request.id, _json({"error": str(result), "category": category}), failed=True)
+        self._resolved.pop(request.id, asyncio.Event()).set()
+
+    async def _answer_sample(self, request: Request) -> None:
+        try:
+            self._resolve(request, await self._sampled(request))
+        except ShoalError as error:
+            self._resolve(request, error)
+
+    async def _sampled(self, request: Request) -> bytes:
+        wanted = types.SampleRequest.model_validate_json(request.body)
+        sampler = self.store.sampler(request.target)
+        assert sampler is not None
+        weights = Path(sampler.folder) if sampler.folder else None
+        if weights is not None and not await asyncio.to_thread(weights.exists):
+            raise RequestRefused(f"sampler {sampler.id}: its weights were removed; save them again, or under a name")
+        for attempt in (1, 2):
+            try:
+                async with self._samplers.engine(sampler.base, weights) as slot:
+                    return await sample(slot.engine, self.renderers[sampler.base], wanted, slot.longest)
+            except EngineUnavailable:
+                if attempt == 2:
+                    raise
+        raise AssertionError
+
+    async def _carried_out(self, model: Model, request: Request) -> tuple[bytes, Path | None]:
+        """Carries out one request in the trainer process; its result, and the folder of the state that contains it."""
+        match request.kind:
+            case "create":
+                await self._ask(_opened(model))
+                kind = "load_weights" if model.folder else "create_model"
+                state = await self._state(model.id, request.number) if model.folder else None
+                return _json({"model_id": model.id, "type": kind}), state
+            case "unload":
+                await self._ask(m.Close(model.id))
+                self.store.close_model(model.id)
+                await asyncio.to_thread(shutil.rmtree, self.settings.folder / "states" / model.id, ignore_errors=True)
+                return _json({"model_id": model.id, "type": "unload_model"}), None
+            case "optim_step":
+                done = await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
+                at, took = self._written.get(model.id, (0.0, 0.0))
+                due = time.monotonic() - at >= took / STATE_SHARE
+                return _json({"metrics": done.metrics}), await self._state(model.id, request.number) if due else None
+            case "load":
+                loaded = msgspec.json.decode(request.body, type=_Load)
+                await self._ask(m.Load(model.id, loaded.folder, loaded.optimizer))
+                result = _json({"path": loaded.path, "model_id": model.id, "type": "load_weights"})
+                return result, await self._state(model.id, request.number)
+            case _:
+                return await self._saved(model, request), None
+
+    async def _saved(self, model: Model, request: Request) -> bytes:
+        """Saves weights: a state to train on from, named sampler weights, or unnamed ones with their sampler."""
+        given = msgspec.json.decode(request.body, type=Saving)
+        merged = request.kind == "save_for_sampler"
+        unnamed = merged and given.sampler_id is not None
+        folder = self.settings.folder / "weights" / (given.sampler_id or given.folder)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+        await asyncio.to_thread(unfinished.mkdir, parents=True)
+        target = unfinished / "model.safetensors" if merged else unfinished
+        done = await self._ask(m.Save(model.id, str(target), merged))
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(unfinished.rename, folder)
+        if unnamed:
+            assert given.sampler_id is not None
+            sampler = Sampler(given.sampler_id, model.session, model.base, "", str(folder), done.version)
+            self.store.add_sampler(sampler)
+            await asyncio.to_thread(self._remove_older_unnamed, model.session)
+            return _json({"sampling_session_id": given.sampler_id, "type": "save_weights_for_sampler"})
+        size = await asyncio.to_thread(lambda: sum(file.stat().st_size for file in folder.iterdir()))
+        kind = "sampler" if merged else "training"
+        now = time.time()
+        expires = None if given.ttl_seconds is None else now + given.ttl_seconds
+        self.store.add_checkpoint(Checkpoint(given.path, model.id, kind, str(folder), now, size, done.version, expires))
+        return _json({"path": given.path, "type": "save_weights_for_sampler" if merged else "save_weights"})
+
+    def _remove_older_unnamed(self, session: str) -> None:
+        unnamed = [s for s in self.store.samplers(session) if s.folder and not s.path and Path(s.folder).exists()]
+        for sampler in unnamed[:-MOST_UNNAMED]:
+            shutil.rmtree(sampler.folder, ignore_errors=True)
+
+    async def _state(self, model: str, number: int) -> Path:
+        """Writes the state that contains every request up to `number`, which must be an optimizer step or a load."""
+        began = time.monotonic()
+        folder = self.settings.folder / "states" / model / str(number)
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        await self._ask(m.Save(model, str(folder)))
+        self._written[model] = time.monotonic(), time.monotonic() - began
+        return folder
+
+    async def _start_trainer(self) -> None:
+        """Starts the trainer process and brings every model to where it was."""
+        if self._child is not None:
+            await self._child.end()
+        settings = self.settings
+        bases = json.dumps({name: str(path) for name, path in settings.bases.items()})
+        arguments = ["--threads", str(settings.threads), "--dtype", settings.dtype, "--device", settings.device, bases]
+        log = settings.folder / "trainer.log"
+        child = Child("trainer", "shoal.tinker.worker", arguments, log, torch_environment(settings.threads))
+        self._child = await child.__aenter__()
+        for model in self.store.models():
+            if not model.closed:
+                await self._take_up(model)
+
+    async def _take_up(self, model: Model) -> None:
+        """Opens a model from its state on disk, and repeats what it was asked since."""
+        requests = self.store.requests(model.id)
+        if not requests or requests[0].state != "done":
+            return
+        await self._ask(_opened(model))
+        for request in requests[1:]:
+            if request.state == "pending":
+                return
+            if request.number <= model.state_at:
+                continue
+            if request.kind == "forward_backward" and request.state == "done":
+                if not pb.ForwardBackwardRequest.FromString(request.body).forward_only:
+                    await self._ask(m.ForwardBackward((request.body,)))
+            elif request.kind == "optim_step":
+                with contextlib.suppress(RequestRefused):  # as it was the first time: it cleared the gradient
+                    await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
+
+    async def _ask(self, request: m.Request) -> m.Done:
+        assert self._child is not None
+        try:
+            frame = await self._child.ask(wire.encode(request), ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise ChildDied(
+                f"the trainer has not answered {type(request).__name__} for {ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        answer = m.answer_from(frame)
+        if isinstance(answer, m.Failed):
+            raise RequestRefused(answer.reason) if answer.refused else EngineError(answer.reason)
+        return answer
+
+    async def _expire(self) -> None:
+        """Removes checkpoints whose time is over."""
+        while True:
+            for checkpoint in self.store.expired(time.time()):
+                self.remove(checkpoint)
+            self.store.forget(time.time() - KEPT_S)
+            await asyncio.sleep(EXPIRY_CHECK_S)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Removes a checkpoint and its files."""
+        self.store.remove_checkpoint(checkpoint.path)
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+class Saving(msgspec.Struct):
+    """Stored body of a request that saves weights."""
+
+    path: str = ""
+    folder: str = ""
+    sampler_id: str | None = None
+    ttl_seconds: int | None = None
+
+
+class _Load(msgspec.Struct):
+    path: str
+    folder: str
+    optimizer: bool
+
+
+def _opened(model: Model) -> m.Open:
+    adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=m.Adapter)
+    return m.Open(model.id, model.base, adapter, model.folder, model.optimizer)
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def new_id(kind: str) -> str:
+    """Id that nobody can guess."""
+    return f"{kind}-{secrets.token_hex(8)}"

@@ -1,0 +1,247 @@
+"""Durable state of the Tinker server in SQLite: sessions, models, requests with their results, checkpoints, samplers.
+
+A request is committed before its future is acknowledged, so a client's future resolves after any end of the server.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, adapter TEXT, created REAL NOT NULL,
+    folder TEXT NOT NULL DEFAULT '', optimizer INTEGER NOT NULL DEFAULT 0, state_at INTEGER NOT NULL DEFAULT 0,
+    closed INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, path TEXT NOT NULL, folder TEXT NOT NULL,
+    version INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS requests (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, target TEXT NOT NULL, kind TEXT NOT NULL,
+    body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'pending', result BLOB, created REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_target ON requests (target, number);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, folder TEXT NOT NULL, created REAL NOT NULL,
+    bytes INTEGER NOT NULL, version INTEGER NOT NULL, expires REAL
+);
+"""
+KEPT_S = 86_400.0
+"""Seconds for which the result of a request can be fetched."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Model in training: what it started from, and the last state on disk."""
+
+    id: str
+    session: str
+    base: str
+    adapter: str | None
+    """Settings of the adapter as JSON; None for all weights."""
+    created: float
+    folder: str
+    """Folder of the last state on disk; empty for the base model's weights."""
+    optimizer: bool
+    state_at: int
+    """Number of the last request that the state on disk contains."""
+    closed: bool
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Weights that clients sample from."""
+
+    id: str
+    session: str
+    base: str
+    path: str
+    folder: str
+    """Folder of the merged weights; empty for the base model's."""
+    version: int = 0
+    """Number of optimizer steps behind the weights."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request and the state of its future: pending, done or failed."""
+
+    number: int
+    id: str
+    target: str
+    kind: str
+    body: bytes
+    state: str
+    result: bytes | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saved weights under a `tinker://` path."""
+
+    path: str
+    model: str
+    kind: str
+    folder: str
+    created: float
+    bytes: int
+    version: int
+    expires: float | None
+
+
+class Store:
+    """One file; what a method wrote outlives this process when it returns, though perhaps not a loss of power."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(SCHEMA)
+
+    def forget(self, before: float) -> None:
+        """Forgets requests of before a time whose results nobody will fetch, and that no state on disk lacks."""
+        self._db.execute(
+            "DELETE FROM requests WHERE state != 'pending' AND kind != 'create' AND created < ? AND number <= "
+            "(SELECT coalesce(min(state_at), 1 << 62) FROM models WHERE id = target)",
+            (before,),
+        )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Makes the changes inside durable together, or none of them."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()
+
+    def add_session(self, id_: str, owner: str) -> None:
+        """Adds a session of a client's key."""
+        self._db.execute("INSERT INTO sessions VALUES (?, ?, ?)", (id_, owner, time.time()))
+
+    def owner(self, session: str) -> str | None:
+        """Key of the client whose session it is."""
+        row = self._db.execute("SELECT owner FROM sessions WHERE id = ?", (session,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def sessions(self, owner: str) -> list[str]:
+        """Sessions of a key, newest first."""
+        rows = self._db.execute("SELECT id FROM sessions WHERE owner = ? ORDER BY created DESC", (owner,))
+        return [str(row[0]) for row in rows]
+
+    def add_model(self, id_: str, session: str, base: str, adapter: str | None, folder: str, optimizer: bool) -> None:
+        """Adds a model that starts from its base, or from the state in a folder; a second call changes nothing."""
+        self._db.execute(
+            "INSERT OR IGNORE INTO models (id, session, base, adapter, created, folder, optimizer) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (id_, session, base, adapter, time.time(), folder, optimizer),
+        )
+
+    def set_state(self, model: str, folder: str, at: int) -> None:
+        """Records the state on disk, which contains every request up to `at`; what they asked is forgotten."""
+        self._db.execute("UPDATE models SET folder = ?, optimizer = 1, state_at = ? WHERE id = ?", (folder, at, model))
+        self._db.execute("UPDATE requests SET body = x'' WHERE target = ? AND number < ?", (model, at))
+
+    def close_model(self, model: str) -> None:
+        """Records that a model is unloaded."""
+        self._db.execute("UPDATE models SET closed = 1 WHERE id = ?", (model,))
+
+    def model(self, id_: str) -> Model | None:
+        """One model."""
+        return next(self._models("id = ?", id_), None)
+
+    def models(self, session: str | None = None) -> list[Model]:
+        """Models of a session, or of all."""
+        return list(self._models("?1 IS NULL OR session = ?1", session))
+
+    def _models(self, where: str, value: str | None) -> Iterator[Model]:
+        with closing(self._db.execute(f"SELECT * FROM models WHERE {where} ORDER BY created", (value,))) as rows:
+            for row in rows:
+                id_, session, base, adapter, created, folder, optimizer, state_at, closed = row
+                yield Model(id_, session, base, adapter, created, folder, bool(optimizer), state_at, bool(closed))
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """Adds a sampler; a second call changes nothing."""
+        self._db.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?)", astuple(sampler))
+
+    def sampler(self, id_: str) -> Sampler | None:
+        """One sampler."""
+        row = self._db.execute("SELECT * FROM samplers WHERE id = ?", (id_,)).fetchone()
+        return None if row is None else Sampler(*row)
+
+    def samplers(self, session: str) -> list[Sampler]:
+        """Samplers of a session, oldest first."""
+        rows = self._db.execute("SELECT * FROM samplers WHERE session = ? ORDER BY rowid", (session,))
+        return [Sampler(*row) for row in rows]
+
+    def add_request(self, id_: str, target: str, kind: str, body: bytes) -> tuple[Request, bool]:
+        """Request of an id, and whether it is new: a client that asks twice gets the first one's future."""
+        new = self._db.execute(
+            "INSERT OR IGNORE INTO requests (id, target, kind, body, created) VALUES (?, ?, ?, ?, ?)",
+            (id_, target, kind, body, time.time()),
+        ).rowcount
+        request = self.request(id_)
+        assert request is not None
+        return request, bool(new)
+
+    def request(self, id_: str) -> Request | None:
+        """One request."""
+        return next(self._requests("id = ?", (id_,)), None)
+
+    def requests(self, target: str) -> list[Request]:
+        """Requests for a model or a sampler, in order."""
+        return list(self._requests("target = ?", (target,)))
+
+    def pending(self) -> list[Request]:
+        """Requests without a result, in order."""
+        return list(self._requests("state = 'pending'", ()))
+
+    def _requests(self, where: str, values: tuple[str | int, ...]) -> Iterator[Request]:
+        columns = "number, id, target, kind, body, state, result"
+        with closing(self._db.execute(f"SELECT {columns} FROM requests WHERE {where} ORDER BY number", values)) as rows:
+            for row in rows:
+                yield Request(*row)
+
+    def resolve(self, id_: str, result: bytes, *, failed: bool = False) -> None:
+        """Records the result of a request, or why it failed."""
+        state = "failed" if failed else "done"
+        body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # what training asked is needed to repeat it
+        self._db.execute(f"UPDATE requests SET state = ?, result = ?, body = {body} WHERE id = ?", (state, result, id_))
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Adds a checkpoint, in place of one with the same path."""
+        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(checkpoint))
+
+    def checkpoint(self, path: str) -> Checkpoint | None:
+        """Checkpoint of a path."""
+        row = self._db.execute("SELECT * FROM checkpoints WHERE path = ?", (path,)).fetchone()
+        return None if row is None else Checkpoint(*row)
+
+    def checkpoints(self, model: str) -> list[Checkpoint]:
+        """Checkpoints of a model, oldest first."""
+        rows = self._db.execute("SELECT * FROM checkpoints WHERE model = ? ORDER BY created", (model,))
+        return [Checkpoint(*row) for row in rows]
+
+    def expired(self, now: float) -> list[Checkpoint]:
+        """Checkpoints whose time is over."""
+        return [Checkpoint(*row) for row in self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (now,))]
+
+    def set_expiry(self, path: str, expires: float | None) -> None:
+        """Sets the time until which a checkpoint is kept; None keeps it."""
+        self._db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Forgets a checkpoint."""
+        self._db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))

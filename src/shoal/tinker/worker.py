@@ -1,0 +1,112 @@
+"""Trainer process of the Tinker server: `python -m shoal.tinker.worker --fd N BASES`, with BASES as JSON."""
+
+import argparse
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+
+from shoal import wire
+from shoal.errors import RequestRefused, ShoalError
+from shoal.model.loading import resolve_device
+from shoal.net.process import die_with_parent, serve
+from shoal.tinker import messages as m
+from shoal.tinker.losses import check_inputs, settings_of
+from shoal.tinker.models import Job, Models
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves until the socket closes."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="shoal.tinker.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("bases")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    bases = {name: Path(path) for name, path in json.loads(options.bases).items()}
+    models = Models(bases, options.dtype, resolve_device(options.device))
+    with socket.socket(fileno=options.fd) as connection:
+        serve(connection, lambda frame: _answer(models, frame))
+
+
+def _answer(models: Models, frame: bytes) -> Iterable[bytes]:
+    try:
+        answer: m.Answer = carried_out(models, m.request_from(frame))
+    except ShoalError as error:
+        answer = m.Failed(str(error), True)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        traceback.print_exception(error, file=sys.stderr)  # our own bug: the log keeps where
+        answer = m.Failed(f"{type(error).__name__}: {error}", False)
+    yield wire.encode(answer)
+
+
+def carried_out(models: Models, request: m.Request) -> m.Done:
+    """Carries out one request."""
+    match request:
+        case m.Open():
+            models.open(request.model_id, request.base, request.adapter)
+            if request.folder:
+                models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
+        case m.Close():
+            models.close(request.model_id)
+            return m.Done()
+        case m.ForwardBackward():
+            return forward_backward(models, request.bodies)
+        case m.OptimStep():
+            metrics = models.optim_step(request.model_id, request.adam)
+            return m.Done(models.steps(request.model_id), metrics=metrics)
+        case m.Save(merged=True):
+            models.write_merged(request.model_id, Path(request.folder))
+        case m.Save():
+            models.save(request.model_id, Path(request.folder))
+        case m.Load():
+            models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
+    return m.Done(models.steps(request.model_id))
+
+
+def forward_backward(models: Models, bodies: Sequence[bytes]) -> m.Done:
+    """Carries out the requests that are right, together."""
+    jobs: list[Job | m.Failed] = []
+    for body in bodies:
+        try:
+            jobs.append(_job(models, pb.ForwardBackwardRequest.FromString(body)))
+        except RequestRefused as error:
+            jobs.append(m.Failed(str(error), True))
+    right = [job for job in jobs if isinstance(job, Job)]
+    outputs = iter(models.forward_backward(right))
+    parts: list[m.Done | m.Failed] = []
+    for job in jobs:
+        if isinstance(job, Job):
+            parts.append(m.Done(models.steps(job.model_id), m.output_of(*next(outputs))))
+        else:
+            parts.append(job)
+    return m.Done(parts=tuple(parts))
+
+
+def _job(models: Models, message: pb.ForwardBackwardRequest) -> Job:
+    """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
+    given = m.settings_in(message)
+    most = given.pop("max_staleness", None)
+    settings = settings_of(message.loss_fn, given)
+    data = m.data_of(message, models.vocabulary(message.model_id))
+    version = models.steps(message.model_id)
+    for number, datum in enumerate(data):
+        check_inputs(message.loss_fn, datum.targets, datum.inputs)
+        oldest = datum.oldest()
+        if most is not None and oldest is not None and version - oldest > float(most):
+            raise RequestRefused(
+                f"data[{number}].versions: expected at most {most} steps before version {version}, got {oldest}"
+            )
+    return Job(message.model_id, data, message.loss_fn, settings, not message.forward_only)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,180 @@
+"""Stages: imitation and preference pairs have torch's gradients, a stage resumes, the next begins with its model."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine_models import plain
+from shoal.config import Config, parse
+from shoal.errors import ConfigError, TaskError
+from shoal.model.renderer_loading import load_renderer
+from shoal.run.stages import run_stages
+from shoal.run.supervised import run_supervised, turns_of
+from shoal.types import Message, Role
+
+SUMS = [(a, b) for a in range(1, 5) for b in range(1, 5)]
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def conversations(path: Path) -> Path:
+    rows = [{"messages": [said("user", f"{a}+{b}"), said("assistant", str(a + b))]} for a, b in SUMS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(path: Path) -> Path:
+    rows = [
+        {name: [said("user", f"{a}+{b}"), said("assistant", answer)] for name, answer in given.items()}
+        for a, b in SUMS
+        for given in [{"chosen": str(a + b), "rejected": "no"}]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(model: Path, run_dir: Path, **train: object) -> Config:
+    settings = {"steps": 1, "groups_per_step": 16, "lr": 1e-3, "max_grad_norm": 1e9, **train}
+    return parse(
+        {"run_dir": str(run_dir), "model": {"path": str(model)}, "tasks": [{"name": "chain_sum"}], "train": settings}
+    )
+
+
+def logprob(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logits.gather(-1, torch.tensor(answer)[:, None]).sum()
+
+
+def stepped(model_dir: Path, loss: object) -> dict[str, torch.Tensor]:
+    """Weights after one step of torch's Adam on a loss."""
+    model = plain(model_dir)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    assert callable(loss)
+    loss(model).backward()
+    optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def tokens(model_dir: Path, a: int, b: int, answer: str) -> tuple[list[int], list[int]]:
+    renderer = load_renderer(model_dir)
+    prompt = renderer.prompt_ids([Message(Role.USER, f"{a}+{b}")])
+    return prompt, [*renderer.token_ids(answer), renderer.stop_token_ids[0]]
+
+
+def assert_same(found: Path, wanted: dict[str, torch.Tensor]) -> None:
+    weights = load_file(found / "model" / "model.safetensors")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, wanted[name], atol=2e-5, rtol=0)
+
+
+def test_imitation_has_the_gradient_of_cross_entropy(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_model_dir, tmp_path / "run", loss="positive_only")
+    run_supervised(config, conversations(tmp_path / "sums.jsonl"))
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        rows = [tokens(tiny_model_dir, a, b, str(a + b)) for a, b in SUMS]
+        return -torch.stack([logprob(model, *row) for row in rows]).sum() / sum(len(answer) for _, answer in rows)
+
+    assert_same(tmp_path / "run", stepped(tiny_model_dir, loss))
+
+
+def test_preference_pairs_have_the_gradient_of_dpo(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_model_dir, tmp_path / "run", loss={"name": "dpo", "beta": 0.5})
+    figures = run_supervised(config, pairs(tmp_path / "pairs.jsonl"))
+    reference = plain(tiny_model_dir)
+
+    def margin(model: torch.nn.Module, a: int, b: int) -> torch.Tensor:
+        chosen, rejected = (logprob(model, *tokens(tiny_model_dir, a, b, text)) for text in (str(a + b), "no"))
+        return chosen - rejected
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        distances = [margin(model, a, b) - margin(reference, a, b).detach() for a, b in SUMS]
+        return -torch.nn.functional.logsigmoid(0.5 * torch.stack(distances)).mean()
+
+    assert figures["loss_first"] == pytest.approx(0.6931, abs=1e-3)
+    assert_same(tmp_path / "run", stepped(tiny_model_dir, loss))
+
+
+def test_every_turn_of_the_assistant_is_taught_and_nothing_else(tiny_model_dir: Path) -> None:
+    renderer = load_renderer(tiny_model_dir)
+    row = {"messages": [said("user", "a"), said("assistant", "bc"), said("user", "d"), said("assistant", "e")]}
+    rows = turns_of(renderer, row, "row")
+    taught = [renderer.text([t for t, m in zip(r.tokens, r.mask, strict=True) if m]) for r in rows]
+    assert taught == ["bc", "e"]
+    assert "bc" in renderer.text(rows[1].tokens[: -sum(rows[1].mask)])
+    with pytest.raises(TaskError, match="an assistant's message"):
+        turns_of(renderer, {"messages": [said("user", "a")]}, "row")
+
+
+def test_a_resumed_stage_gets_the_weights_of_one_that_never_ended(tiny_model_dir: Path, tmp_path: Path) -> None:
+    data = conversations(tmp_path / "sums.jsonl")
+    whole = config_of(tiny_model_dir, tmp_path / "whole", loss="positive_only", steps=6, groups_per_step=5)
+    run_supervised(whole, data)
+    part = config_of(tiny_model_dir, tmp_path / "part", loss="positive_only", steps=3, groups_per_step=5)
+    run_supervised(part, data)
+    run_supervised(whole.model_copy(update={"run_dir": part.run_dir}), data, resume=True)
+    assert_same(tmp_path / "part", load_file(tmp_path / "whole" / "model" / "model.safetensors"))
+
+
+def test_a_stage_begins_with_the_model_of_the_stage_before(tiny_model_dir: Path, tmp_path: Path) -> None:
+    conversations(tmp_path / "sums.jsonl")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in SUMS))
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(tiny_model_dir)},
+        "tasks": [{"name": "sums", "service": "jsonl", "path": str(questions), "eval_share": 0.25}],
+        "rollout": {"group_size": 2, "max_tokens": 4},
+        "eval": {"questions": 2},
+        "train": {"steps": 2, "groups_per_step": 2},
+        "stages": [
+            {"kind": "sft", "data": str(tmp_path / "sums.jsonl"), "train": {"lr": 1e-2, "steps": 3}},
+            {"kind": "rl", "train": {"teacher": str(tiny_model_dir)}},
+        ],
+    }
+    figures = run_stages(parse(tree))
+    assert list(figures)[:2] == ["0-sft", "1-rl"]
+    resolved = (tmp_path / "run" / "stages" / "1-rl" / "resolved.toml").read_text()
+    assert str(tmp_path / "run" / "stages" / "0-sft" / "model") in resolved
+    again = run_stages(parse(tree), resume=True)  # nothing is left to do
+    assert again == figures
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ({"kind": "sft"}, "stages.0.data: expected a file"),
+        ({"kind": "rl", "data": "x.jsonl"}, "stages.0.data"),
+        ({"kind": "rl", "train": {"loss": "dpo"}}, "stages.0.train.loss"),
+        ({"kind": "sft", "data": "x.jsonl", "train": {"step": 3}}, "stages.0.train.step"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused_by_name(stage: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse({"tasks": [{"name": "chain_sum"}], "stages": [stage]})
+
+
+def test_a_teacher_replaces_the_rewards(tiny_model_dir: Path) -> None:
+    from shoal.trainer.trainer import Trainer
+    from shoal.types import Sample
+
+    generator = random.Random(0)
+    row = tuple(generator.randrange(6, 90) for _ in range(9))
+    config = config_of(tiny_model_dir, Path("run"), teacher=str(tiny_model_dir), loss="reinforce")
+    trainer = Trainer(tiny_model_dir, config.model, config.train)
+    (logp,) = trainer.logprobs([row])
+    mask = (0, 0, 0, 1, 1, 1, 1, 1, 1)
+    sample = Sample(row, mask, (0.0, *logp), tuple(m - 1 for m in mask), tuple(5.0 * m for m in mask))
+    before = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    stats = trainer.step([[sample]])
+    assert stats.kl == pytest.approx(
+        0.0, abs=1e-5
+    )  # the teacher is the student: nothing to learn, whatever rewards say
+    assert stats.grad_norm == pytest.approx(0.0, abs=1e-4)
+    assert before.keys() == trainer.tensors().keys()

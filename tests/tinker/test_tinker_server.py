@@ -1,0 +1,238 @@
+"""`shoal serve tinker` answers the real `tinker` package: numbers as torch's, futures that outlive the server."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from engine_models import plain
+from tinker_server import KEYS, TinkerServer, tinker_serving
+
+TOKENS = [40, 41, 42, 50, 51, 43, 60]
+TIMEOUT_S = 240
+CLOSE_S = 10
+
+# The package leaves connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerServer]:
+    with tinker_serving(tiny_model_dir, tmp_path_factory.mktemp("tinker")) as running:
+        yield running
+
+
+@contextmanager
+def client_of(server: TinkerServer, key: str) -> Iterator[tinker.ServiceClient]:
+    client = tinker.ServiceClient(base_url=server.url, api_key=key)
+    try:
+        yield client
+    finally:
+        with suppress(TimeoutError):  # the package's heartbeat does not always hear that it shall end
+            client.holder.run_coroutine_threadsafe(client.holder.aclose()).result(CLOSE_S)
+        del client
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
+
+
+@pytest.fixture
+def service(server: TinkerServer) -> Iterator[tinker.ServiceClient]:
+    with client_of(server, KEYS[0]) as client:
+        yield client
+
+
+def trained(service: tinker.ServiceClient, rank: int = 4) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model="tiny", rank=rank, seed=1).result(TIMEOUT_S)
+
+
+def datum(tokens: list[int] = TOKENS, **inputs: list[float]) -> types.Datum:
+    given = inputs or {"weights": [1.0] * (len(tokens) - 1)}
+    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **given})
+
+
+def logprobs(client: tinker.TrainingClient, tokens: list[int] = TOKENS) -> list[float]:
+    output = client.forward([datum(tokens)], "cross_entropy").result(TIMEOUT_S)
+    return list(output.loss_fn_outputs[0]["logprobs"].data)
+
+
+def stepped(client: tinker.TrainingClient, count: int = 1) -> list[float]:
+    """Losses of so many steps on one datum."""
+    losses = []
+    for _ in range(count):
+        forward = client.forward_backward([datum()], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+        losses.append(forward.result(TIMEOUT_S).metrics["loss:sum"])
+    return losses
+
+
+def test_logprobs_are_those_of_transformers(service: tinker.ServiceClient, tiny_model_dir: Path) -> None:
+    model = plain(tiny_model_dir)
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+    wanted = logits.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
+    client = trained(service)  # a new adapter changes nothing
+    assert logprobs(client) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_targets_need_not_be_the_next_tokens_and_may_be_several(
+    service: tinker.ServiceClient, tiny_model_dir: Path
+) -> None:
+    targets = torch.tensor([[7, 8], [9, 10], [11, 12]])
+    with torch.no_grad():
+        logits = plain(tiny_model_dir)(torch.tensor([TOKENS[:3]])).logits[0].log_softmax(-1)
+    inputs = {"target_tokens": targets, "weights": torch.ones(3, 2)}
+    wanted = logits.gather(-1, targets).flatten().tolist()
+    output = trained(service).forward([types.Datum(types.ModelInput.from_ints(TOKENS[:3]), inputs)], "cross_entropy")
+    found = output.result(TIMEOUT_S).loss_fn_outputs[0]["logprobs"]
+    assert found.shape == [3, 2]
+    assert list(found.data) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_custom_loss_has_the_gradient_of_its_built_in_twin(service: tinker.ServiceClient) -> None:
+    built_in, custom = trained(service), trained(service)
+    weights = [0.5, 1.0, 2.0, 0.0, 1.0, 3.0]
+    given = [datum(weights=weights)]
+    built_in.forward_backward(given, "cross_entropy").result(TIMEOUT_S)
+
+    def loss(data: object, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -(outputs[0] * torch.tensor(weights)).sum(), {}
+
+    custom.forward_backward_custom(given, loss).result(TIMEOUT_S)
+    for client in (built_in, custom):
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+    assert logprobs(custom) == pytest.approx(logprobs(built_in), abs=1e-5)
+
+
+def test_models_on_one_base_learn_apart(service: tinker.ServiceClient) -> None:
+    first, second = trained(service), trained(service, rank=2)
+    before = logprobs(second)
+    losses = stepped(first, 3)
+    assert losses[-1] < losses[0]
+    assert logprobs(second) == pytest.approx(before, abs=1e-7)
+
+
+def test_gradients_of_clients_computed_together_are_each_ones_own(service: tinker.ServiceClient) -> None:
+    datums = [datum([40, 41, 42, 50, 51, 43, 60]), datum([40, 41, 7, 8]), datum([9, 10, 11])]
+    alone, together = [trained(service, rank=2) for _ in datums], [trained(service, rank=2) for _ in datums]
+    for client, given in zip(alone, datums, strict=True):
+        client.forward_backward([given], "cross_entropy").result(TIMEOUT_S)
+    for future in [c.forward_backward([d], "cross_entropy") for c, d in zip(together, datums, strict=True)]:
+        future.result(TIMEOUT_S)
+    for client in (*alone, *together):
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+    for one, other in zip(alone, together, strict=True):
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-5)
+
+
+def test_sampled_logprobs_are_those_of_the_trained_model(service: tinker.ServiceClient) -> None:
+    client = trained(service)
+    stepped(client, 2)
+    sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT_S)
+    prompt = types.ModelInput.from_ints(TOKENS[:2])
+    params = types.SamplingParams(max_tokens=6, seed=3)
+    answer = sampler.sample(prompt, 2, params).result(TIMEOUT_S)
+    assert len(answer.sequences) == 2
+    for sequence in answer.sequences:
+        whole = [*TOKENS[:2], *sequence.tokens]
+        assert list(sequence.logprobs or []) == pytest.approx(logprobs(client, whole)[1:], abs=1e-4)
+    asked = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(TIMEOUT_S)
+    assert asked[0] is None
+    assert asked[1:] == pytest.approx(logprobs(client), abs=1e-4)
+
+
+def test_likely_and_listed_tokens_have_the_models_logprobs(service: tinker.ServiceClient, tiny_model_dir: Path) -> None:
+    with torch.no_grad():
+        logp = plain(tiny_model_dir)(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    sampler = service.create_sampling_client(base_model="tiny").result(TIMEOUT_S)
+    listed = [[7, -1], [-1, -1], [9, 10], [-1, 4], [1, 2], [3, 3]]
+    answer = sampler.sample(
+        types.ModelInput.from_ints(TOKENS),
+        1,
+        types.SamplingParams(max_tokens=3, temperature=0),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(listed)),
+    ).result(TIMEOUT_S)
+    top = answer.topk_prompt_logprobs
+    assert top is not None
+    assert top[0] is None
+    for row, wanted in zip(top[1:], logp.topk(3).values, strict=False):
+        assert row is not None
+        assert [value for _, value in row] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert answer.target_prompt_logprobs is not None
+    expected = [float(logp[i, j]) if j >= 0 else 0.0 for i, row in enumerate(listed) for j in row]
+    assert list(answer.target_prompt_logprobs.data) == pytest.approx(expected, abs=1e-4)
+    best = answer.sequences[0].topk_logprobs
+    assert best is not None
+    assert [row[0][0] for row in best if row] == answer.sequences[0].tokens
+
+
+def test_a_restored_state_gives_the_same_next_step(service: tinker.ServiceClient) -> None:
+    client = trained(service)
+    stepped(client, 2)
+    saved = client.save_state("two-steps").result(TIMEOUT_S).path
+    after = stepped(client, 1), logprobs(client)
+    restored = service.create_training_client_from_state_with_optimizer(saved).result(TIMEOUT_S)
+    assert stepped(restored, 1) == pytest.approx(after[0], abs=1e-6)
+    assert logprobs(restored) == pytest.approx(after[1], abs=1e-6)
+
+
+def test_a_client_can_neither_use_nor_see_what_is_anothers(server: TinkerServer, service: tinker.ServiceClient) -> None:
+    client = trained(service)
+    saved = client.save_state("mine").result(TIMEOUT_S).path
+    with (
+        client_of(server, KEYS[1]) as stranger,
+        pytest.raises(tinker.NotFoundError, match="no model of this key"),
+    ):
+        stranger.create_training_client_from_state(saved).result(TIMEOUT_S)
+    listed = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": KEYS[1]})
+    assert listed.json()["training_runs"] == []
+    unknown = httpx.post(f"{server.url}/api/v1/create_session", headers={"X-API-Key": "tml-unknown"}, content="{}")
+    assert unknown.status_code == httpx.codes.UNAUTHORIZED
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "words"),
+    [
+        ("stable_reinforce", {"weights": [1.0] * 6}, "no published definition"),
+        ("ppo", {"weights": [1.0] * 6}, "logprobs is missing"),
+    ],
+)
+def test_a_wrong_request_fails_as_the_users(
+    service: tinker.ServiceClient, loss: types.LossFnType, given: dict[str, list[float]], words: str
+) -> None:
+    client = trained(service)
+    before = logprobs(client)
+    with pytest.raises(tinker.RequestFailedError, match=words) as failed:
+        client.forward_backward([datum(**given)], loss).result(TIMEOUT_S)
+    assert failed.value.category is types.RequestErrorCategory.User
+    assert logprobs(client) == pytest.approx(before, abs=1e-7)
+
+
+def test_futures_resolve_after_a_kill_and_no_step_is_taken_twice(
+    server: TinkerServer, service: tinker.ServiceClient
+) -> None:
+    steady, killed = trained(service), trained(service)
+    wanted = stepped(steady, 6)
+    losses = stepped(killed, 2)
+    forward = killed.forward_backward([datum()], "cross_entropy")
+    step = killed.optim_step(types.AdamParams(learning_rate=1e-2))
+    server.kill()
+    server.start_again()
+    losses.append(forward.result(TIMEOUT_S).metrics["loss:sum"])
+    step.result(TIMEOUT_S)
+    losses += stepped(killed, 3)
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    assert logprobs(killed) == pytest.approx(logprobs(steady), abs=1e-5)
