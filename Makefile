@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -27,6 +27,12 @@ VLLM := .venv-vllm
 test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 	@if test -s $(VLLM)/reason; then echo "skipped: vLLM cannot be had here: $$(tail -n 1 $(VLLM)/reason)"; \
 	else SHOAL_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -v tests/vllm; fi
+
+# The tinker package, and recipes of its cookbook. The cookbook asks for a package that cannot be had (tml-renderers, for
+# models of Tinker's own), so it is laid beside the environment without what it asks for.
+COOKBOOK := .venv-tinker
+test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
+	SHOAL_COOKBOOK=$(CURDIR)/$(COOKBOOK)/packages $(BIN)/python -m pytest -v tests/tinker
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
@@ -129,7 +135,7 @@ constraints: $(VENV)/dev-installed
 venv: $(VENV)/dev-installed
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(COOKBOOK) build dist .mypy_cache .ruff_cache .hypothesis
 	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
@@ -152,6 +158,11 @@ $(VLLM)/tried: | $(VENV)/python-made
 	&& $(VLLM)/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec \
 	&& $(VLLM)/bin/python -c 'import vllm'; } > $(VLLM)/log 2>&1 \
 	&& : > $(VLLM)/reason || tail -n 1 $(VLLM)/log > $(VLLM)/reason
+	@touch $@
+
+$(COOKBOOK)/installed: | $(VENV)/dev-installed
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(COOKBOOK)/packages tinker-cookbook==0.6.1 chz==0.4.0 \
+		blobfile==3.3.0 cloudpickle==3.1.2 pyrage==1.4.0 termcolor==3.3.0 tiktoken==0.14.0 lxml pycryptodomex pylatexenc
 	@touch $@
 
 # Each step leaves a stamp, so that a second call of make starts at once.

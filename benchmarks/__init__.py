@@ -28,6 +28,7 @@ MODULES = {
     "real": "real",
     "rewards": "rewards",
     "swarm": "swarm",
+    "tinker": "tinker",
     "trainer": "trainer",
     "trl": "trl",
     "view": "view",

@@ -179,6 +179,32 @@ def test_likely_and_listed_tokens_have_the_models_logprobs(service: tinker.Servi
     assert [row[0][0] for row in best if row] == answer.sequences[0].tokens
 
 
+def test_every_token_has_a_version_and_what_is_too_old_is_refused(
+    server: TinkerServer, service: tinker.ServiceClient
+) -> None:
+    client = trained(service)
+    stepped(client, 2)
+    sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT_S)
+    stepped(client, 2)
+    params = types.SamplingParams(max_tokens=3, temperature=0)
+    (sequence,) = sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params).result(TIMEOUT_S).sequences
+    asked = f"{server.url}/api/v1/sequences/{sequence.sequence_id}"
+    versions = httpx.get(asked, headers={"X-API-Key": KEYS[0]}).json()["versions"]
+    assert versions == [2] * len(sequence.tokens)
+    assert httpx.get(asked, headers={"X-API-Key": KEYS[1]}).status_code == httpx.codes.NOT_FOUND
+    whole = [*TOKENS, *sequence.tokens]
+    prompt = [0.0] * (len(TOKENS) - 1)
+    given = datum(
+        whole,
+        logprobs=[*prompt, *(sequence.logprobs or [])],
+        advantages=[*prompt, *(1.0 for _ in versions)],
+        versions=[*(-1.0 for _ in prompt), *map(float, versions)],
+    )
+    client.forward_backward([given], "importance_sampling", {"max_staleness": 2}).result(TIMEOUT_S)
+    with pytest.raises(tinker.RequestFailedError, match=r"at most .* steps before version 4, got 2"):
+        client.forward_backward([given], "importance_sampling", {"max_staleness": 1}).result(TIMEOUT_S)
+
+
 def test_a_restored_state_gives_the_same_next_step(service: tinker.ServiceClient) -> None:
     client = trained(service)
     stepped(client, 2)

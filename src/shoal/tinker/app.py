@@ -66,6 +66,7 @@ class TinkerApp:
             ("cancel_future", self._cancel, post),
             ("weights_info", self._weights_info, post),
             ("samplers/{id}", self._sampler_info, get),
+            ("sequences/{id:path}", self._versions, get),
             ("sessions", self._sessions, get),
             ("sessions/{id}", self._session, get),
             ("sessions/{id}/finish", self._finish, post),
@@ -212,7 +213,7 @@ class TinkerApp:
         return json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     def _new_sampler(self, session: str, seq_id: int, path: str | None, base: str | None, owner: str) -> Sampler:
-        folder = ""
+        folder, version = "", 0
         if path is not None:
             checkpoint = self._checkpoint_of(path, owner)
             if checkpoint.kind != "sampler":
@@ -221,8 +222,8 @@ class TinkerApp:
                 )
             model = self._store.model(checkpoint.model)
             assert model is not None
-            base, folder = model.base, checkpoint.folder
-        sampler = Sampler(f"{session}:sample:{seq_id}", session, self._base(base or ""), path or "", folder)
+            base, folder, version = model.base, checkpoint.folder, checkpoint.version
+        sampler = Sampler(f"{session}:sample:{seq_id}", session, self._base(base or ""), path or "", folder, version)
         self._store.add_sampler(sampler)
         return sampler
 
@@ -269,6 +270,18 @@ class TinkerApp:
     async def _sampler_info(self, http: Http, owner: str) -> Response:
         sampler = self._sampler_of(http.path_params["id"], owner)
         return json({"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None})
+
+    async def _versions(self, http: Http, owner: str) -> Response:
+        request_id, _, number = http.path_params["id"].rpartition("/")
+        sampler = self._sampler_of(request_id.rpartition("/")[0], owner)
+        request = self._store.request(request_id)
+        found = (
+            pb.SampleResponse.FromString(request.result or b"").sequences if request and request.state == "done" else []
+        )
+        if not number.isdecimal() or int(number) >= len(found):
+            raise Refused(HTTPStatus.NOT_FOUND, "sequence_id: unknown, or not sampled yet")
+        count = len(found[int(number)].tokens) // 4  # int32
+        return json({"versions": [sampler.version] * count})
 
     async def _sessions(self, http: Http, owner: str) -> Response:
         return json({"sessions": self._store.sessions(owner)})

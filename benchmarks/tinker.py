@@ -1,0 +1,107 @@
+"""The Tinker bench sets the server's answers, through the `tinker` package, against the same work without it.
+
+`forward_backward` and a whole step are set against the server's own models in this process; a sample of one token has
+hardly any work of its own. The client waits for each answer before its next request, as a synchronous loop does.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.model import write_bench_model
+
+Report = dict[str, object]
+KEY = "tml-bench"
+ROWS, TOKENS, RANK = 32, 64, 8
+
+
+def measure(quick: bool) -> Report:
+    """Measures the figures on one thread."""
+    import tinker
+    from tinker import types
+
+    from shoal.tinker.messages import Adam, Adapter, Datum
+    from shoal.tinker.models import Job, Models
+
+    torch.set_num_threads(1)
+    rounds = 3 if quick else 10
+    rows = [[3 + (7 * i + 5 * j) % 80 for j in range(TOKENS + 1)] for i in range(ROWS)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_bench_model(Path(folder) / "model")
+        models = Models({"bench": Path(folder) / "model"})
+        models.open("own", "bench", Adapter(RANK))
+        data = [Datum(row[:-1], torch.tensor(row[1:]), {"weights": torch.ones(TOKENS)}) for row in rows]
+        job = Job("own", data, "cross_entropy", {}, backward=True)
+
+        def native() -> None:
+            models.forward_backward([job])
+            models.optim_step("own", Adam())
+
+        process, url = _serving(Path(folder))
+        try:
+            service = tinker.ServiceClient(base_url=url, api_key=KEY)
+            client = service.create_lora_training_client(base_model="bench", rank=RANK).result()
+            given = [
+                types.Datum(
+                    types.ModelInput.from_ints(row[:-1]),
+                    {"target_tokens": torch.tensor(row[1:]), "weights": torch.ones(TOKENS)},
+                )
+                for row in rows
+            ]
+
+            def step() -> None:
+                forward = client.forward_backward(given, "cross_entropy")
+                client.optim_step(types.AdamParams()).result()
+                forward.result()
+
+            sampler = client.save_weights_and_get_sampling_client().result()
+            prompt = types.ModelInput.from_ints(rows[0][:8])
+            token = types.SamplingParams(max_tokens=1, temperature=0)
+            turns: dict[str, Callable[[], object]] = {
+                "step": step,
+                "native_step": native,
+                "forward_backward": lambda: client.forward_backward(given, "cross_entropy").result(),
+                "native_forward_backward": lambda: models.forward_backward([job]),
+                "sample": lambda: sampler.sample(prompt, 1, token).result(),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in turns}
+            for number in range(rounds + 1):
+                for name, turn in turns.items():
+                    seconds[name] += [_seconds(turn)][:number]  # the first round warms up
+        finally:
+            process.terminate()
+            process.wait()
+    best = {name: min(found) for name, found in seconds.items()}
+    return {
+        "sample_overhead_ms": 1e3 * best["sample"],
+        "forward_backward_overhead_ms": 1e3 * (best["forward_backward"] - best["native_forward_backward"]),
+        "steps_per_s_ratio_to_native": best["native_step"] / best["step"],
+        "clients": 1,
+    }
+
+
+def _seconds(turn: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    turn()
+    return time.perf_counter() - began_s
+
+
+def _serving(folder: Path) -> tuple["subprocess.Popen[str]", str]:
+    command = [sys.executable, "-m", "shoal.cli", "serve", "tinker", "--model", f"bench={folder / 'model'}"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--port", "0", "--folder", str(folder / "server")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
+    )
+    assert process.stdout is not None
+    found = re.match(r"TINKER_BASE_URL=(\S+)", process.stdout.readline())
+    assert found is not None
+    return process, found[1]
