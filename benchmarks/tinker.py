@@ -28,17 +28,17 @@ def measure(quick: bool) -> Report:
     from tinker import types
 
     from shoal.tinker.messages import Adam, Adapter, Datum
-    from shoal.tinker.models import Job, Models
+    from shoal.tinker.models import GradientJob, TrainedModels
 
     torch.set_num_threads(1)
     rounds = 3 if quick else 10
     rows = [[3 + (7 * i + 5 * j) % 80 for j in range(TOKENS + 1)] for i in range(ROWS)]
     with tempfile.TemporaryDirectory() as folder:
         write_bench_model(Path(folder) / "model")
-        models = Models({"bench": Path(folder) / "model"})
+        models = TrainedModels({"bench": Path(folder) / "model"})
         models.open("own", "bench", Adapter(RANK))
         data = [Datum(row[:-1], torch.tensor(row[1:]), {"weights": torch.ones(TOKENS)}) for row in rows]
-        job = Job("own", data, "cross_entropy", {}, backward=True)
+        job = GradientJob("own", data, "cross_entropy", {}, backward=True)
 
         def native() -> None:
             models.forward_backward([job])

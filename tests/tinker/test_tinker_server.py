@@ -56,7 +56,7 @@ def trained(service: tinker.ServiceClient, rank: int = 4) -> tinker.TrainingClie
     return service.create_lora_training_client(base_model="tiny", rank=rank, seed=1).result(TIMEOUT_S)
 
 
-def datum(tokens: list[int] = TOKENS, **inputs: list[float]) -> types.Datum:
+def datum(tokens: list[int] = TOKENS, **inputs: list[float] | torch.Tensor) -> types.Datum:
     given = inputs or {"weights": [1.0] * (len(tokens) - 1)}
     return types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **given})
 
@@ -198,7 +198,7 @@ def test_every_token_has_a_version_and_what_is_too_old_is_refused(
         whole,
         logprobs=[*prompt, *(sequence.logprobs or [])],
         advantages=[*prompt, *(1.0 for _ in versions)],
-        versions=[*(-1.0 for _ in prompt), *map(float, versions)],
+        versions=torch.tensor([*(-1.0 for _ in prompt), *map(float, versions)]),
     )
     client.forward_backward([given], "importance_sampling", {"max_staleness": 2}).result(TIMEOUT_S)
     with pytest.raises(tinker.RequestFailedError, match=r"at most .* steps before version 4, got 2"):

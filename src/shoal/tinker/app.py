@@ -4,15 +4,12 @@ Every request names its client's key; a client sees its own sessions, models, sa
 """
 
 import hmac
-import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import TypeVar
 
 import msgspec
 import zstandard
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
@@ -22,18 +19,27 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.net.server import HANDLERS, Refused, body, json
+from shoal.tinker.bodies import (
+    MOST_BYTES,
+    checked_name,
+    checkpoint,
+    cursor,
+    encoded,
+    gone,
+    iso_time,
+    page,
+    read,
+    validated,
+)
 from shoal.tinker.messages import Adam, Adapter
 from shoal.tinker.service import Saving, TinkerService, new_id
-from shoal.tinker.store import Checkpoint, Model, Sampler
+from shoal.tinker.store import Sampler, SavedWeights, StoredModel
 
-MOST_BYTES = 64 << 20
 POLL_S = 30.0
 PROTO = "application/x-protobuf"
-NAME = re.compile(r"[\w.-]{1,128}")
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False, "sample_no_retries": False}
 """Flags of the package: one request at a time for each model, over its plain HTTP client."""
 
-M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Http, str], Awaitable[Response]]
 
 
@@ -81,7 +87,7 @@ class TinkerApp:
             routes=[
                 Route(f"/api/v1/{path}", self._known(handler), methods=methods) for path, handler, methods in routes
             ],
-            exception_handlers={**HANDLERS, ClientDisconnect: _gone},
+            exception_handlers={**HANDLERS, ClientDisconnect: gone},
         )
 
     def _known(self, handler: Handler) -> Callable[[Http], Awaitable[Response]]:
@@ -112,17 +118,17 @@ class TinkerApp:
         return json({"supported_models": models})
 
     async def _create_session(self, http: Http, owner: str) -> Response:
-        await _read(http, types.CreateSessionRequest)
+        await read(http, types.CreateSessionRequest)
         session = new_id("session")
         self._store.add_session(session, owner)
         return json({"type": "create_session", "session_id": session})
 
     async def _heartbeat(self, http: Http, owner: str) -> Response:
-        self._session_of((await _read(http, types.SessionHeartbeatRequest)).session_id, owner)
+        self._session_of((await read(http, types.SessionHeartbeatRequest)).session_id, owner)
         return json({"type": "session_heartbeat"})
 
     async def _create_model(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.CreateModelRequest)
+        request = await read(http, types.CreateModelRequest)
         session = self._session_of(request.session_id, owner)
         if request.optimizer_config.type != "adamw":
             raise Refused(
@@ -131,17 +137,17 @@ class TinkerApp:
         adapter = None
         if request.lora_config is not None:
             lora = request.lora_config
-            adapter = _encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
+            adapter = encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
         model_id = f"{session}:train:{request.model_seq_id}"
         self._store.add_model(model_id, session, self._base(request.base_model), adapter, "", False)
         return self._promise(model_id, 0, "create", b"")
 
     async def _unload(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await _read(http, types.UnloadModelRequest)).model_id, owner)
+        model = self._model_of((await read(http, types.UnloadModelRequest)).model_id, owner)
         return json({"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")})
 
     async def _info(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await _read(http, types.GetInfoRequest)).model_id, owner)
+        model = self._model_of((await read(http, types.GetInfoRequest)).model_id, owner)
         adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
         data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[model.base])}
         info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": adapter is not None}
@@ -159,7 +165,7 @@ class TinkerApp:
         return self._promise(model.id, message.seq_id, "forward_backward", data)
 
     async def _optim_step(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.OptimStepRequest)
+        request = await read(http, types.OptimStepRequest)
         model = self._model_of(request.model_id, owner)
         if not isinstance(request.optim_params, types.AdamParams):
             raise Refused(HTTPStatus.BAD_REQUEST, f"optimizer_params: expected Adam's, got {request.optim_params.type}")
@@ -167,9 +173,9 @@ class TinkerApp:
         return self._promise(model.id, request.seq_id or 0, "optim_step", msgspec.json.encode(adam))
 
     async def _save(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.SaveWeightsRequest)
+        request = await read(http, types.SaveWeightsRequest)
         model = self._model_of(request.model_id, owner)
-        name = _name(request.path, request.seq_id)
+        name = checked_name(request.path, request.seq_id)
         path = f"tinker://{model.id}/weights/{name}"
         if self._store.checkpoint(path) is not None and not request.overwrite:
             raise Refused(HTTPStatus.CONFLICT, f"path: {name!r} exists; save it under another name, or with overwrite")
@@ -177,18 +183,18 @@ class TinkerApp:
         return self._promise(model.id, request.seq_id or 0, "save", msgspec.json.encode(saving))
 
     async def _save_for_sampler(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.SaveWeightsForSamplerRequest)
+        request = await read(http, types.SaveWeightsForSamplerRequest)
         model = self._model_of(request.model_id, owner)
         if request.sampling_session_seq_id is not None and request.path is None:
             saving = Saving(sampler_id=f"{model.session}:sample:{request.sampling_session_seq_id}")
         else:
-            name = _name(request.path, request.seq_id)
+            name = checked_name(request.path, request.seq_id)
             path = f"tinker://{model.id}/sampler_weights/{name}"
             saving = Saving(path, f"{model.id}/sampler-{name}", None, request.ttl_seconds)
         return self._promise(model.id, request.seq_id or 0, "save_for_sampler", msgspec.json.encode(saving))
 
     async def _load(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.LoadWeightsRequest)
+        request = await read(http, types.LoadWeightsRequest)
         checkpoint = self._checkpoint_of(request.path, owner)
         if checkpoint.kind != "training":
             raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights of save_state, got {request.path}")
@@ -205,7 +211,7 @@ class TinkerApp:
         return self._promise(model.id, request.seq_id or 0, "load", msgspec.json.encode(stored))
 
     async def _create_sampler(self, http: Http, owner: str) -> Response:
-        request = await _read(http, types.CreateSamplingSessionRequest)
+        request = await read(http, types.CreateSamplingSessionRequest)
         session = self._session_of(request.session_id, owner)
         sampler = self._new_sampler(
             session, request.sampling_session_seq_id, request.model_path, request.base_model, owner
@@ -229,7 +235,7 @@ class TinkerApp:
 
     async def _sample(self, http: Http, owner: str) -> Response:
         data = await body(http, MOST_BYTES)
-        request = _validated(data, types.SampleRequest)
+        request = validated(data, types.SampleRequest)
         if request.sampling_session_id is None or request.seq_id is None:
             raise Refused(HTTPStatus.BAD_REQUEST, "sampling_session_id and seq_id: expected both")
         sampler = self._sampler_of(request.sampling_session_id, owner)
@@ -238,7 +244,7 @@ class TinkerApp:
         return json({"request_id": request_id, "sample_sequence_ids": names})
 
     async def _future(self, http: Http, owner: str) -> Response:
-        request_id = (await _read(http, types.FutureRetrieveRequest)).request_id
+        request_id = (await read(http, types.FutureRetrieveRequest)).request_id
         target = request_id.rpartition("/")[0]
         if self._store.model(target) is not None:
             self._model_of(target, owner, closed=True)
@@ -300,33 +306,33 @@ class TinkerApp:
 
     async def _runs(self, http: Http, owner: str) -> Response:
         runs = [self._described(model, owner) for s in self._store.sessions(owner) for model in self._store.models(s)]
-        return json({"training_runs": _page(http, runs), "cursor": _cursor(http, len(runs))})
+        return json({"training_runs": page(http, runs), "cursor": cursor(http, len(runs))})
 
     async def _run(self, http: Http, owner: str) -> Response:
         return json(self._described(self._model_of(http.path_params["id"], owner, closed=True), owner))
 
-    def _described(self, model: Model, owner: str) -> dict[str, object]:
+    def _described(self, model: StoredModel, owner: str) -> dict[str, object]:
         adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
-        last = {c.kind: _checkpoint(c) for c in self._store.checkpoints(model.id)}
+        last = {c.kind: checkpoint(c) for c in self._store.checkpoints(model.id)}
         return {
             "training_run_id": model.id,
             "base_model": model.base,
             "model_owner": "me",
             "is_lora": adapter is not None,
             "lora_rank": None if adapter is None else adapter.rank,
-            "last_request_time": _time(model.created),
+            "last_request_time": iso_time(model.created),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
         }
 
     async def _run_checkpoints(self, http: Http, owner: str) -> Response:
         model = self._model_of(http.path_params["id"], owner, closed=True)
-        return json({"checkpoints": [_checkpoint(c) for c in self._store.checkpoints(model.id)]})
+        return json({"checkpoints": [checkpoint(c) for c in self._store.checkpoints(model.id)]})
 
     async def _checkpoints(self, http: Http, owner: str) -> Response:
         models = [model for session in self._store.sessions(owner) for model in self._store.models(session)]
-        found = [_checkpoint(c) for model in models for c in self._store.checkpoints(model.id)]
-        return json({"checkpoints": _page(http, found), "cursor": _cursor(http, len(found))})
+        found = [checkpoint(c) for model in models for c in self._store.checkpoints(model.id)]
+        return json({"checkpoints": page(http, found), "cursor": cursor(http, len(found))})
 
     async def _set_ttl(self, http: Http, owner: str) -> Response:
         checkpoint = self._named(http, owner)
@@ -339,7 +345,7 @@ class TinkerApp:
         self._service.remove(self._named(http, owner))
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
-    def _named(self, http: Http, owner: str) -> Checkpoint:
+    def _named(self, http: Http, owner: str) -> SavedWeights:
         return self._checkpoint_of(f"tinker://{http.path_params['id']}/{http.path_params['checkpoint']}", owner)
 
     def _promise(self, model_id: str, seq_id: int, kind: str, data: bytes) -> Response:
@@ -358,7 +364,7 @@ class TinkerApp:
             raise Refused(HTTPStatus.NOT_FOUND, f"session_id: {session!r} is no session of this key")
         return session
 
-    def _model_of(self, id_: str, owner: str, *, closed: bool = False) -> Model:
+    def _model_of(self, id_: str, owner: str, *, closed: bool = False) -> StoredModel:
         model = self._store.model(id_)
         if model is None or self._store.owner(model.session) != owner or (model.closed and not closed):
             raise Refused(HTTPStatus.NOT_FOUND, f"model_id: {id_!r} is no model of this key")
@@ -370,65 +376,9 @@ class TinkerApp:
             raise Refused(HTTPStatus.NOT_FOUND, f"sampling_session_id: {id_!r} is no sampler of this key")
         return sampler
 
-    def _checkpoint_of(self, path: str, owner: str) -> Checkpoint:
+    def _checkpoint_of(self, path: str, owner: str) -> SavedWeights:
         checkpoint = self._store.checkpoint(path)
         if checkpoint is None:
             raise Refused(HTTPStatus.NOT_FOUND, f"path: {path!r} is no checkpoint of this key")
         self._model_of(checkpoint.model, owner, closed=True)
         return checkpoint
-
-
-async def _gone(http: Http, error: Exception) -> Response:
-    return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # nobody reads it
-
-
-async def _read(http: Http, kind: type[M]) -> M:
-    return _validated(await body(http, MOST_BYTES), kind)
-
-
-def _validated(data: bytes, kind: type[M]) -> M:
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Refused(HTTPStatus.UNPROCESSABLE_ENTITY, f"{where or 'body'}: {first['msg']}") from None
-
-
-def _name(given: str | None, seq_id: int | None) -> str:
-    name = given or f"unnamed-{seq_id}"
-    if NAME.fullmatch(name) is None:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected letters, digits, '.', '_' and '-'; got {name[:80]!r}")
-    return name
-
-
-def _encoded(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
-    return {
-        "checkpoint_id": checkpoint.path.split("/", 3)[3],
-        "checkpoint_type": checkpoint.kind,
-        "time": _time(checkpoint.created),
-        "tinker_path": checkpoint.path,
-        "size_bytes": checkpoint.bytes,
-        "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
-    }
-
-
-def _page(http: Http, items: list[dict[str, object]]) -> list[dict[str, object]]:
-    cursor = _cursor(http, len(items))
-    return items[cursor["offset"] :][: cursor["limit"]]
-
-
-def _cursor(http: Http, total: int) -> dict[str, int]:
-    query = http.query_params
-    try:
-        return {"offset": int(query.get("offset", 0)), "limit": int(query.get("limit", 20)), "total_count": total}
-    except ValueError:
-        raise Refused(HTTPStatus.BAD_REQUEST, "limit and offset: expected whole numbers") from None

@@ -43,7 +43,7 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class Job:
+class GradientJob:
     """One client's checked data for a forward pass, and for a backward pass if `backward`."""
 
     model_id: str
@@ -53,7 +53,7 @@ class Job:
     backward: bool
 
 
-class Models:
+class TrainedModels:
     """Base models by name, and trained models by id."""
 
     def __init__(self, bases: Mapping[str, Path], dtype: str = "float32", device: str = "cpu") -> None:
@@ -84,7 +84,7 @@ class Models:
         if trained.adapters is not None:
             trained.adapters.remove(trained.owner)
 
-    def forward_backward(self, jobs: Sequence[Job]) -> list[tuple[list[Tensor], list[float]]]:
+    def forward_backward(self, jobs: Sequence[GradientJob]) -> list[tuple[list[Tensor], list[float]]]:
         """Logprobs of each job's targets, datum by datum, and their losses; a backward job adds its gradient.
 
         Jobs of clients that share a base model are computed together.
@@ -102,7 +102,7 @@ class Models:
 
     def _pass(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[GradientJob],
         part: Sequence[tuple[int, Datum]],
         results: list[tuple[list[Tensor], list[float]]],
         *,

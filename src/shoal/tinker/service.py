@@ -29,7 +29,7 @@ from shoal.net.process import Child, torch_environment
 from shoal.tinker import messages as m
 from shoal.tinker.samplers import Samplers
 from shoal.tinker.sampling import sample
-from shoal.tinker.store import KEPT_S, Checkpoint, Model, Request, Sampler, Store
+from shoal.tinker.store import KEPT_S, Sampler, SavedWeights, Store, StoredModel, StoredRequest
 
 ANSWER_TIMEOUT_S = 3600.0
 STATE_SHARE = 0.05
@@ -63,7 +63,7 @@ class TinkerService:
         self._samplers = Samplers(
             settings.bases, settings.folder, most=settings.engines, threads=settings.threads, dtype=settings.dtype
         )
-        self._queues: dict[str, deque[Request]] = {}
+        self._queues: dict[str, deque[StoredRequest]] = {}
         self._arrived = asyncio.Event()
         self._resolved: dict[str, asyncio.Event] = {}
         self._written: dict[str, tuple[float, float]] = {}  # model: when its state was written, and how long it took
@@ -95,7 +95,7 @@ class TinkerService:
             self._enqueue(request)
         return request.id
 
-    async def result(self, id_: str, timeout_s: float) -> Request | None:
+    async def result(self, id_: str, timeout_s: float) -> StoredRequest | None:
         """A request with its result, or still pending after the timeout; None for an id that nobody submitted."""
         request = self.store.request(id_)
         if request is not None and request.state == "pending":
@@ -108,7 +108,7 @@ class TinkerService:
             request = self.store.request(id_)
         return request
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: StoredRequest) -> None:
         if request.kind == "sample":
             self._tasks.create_task(self._answer_sample(request))
             return
@@ -132,7 +132,7 @@ class TinkerService:
                 if not queue:
                     del self._queues[request.target]
 
-    async def _trained(self, batch: Sequence[Request]) -> None:
+    async def _trained(self, batch: Sequence[StoredRequest]) -> None:
         """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
         try:
             await self._attempt(batch)
@@ -145,7 +145,7 @@ class TinkerService:
                     self._resolve(request, error)
                     await self._start_trainer()
 
-    async def _attempt(self, batch: Sequence[Request]) -> None:
+    async def _attempt(self, batch: Sequence[StoredRequest]) -> None:
         if batch[0].kind == "forward_backward":
             done = await self._ask(m.ForwardBackward(tuple(request.body for request in batch)))
             for request, part in zip(batch, done.parts, strict=True):
@@ -167,7 +167,7 @@ class TinkerService:
         if state is not None and model.folder.startswith(str(state.parent)):
             await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
 
-    def _resolve(self, request: Request, result: bytes | ShoalError) -> None:
+    def _resolve(self, request: StoredRequest, result: bytes | ShoalError) -> None:
         if isinstance(result, bytes):
             self.store.resolve(request.id, result)
         else:
@@ -175,13 +175,13 @@ class TinkerService:
             self.store.resolve(request.id, _json({"error": str(result), "category": category}), failed=True)
         self._resolved.pop(request.id, asyncio.Event()).set()
 
-    async def _answer_sample(self, request: Request) -> None:
+    async def _answer_sample(self, request: StoredRequest) -> None:
         try:
             self._resolve(request, await self._sampled(request))
         except ShoalError as error:
             self._resolve(request, error)
 
-    async def _sampled(self, request: Request) -> bytes:
+    async def _sampled(self, request: StoredRequest) -> bytes:
         wanted = types.SampleRequest.model_validate_json(request.body)
         sampler = self.store.sampler(request.target)
         assert sampler is not None
@@ -197,7 +197,7 @@ class TinkerService:
                     raise
         raise AssertionError
 
-    async def _carried_out(self, model: Model, request: Request) -> tuple[bytes, Path | None]:
+    async def _carried_out(self, model: StoredModel, request: StoredRequest) -> tuple[bytes, Path | None]:
         """Carries out one request in the trainer process; its result, and the folder of the state that contains it."""
         match request.kind:
             case "create":
@@ -223,7 +223,7 @@ class TinkerService:
             case _:
                 return await self._saved(model, request), None
 
-    async def _saved(self, model: Model, request: Request) -> bytes:
+    async def _saved(self, model: StoredModel, request: StoredRequest) -> bytes:
         """Saves weights: a state to train on from, named sampler weights, or unnamed ones with their sampler."""
         given = msgspec.json.decode(request.body, type=Saving)
         merged = request.kind == "save_for_sampler"
@@ -246,7 +246,9 @@ class TinkerService:
         kind = "sampler" if merged else "training"
         now = time.time()
         expires = None if given.ttl_seconds is None else now + given.ttl_seconds
-        self.store.add_checkpoint(Checkpoint(given.path, model.id, kind, str(folder), now, size, done.version, expires))
+        self.store.add_checkpoint(
+            SavedWeights(given.path, model.id, kind, str(folder), now, size, done.version, expires)
+        )
         return _json({"path": given.path, "type": "save_weights_for_sampler" if merged else "save_weights"})
 
     def _remove_older_unnamed(self, session: str) -> None:
@@ -277,7 +279,7 @@ class TinkerService:
             if not model.closed:
                 await self._take_up(model)
 
-    async def _take_up(self, model: Model) -> None:
+    async def _take_up(self, model: StoredModel) -> None:
         """Opens a model from its state on disk, and repeats what it was asked since."""
         requests = self.store.requests(model.id)
         if not requests or requests[0].state != "done":
@@ -295,7 +297,7 @@ class TinkerService:
                 with contextlib.suppress(RequestRefused):  # as it was the first time: it cleared the gradient
                     await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
 
-    async def _ask(self, request: m.Request) -> m.Done:
+    async def _ask(self, request: m.Request) -> m.Finished:
         assert self._child is not None
         try:
             frame = await self._child.ask(wire.encode(request), ANSWER_TIMEOUT_S)
@@ -316,7 +318,7 @@ class TinkerService:
             self.store.forget(time.time() - KEPT_S)
             await asyncio.sleep(EXPIRY_CHECK_S)
 
-    def remove(self, checkpoint: Checkpoint) -> None:
+    def remove(self, checkpoint: SavedWeights) -> None:
         """Removes a checkpoint and its files."""
         self.store.remove_checkpoint(checkpoint.path)
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
@@ -337,7 +339,7 @@ class _Load(msgspec.Struct):
     optimizer: bool
 
 
-def _opened(model: Model) -> m.Open:
+def _opened(model: StoredModel) -> m.Open:
     adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=m.Adapter)
     return m.Open(model.id, model.base, adapter, model.folder, model.optimizer)
 

@@ -36,7 +36,7 @@ KEPT_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Model:
+class StoredModel:
     """Model in training: what it started from, and the last state on disk."""
 
     id: str
@@ -68,7 +68,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Request:
+class StoredRequest:
     """One request and the state of its future: pending, done or failed."""
 
     number: int
@@ -81,7 +81,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedWeights:
     """Saved weights under a `tinker://` path."""
 
     path: str
@@ -158,19 +158,19 @@ class Store:
         """Records that a model is unloaded."""
         self._db.execute("UPDATE models SET closed = 1 WHERE id = ?", (model,))
 
-    def model(self, id_: str) -> Model | None:
+    def model(self, id_: str) -> StoredModel | None:
         """One model."""
         return next(self._models("id = ?", id_), None)
 
-    def models(self, session: str | None = None) -> list[Model]:
+    def models(self, session: str | None = None) -> list[StoredModel]:
         """Models of a session, or of all."""
         return list(self._models("?1 IS NULL OR session = ?1", session))
 
-    def _models(self, where: str, value: str | None) -> Iterator[Model]:
+    def _models(self, where: str, value: str | None) -> Iterator[StoredModel]:
         with closing(self._db.execute(f"SELECT * FROM models WHERE {where} ORDER BY created", (value,))) as rows:
             for row in rows:
                 id_, session, base, adapter, created, folder, optimizer, state_at, closed = row
-                yield Model(id_, session, base, adapter, created, folder, bool(optimizer), state_at, bool(closed))
+                yield StoredModel(id_, session, base, adapter, created, folder, bool(optimizer), state_at, bool(closed))
 
     def add_sampler(self, sampler: Sampler) -> None:
         """Adds a sampler; a second call changes nothing."""
@@ -186,7 +186,7 @@ class Store:
         rows = self._db.execute("SELECT * FROM samplers WHERE session = ? ORDER BY rowid", (session,))
         return [Sampler(*row) for row in rows]
 
-    def add_request(self, id_: str, target: str, kind: str, body: bytes) -> tuple[Request, bool]:
+    def add_request(self, id_: str, target: str, kind: str, body: bytes) -> tuple[StoredRequest, bool]:
         """Request of an id, and whether it is new: a client that asks twice gets the first one's future."""
         new = self._db.execute(
             "INSERT OR IGNORE INTO requests (id, target, kind, body, created) VALUES (?, ?, ?, ?, ?)",
@@ -196,23 +196,23 @@ class Store:
         assert request is not None
         return request, bool(new)
 
-    def request(self, id_: str) -> Request | None:
+    def request(self, id_: str) -> StoredRequest | None:
         """One request."""
         return next(self._requests("id = ?", (id_,)), None)
 
-    def requests(self, target: str) -> list[Request]:
+    def requests(self, target: str) -> list[StoredRequest]:
         """Requests for a model or a sampler, in order."""
         return list(self._requests("target = ?", (target,)))
 
-    def pending(self) -> list[Request]:
+    def pending(self) -> list[StoredRequest]:
         """Requests without a result, in order."""
         return list(self._requests("state = 'pending'", ()))
 
-    def _requests(self, where: str, values: tuple[str | int, ...]) -> Iterator[Request]:
+    def _requests(self, where: str, values: tuple[str | int, ...]) -> Iterator[StoredRequest]:
         columns = "number, id, target, kind, body, state, result"
         with closing(self._db.execute(f"SELECT {columns} FROM requests WHERE {where} ORDER BY number", values)) as rows:
             for row in rows:
-                yield Request(*row)
+                yield StoredRequest(*row)
 
     def resolve(self, id_: str, result: bytes, *, failed: bool = False) -> None:
         """Records the result of a request, or why it failed."""
@@ -220,23 +220,23 @@ class Store:
         body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # what training asked is needed to repeat it
         self._db.execute(f"UPDATE requests SET state = ?, result = ?, body = {body} WHERE id = ?", (state, result, id_))
 
-    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def add_checkpoint(self, checkpoint: SavedWeights) -> None:
         """Adds a checkpoint, in place of one with the same path."""
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(checkpoint))
 
-    def checkpoint(self, path: str) -> Checkpoint | None:
+    def checkpoint(self, path: str) -> SavedWeights | None:
         """Checkpoint of a path."""
         row = self._db.execute("SELECT * FROM checkpoints WHERE path = ?", (path,)).fetchone()
-        return None if row is None else Checkpoint(*row)
+        return None if row is None else SavedWeights(*row)
 
-    def checkpoints(self, model: str) -> list[Checkpoint]:
+    def checkpoints(self, model: str) -> list[SavedWeights]:
         """Checkpoints of a model, oldest first."""
         rows = self._db.execute("SELECT * FROM checkpoints WHERE model = ? ORDER BY created", (model,))
-        return [Checkpoint(*row) for row in rows]
+        return [SavedWeights(*row) for row in rows]
 
-    def expired(self, now: float) -> list[Checkpoint]:
+    def expired(self, now: float) -> list[SavedWeights]:
         """Checkpoints whose time is over."""
-        return [Checkpoint(*row) for row in self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (now,))]
+        return [SavedWeights(*row) for row in self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (now,))]
 
     def set_expiry(self, path: str, expires: float | None) -> None:
         """Sets the time until which a checkpoint is kept; None keeps it."""

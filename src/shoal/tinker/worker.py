@@ -17,7 +17,7 @@ from shoal.model.loading import resolve_device
 from shoal.net.process import die_with_parent, serve
 from shoal.tinker import messages as m
 from shoal.tinker.losses import check_inputs, settings_of
-from shoal.tinker.models import Job, Models
+from shoal.tinker.models import GradientJob, TrainedModels
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bases = {name: Path(path) for name, path in json.loads(options.bases).items()}
-    models = Models(bases, options.dtype, resolve_device(options.device))
+    models = TrainedModels(bases, options.dtype, resolve_device(options.device))
     with socket.socket(fileno=options.fd) as connection:
         serve(connection, lambda frame: _answer(models, frame))
 
 
-def _answer(models: Models, frame: bytes) -> Iterable[bytes]:
+def _answer(models: TrainedModels, frame: bytes) -> Iterable[bytes]:
     try:
         answer: m.Answer = carried_out(models, m.request_from(frame))
     except ShoalError as error:
@@ -48,7 +48,7 @@ def _answer(models: Models, frame: bytes) -> Iterable[bytes]:
     yield wire.encode(answer)
 
 
-def carried_out(models: Models, request: m.Request) -> m.Done:
+def carried_out(models: TrainedModels, request: m.Request) -> m.Finished:
     """Carries out one request."""
     match request:
         case m.Open():
@@ -57,41 +57,41 @@ def carried_out(models: Models, request: m.Request) -> m.Done:
                 models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
         case m.Close():
             models.close(request.model_id)
-            return m.Done()
+            return m.Finished()
         case m.ForwardBackward():
             return forward_backward(models, request.bodies)
         case m.OptimStep():
             metrics = models.optim_step(request.model_id, request.adam)
-            return m.Done(models.steps(request.model_id), metrics=metrics)
+            return m.Finished(models.steps(request.model_id), metrics=metrics)
         case m.Save(merged=True):
             models.write_merged(request.model_id, Path(request.folder))
         case m.Save():
             models.save(request.model_id, Path(request.folder))
         case m.Load():
             models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
-    return m.Done(models.steps(request.model_id))
+    return m.Finished(models.steps(request.model_id))
 
 
-def forward_backward(models: Models, bodies: Sequence[bytes]) -> m.Done:
+def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Finished:
     """Carries out the requests that are right, together."""
-    jobs: list[Job | m.Failed] = []
+    jobs: list[GradientJob | m.Failed] = []
     for body in bodies:
         try:
             jobs.append(_job(models, pb.ForwardBackwardRequest.FromString(body)))
         except RequestRefused as error:
             jobs.append(m.Failed(str(error), True))
-    right = [job for job in jobs if isinstance(job, Job)]
+    right = [job for job in jobs if isinstance(job, GradientJob)]
     outputs = iter(models.forward_backward(right))
-    parts: list[m.Done | m.Failed] = []
+    parts: list[m.Finished | m.Failed] = []
     for job in jobs:
-        if isinstance(job, Job):
-            parts.append(m.Done(models.steps(job.model_id), m.output_of(*next(outputs))))
+        if isinstance(job, GradientJob):
+            parts.append(m.Finished(models.steps(job.model_id), m.output_of(*next(outputs))))
         else:
             parts.append(job)
-    return m.Done(parts=tuple(parts))
+    return m.Finished(parts=tuple(parts))
 
 
-def _job(models: Models, message: pb.ForwardBackwardRequest) -> Job:
+def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
     """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
     given = m.settings_in(message)
     most = given.pop("max_staleness", None)
@@ -105,7 +105,7 @@ def _job(models: Models, message: pb.ForwardBackwardRequest) -> Job:
             raise RequestRefused(
                 f"data[{number}].versions: expected at most {most} steps before version {version}, got {oldest}"
             )
-    return Job(message.model_id, data, message.loss_fn, settings, not message.forward_only)
+    return GradientJob(message.model_id, data, message.loss_fn, settings, not message.forward_only)
 
 
 if __name__ == "__main__":
