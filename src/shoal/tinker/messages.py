@@ -91,13 +91,13 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 Request = Open | Close | ForwardBackward | OptimStep | Save | Load
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class CarriedOut(msgspec.Struct, frozen=True, tag=True):
     """The request was carried out; `version` is the model's number of optimizer steps."""
 
     version: int = 0
     body: bytes = b""
     metrics: dict[str, float] = {}
-    parts: tuple["Finished | Failed", ...] = ()
+    parts: tuple["CarriedOut | Failed", ...] = ()
     """Answers to each of several requests."""
 
 
@@ -108,7 +108,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     refused: bool
 
 
-Answer = Finished | Failed
+Answer = CarriedOut | Failed
 
 
 def request_from(frame: bytes) -> Request:

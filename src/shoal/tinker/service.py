@@ -297,7 +297,7 @@ class TinkerService:
                 with contextlib.suppress(RequestRefused):  # as it was the first time: it cleared the gradient
                     await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
 
-    async def _ask(self, request: m.Request) -> m.Finished:
+    async def _ask(self, request: m.Request) -> m.CarriedOut:
         assert self._child is not None
         try:
             frame = await self._child.ask(wire.encode(request), ANSWER_TIMEOUT_S)

@@ -48,7 +48,7 @@ def _answer(models: TrainedModels, frame: bytes) -> Iterable[bytes]:
     yield wire.encode(answer)
 
 
-def carried_out(models: TrainedModels, request: m.Request) -> m.Finished:
+def carried_out(models: TrainedModels, request: m.Request) -> m.CarriedOut:
     """Carries out one request."""
     match request:
         case m.Open():
@@ -57,22 +57,22 @@ def carried_out(models: TrainedModels, request: m.Request) -> m.Finished:
                 models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
         case m.Close():
             models.close(request.model_id)
-            return m.Finished()
+            return m.CarriedOut()
         case m.ForwardBackward():
             return forward_backward(models, request.bodies)
         case m.OptimStep():
             metrics = models.optim_step(request.model_id, request.adam)
-            return m.Finished(models.steps(request.model_id), metrics=metrics)
+            return m.CarriedOut(models.steps(request.model_id), metrics=metrics)
         case m.Save(merged=True):
             models.write_merged(request.model_id, Path(request.folder))
         case m.Save():
             models.save(request.model_id, Path(request.folder))
         case m.Load():
             models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
-    return m.Finished(models.steps(request.model_id))
+    return m.CarriedOut(models.steps(request.model_id))
 
 
-def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Finished:
+def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.CarriedOut:
     """Carries out the requests that are right, together."""
     jobs: list[GradientJob | m.Failed] = []
     for body in bodies:
@@ -82,13 +82,13 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Finish
             jobs.append(m.Failed(str(error), True))
     right = [job for job in jobs if isinstance(job, GradientJob)]
     outputs = iter(models.forward_backward(right))
-    parts: list[m.Finished | m.Failed] = []
+    parts: list[m.CarriedOut | m.Failed] = []
     for job in jobs:
         if isinstance(job, GradientJob):
-            parts.append(m.Finished(models.steps(job.model_id), m.output_of(*next(outputs))))
+            parts.append(m.CarriedOut(models.steps(job.model_id), m.output_of(*next(outputs))))
         else:
             parts.append(job)
-    return m.Finished(parts=tuple(parts))
+    return m.CarriedOut(parts=tuple(parts))
 
 
 def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
