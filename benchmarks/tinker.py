@@ -27,7 +27,8 @@ def measure(quick: bool) -> Report:
     import tinker
     from tinker import types
 
-    from shoal.tinker.messages import Adam, Adapter, Datum
+    from shoal.tinker.data import Datum
+    from shoal.tinker.messages import Adam, Adapter
     from shoal.tinker.models import GradientJob, TrainedModels
 
     torch.set_num_threads(1)
@@ -51,7 +52,10 @@ def measure(quick: bool) -> Report:
             given = [
                 types.Datum(
                     types.ModelInput.from_ints(row[:-1]),
-                    {"target_tokens": torch.tensor(row[1:]), "weights": torch.ones(TOKENS)},
+                    {
+                        "target_tokens": types.TensorData.from_torch(torch.tensor(row[1:])),
+                        "weights": types.TensorData.from_torch(torch.ones(TOKENS)),
+                    },
                 )
                 for row in rows
             ]

@@ -13,6 +13,11 @@ COMPUTING = (
     "model.checkpoint_names",
     "engine",
     "trainer",
+    "tinker.adapters",
+    "tinker.data",
+    "tinker.losses",
+    "tinker.models",
+    "tinker.worker",
     "run.demo_model",
 )
 TORCH_FREE = sorted(name for name, _ in modules() if not f"{name}.".startswith(tuple(f"{part}." for part in COMPUTING)))

@@ -19,8 +19,9 @@ from shoal.errors import ModelError, RequestRefused
 from shoal.model.loading import load_model
 from shoal.model.packed import target_logprobs
 from shoal.tinker.adapters import Adapters
+from shoal.tinker.data import Datum
 from shoal.tinker.losses import Settings, loss_sum
-from shoal.tinker.messages import Adam, Adapter, Datum
+from shoal.tinker.messages import Adam, Adapter
 
 MOST_TOKENS = 8192
 """Tokens of one forward pass; more data takes several."""

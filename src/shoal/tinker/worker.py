@@ -16,6 +16,7 @@ from shoal.errors import RequestRefused, ShoalError
 from shoal.model.loading import resolve_device
 from shoal.net.process import die_with_parent, serve
 from shoal.tinker import messages as m
+from shoal.tinker.data import data_of, output_of, settings_in
 from shoal.tinker.losses import check_inputs, settings_of
 from shoal.tinker.models import GradientJob, TrainedModels
 
@@ -85,7 +86,7 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
     parts: list[m.CarriedOut | m.Failed] = []
     for job in jobs:
         if isinstance(job, GradientJob):
-            parts.append(m.CarriedOut(models.steps(job.model_id), m.output_of(*next(outputs))))
+            parts.append(m.CarriedOut(models.steps(job.model_id), output_of(*next(outputs))))
         else:
             parts.append(job)
     return m.CarriedOut(parts=tuple(parts))
@@ -93,10 +94,10 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
 
 def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
     """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
-    given = m.settings_in(message)
+    given = settings_in(message)
     most = given.pop("max_staleness", None)
     settings = settings_of(message.loss_fn, given)
-    data = m.data_of(message, models.vocabulary(message.model_id))
+    data = data_of(message, models.vocabulary(message.model_id))
     version = models.steps(message.model_id)
     for number, datum in enumerate(data):
         check_inputs(message.loss_fn, datum.targets, datum.inputs)
