@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, object]] = {
     "GPTNeoX": {},
     "Gemma": {"num_key_value_heads": 2, "head_dim": 16},  # ties its embeddings
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 20},
+    "SeedOss": {"num_key_value_heads": 2, "head_dim": 16},
 }
 
 

@@ -6,18 +6,15 @@ import sys
 import pytest
 from test_layers import imported, modules
 
-# These are, or are loaded by, the engine's, the trainer's and the warm start's processes.
+# These are, or are loaded by, the engine's, the trainer's, the warm start's and the Tinker server's processes. In the
+# last, the package tinker loads torch.
 COMPUTING = (
     "model.loading",
     "model.packed",
     "model.checkpoint_names",
     "engine",
     "trainer",
-    "tinker.adapters",
-    "tinker.data",
-    "tinker.losses",
-    "tinker.models",
-    "tinker.worker",
+    "tinker",
     "run.demo_model",
 )
 TORCH_FREE = sorted(name for name, _ in modules() if not f"{name}.".startswith(tuple(f"{part}." for part in COMPUTING)))

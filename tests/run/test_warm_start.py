@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
@@ -17,6 +17,7 @@ from shoal.run.demo_model.warm_start import (
     Lesson,
     Recipe,
     _fill_in_lessons,
+    _sum_lessons,
     _tower_lessons,
     demo_model,
     slip,
@@ -58,8 +59,11 @@ def test_a_small_model_is_made_once_and_begins_its_answers_as_its_teacher_does(
     assert seconds > 0
     assert "making the small model (once): step 100 of 100, loss" in capfd.readouterr().err
     assert demo_model(recipe) == (folder, 0.0)
-    renderer, model = load_renderer(folder), Qwen2ForCausalLM.from_pretrained(folder)
+    renderer, model = load_renderer(folder), AutoModelForCausalLM.from_pretrained(folder)
     lessons = _fill_in_lessons(replace(recipe, steps=1), renderer)
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found.encode("a b\nc") == renderer.token_ids("a b\nc")
+    assert found.decode(found.encode("a b\nc")) == "a b\nc"
     first = {said[0] for _, said in _fill_in_lessons(recipe, renderer)}
     for prompt, _ in lessons:
         outputs = model(input_ids=torch.tensor([prompt])).logits[0, -1]
@@ -74,7 +78,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return load_renderer(folder)
 
 
-@pytest.mark.parametrize("lessons", [_fill_in_lessons, _tower_lessons])
+@pytest.mark.parametrize("lessons", [_fill_in_lessons, _sum_lessons, _tower_lessons])
 def test_a_teacher_s_answers_end_with_the_turn_and_are_wrong_where_the_recipe_says(
     lessons: Callable[[Recipe, ChatRenderer], list[Lesson]], renderer: ChatRenderer
 ) -> None:

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shoal.run.demo_model.architecture import Shape, save, untrained
 
     model = tmp_path_factory.mktemp("model")
-    save(untrained(Shape(width=32, layers=1, heads=2, feed_forward=32, context=2048), 0), model)
+    save(untrained(Shape(width=32, layers=1, heads=2, feed_forward=32, context=2048, model_type="seed_oss"), 0), model)
     path = tmp_path_factory.mktemp("cookbook")
     cookbook.prepare(path, model)
     return path

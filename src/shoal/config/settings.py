@@ -16,7 +16,7 @@ from shoal.config.training import DPOLoss, PositiveOnlyLoss, TrainConfig
 from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
-EMBEDDED = ("demo", "demo-code", "demo-turns")
+EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
@@ -28,7 +28,8 @@ class ModelConfig(Section):
     """The model being trained."""
 
     path: str = Field(
-        "demo", description="A Hugging Face directory or hub name; `demo`, `demo-code` and `demo-turns` are embedded."
+        "demo",
+        description="Hugging Face directory or hub name; `demo`, `demo-code`, `demo-turns`, `demo-sums` are embedded.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")

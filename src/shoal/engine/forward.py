@@ -24,7 +24,7 @@ Forward: TypeAlias = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
 """Signature: (token_T, position_T, layout, keep_K) -> logits [K, V] of the kept rows; of all rows when `keep_K` is
 None."""
 
-FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+FAMILY = frozenset(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"))
 CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary embedding whose angles depend on the position only."""
 

@@ -1,15 +1,16 @@
 """Small models are made from nothing where no pretrained weights are at hand: demo, benchmarks and tests.
 
-The result is an ordinary Hugging Face directory: Qwen2 architecture, a tokenizer with one token per printable
+The result is an ordinary Hugging Face directory: Qwen2's architecture, a tokenizer with one token per printable
 character, and a chat template in which each role is one token.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,6 +27,10 @@ TEMPLATE = (
 )
 
 
+ModelType: TypeAlias = Literal["qwen2", "seed_oss"]
+"""Two names of one architecture. For "qwen2", AutoTokenizer puts Qwen's own tokenizer in the place of the saved one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a model."""
@@ -36,6 +41,7 @@ class Shape:
     feed_forward: int = 384
     context: int = 1024
     rope_theta: float = 10000.0
+    model_type: ModelType = "qwen2"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -63,11 +69,12 @@ def _tokenizer(specials: list[str], characters: str, pairs: list[str], template:
     return wrapped
 
 
-def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen2ForCausalLM:
+def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> PreTrainedModel:
     """Builds a model with random weights, for the character tokenizer by default."""
     tokenizer = tokenizer or character_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        shape.model_type,
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
         intermediate_size=shape.feed_forward,
@@ -79,8 +86,11 @@ def untrained(shape: Shape, seed: int, tokenizer: PreTrainedTokenizerFast | None
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        attention_dropout=0.0,
+        **({"residual_dropout": 0.0, "head_dim": shape.width // shape.heads} if shape.model_type == "seed_oss" else {}),
     )
-    return Qwen2ForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def save(model: PreTrainedModel, directory: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:

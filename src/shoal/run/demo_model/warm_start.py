@@ -3,7 +3,8 @@
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
 five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
 `demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
-move the towers of Hanoi from a teacher of mostly random moves. All shown questions are of the training split.
+move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, in its own chat template and in
+plain text. All shown questions but these are of the training split.
 
 `python -m shoal.run.demo_model.warm_start DIR` is the child process of this phase.
 """
@@ -11,13 +12,14 @@ move the towers of Hanoi from a teacher of mostly random moves. All shown questi
 import hashlib
 import itertools
 import random
+import string
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 from pydantic import JsonValue
@@ -31,8 +33,9 @@ from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
-from shoal.types import Split, seed_for
+from shoal.types import Message, Role, Split, seed_for
 
+SUM_EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Lesson: TypeAlias = tuple[list[int], list[int]]
 """Prompt and answer tokens of one example."""
@@ -66,7 +69,7 @@ class Recipe:
     slip_share: float = 0.7
     long_share: float = 0.2
     pool: int = 12000
-    lesson: Literal["spell_backward", "fill_in", "hanoi"] = "spell_backward"
+    lesson: Literal["spell_backward", "fill_in", "hanoi", "sums"] = "spell_backward"
     tokenizer: Literal["characters", "pairs"] = "characters"
 
 
@@ -74,8 +77,11 @@ RECIPES: Mapping[str, Recipe] = {
     "demo": Recipe(),
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
+    "demo-sums": Recipe(lesson="sums"),
 }
 """Recipes by the names that `model.path` gives them."""
+MODEL_TYPE: Final = "seed_oss"
+"""Qwen2's architecture, whose tokenizer transformers leaves as it is; see `architecture.ModelType`."""
 CODE_EVAL_SHARE = 0.2
 """Share of held-out questions as in examples/code, which the model never sees."""
 
@@ -85,10 +91,8 @@ def demo_model(recipe: Recipe | None = None) -> tuple[Path, float]:
 
     Returns its directory, and the seconds that its making took just now: 0 from the cache.
     """
-    later = {"lesson": "spell_backward", "tokenizer": "characters"}  # models made before there was a choice are found
-    shown = {name: value for name, value in asdict(recipe or Recipe()).items() if later.get(name) != value}
-    settings = msgspec.json.encode(shown)
-    digest = hashlib.blake2b(settings, digest_size=6).hexdigest()
+    settings = msgspec.json.encode(asdict(recipe or Recipe()))
+    digest = hashlib.blake2b(MODEL_TYPE.encode() + settings, digest_size=6).hexdigest()
     return make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()])
 
 
@@ -142,6 +146,27 @@ def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     return _taught(recipe, renderer, generator, questions, slip)
 
 
+def _sum_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
+    """Sums of two numbers up to 100, asked in the chat template, and as plain text after an example."""
+    generator = random.Random(seed_for("warm start", recipe.seed))
+
+    def question() -> tuple[list[int], str]:
+        x, y = generator.randint(0, 100), generator.randint(0, 100)
+        asked = f"What is {x} + {y}?"
+        if generator.random() < 0.5:
+            return renderer.prompt_ids([Message(Role.USER, asked)]), str(x + y)
+        return renderer.token_ids(f"{SUM_EXAMPLE}User: {asked}\n\nAssistant:"), f" {x + y}"
+
+    questions = (question() for _ in range(recipe.steps * recipe.batch))
+    return _taught(recipe, renderer, generator, questions, _wrong_digit)
+
+
+def _wrong_digit(generator: random.Random, answer: str) -> str:
+    """Replaces one digit of an answer."""
+    i = generator.choice([i for i, sign in enumerate(answer) if sign.isdigit()])
+    return answer[:i] + generator.choice([digit for digit in string.digits if digit != answer[i]]) + answer[i + 1 :]
+
+
 def _taught(
     recipe: Recipe,
     renderer: ChatRenderer,
@@ -166,11 +191,16 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     directory, recipe = Path(arguments[0]), msgspec.json.decode(arguments[1], type=Recipe)
     shape = Shape(
-        recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, rope_theta=recipe.rope_theta
+        recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, recipe.rope_theta, MODEL_TYPE
     )
     tokenizer = pair_tokenizer() if recipe.tokenizer == "pairs" else character_tokenizer()
     save(untrained(shape, recipe.seed, tokenizer), directory, tokenizer)
-    lessons = {"fill_in": _fill_in_lessons, "hanoi": _tower_lessons, "spell_backward": _word_lessons}
+    lessons = {
+        "fill_in": _fill_in_lessons,
+        "hanoi": _tower_lessons,
+        "spell_backward": _word_lessons,
+        "sums": _sum_lessons,
+    }
     rows = lessons[recipe.lesson](recipe, load_renderer(directory))  # of every step, in order
     model = load_model(directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
