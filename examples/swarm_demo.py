@@ -87,6 +87,8 @@ class DemoPlan:
     recipes: tuple[tuple[str, Recipe], ...] = (("large", LARGE), ("small", SMALL))
     """Recipes of the training nodes' models, in turn."""
     frozen: Recipe = FROZEN
+    conditions: tuple[DemoCondition, ...] = tuple(DemoCondition)
+    """Conditions to compare, of which `SOLO` and `SWARM` are always."""
 
     @property
     def trainees(self) -> list[Trainee]:
@@ -109,12 +111,13 @@ def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     outcomes = asyncio.run(_each_condition(plan, models, frozen))
     names = [trainee.name for trainee in plan.trainees]
     picture = plan.folder / "swarm.png"
-    picture.write_bytes(swarm_png(plan.folder, STYLES, names, _external_shares(plan)))
+    styles = [style for style in STYLES if style[0] in plan.conditions]
+    picture.write_bytes(swarm_png(plan.folder, styles, names, _external_shares(plan)))
     return {
         "before": {name: outcomes[DemoCondition.SOLO][name]["accuracy_before"] for name in names},
         **{
             condition.value: {name: outcomes[condition][name]["accuracy_after"] for name in names}
-            for condition in DemoCondition
+            for condition in plan.conditions
         },
         **_traffic(plan),
         "external_per_step": _external_shares(plan),
@@ -129,7 +132,7 @@ async def _each_condition(
 ) -> dict[DemoCondition, dict[str, dict[str, float]]]:
     """Outcomes of `shoal train` by condition and node."""
     found = {}
-    for condition in (DemoCondition.SOLO, DemoCondition.SOLO_HALF):
+    for condition in plan.conditions[:-1]:
         found[condition] = await _train_all(
             plan, [node_config(plan, one, models[one.name], condition) for one in plan.trainees]
         )

@@ -31,7 +31,8 @@ def replaced(path: Path, *, private: bool = False) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         if private:
-            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o600))
+            unfinished.unlink(missing_ok=True)  # what a killed process left may be readable by all
+            os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield unfinished
         sync(unfinished)
         unfinished.replace(path)

@@ -123,7 +123,7 @@ class Environment:
 
 
 class Purpose(StrEnum):
-    """What a rollout is for, which says how its tokens are sampled. Evaluation goes first at the engine."""
+    """Purpose of a rollout, which says how its tokens are sampled. Evaluation goes first at the engine."""
 
     TRAIN = "train"
     SAMPLED = "sampled"

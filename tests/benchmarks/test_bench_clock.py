@@ -1,7 +1,6 @@
 """The virtual clock jumps over waiting, keeps order, and names a deadlock."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -13,9 +12,7 @@ def test_an_hour_of_sleeping_takes_no_time_and_ends_on_the_hour() -> None:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
 
-    began = time.monotonic()
     assert run_virtual(nap()) == 3600
-    assert time.monotonic() - began < 5
 
 
 def test_sleepers_wake_in_the_order_of_their_alarms() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shoal.reward.mathematics import final_answer, mathematics, rational
 from shoal.reward.worker import OutOfTime, within
 
-SLACK_S = 1.0
-"""Processor time within which a signal is heeded."""
+SLACK_S = 5.0
+"""Processor time, of any machine, within which a signal is heeded."""
 EQUAL = [
     ("The answer is $1,234$.", "1234"),
     ("6 * 3 = 18\n#### 18", "18"),

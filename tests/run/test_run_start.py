@@ -181,6 +181,8 @@ def test_settings_that_a_resumed_run_was_not_started_with_are_named(tmp_path: Pa
 def test_credentials_of_urls_are_in_a_file_of_its_owner_alone_and_a_resume_has_them(tmp_path: Path) -> None:
     urls: dict[str, Any] = {"swarm": {"servers": ["nats://secret@reef:4222"]}, "reward": {"urls": ["http://a:b@c:1"]}}
     config = parse({"tasks": [{"name": "gcd"}], **urls})
+    left = tmp_path / "credentials.json.unfinished"
+    left.touch(0o644)  # by a process that was killed
     write_resolved(config, tmp_path)
     resolved = tmp_path / "resolved.toml"
     assert "nats://***@reef:4222" in resolved.read_text()

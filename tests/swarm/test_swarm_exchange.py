@@ -118,9 +118,7 @@ def test_a_late_joiner_reads_the_history_in_order_and_a_flood_pushes_out_only_it
         await published(first, b"quiet", author="quiet")
         await published(first, *(b"%d" % i for i in range(KEPT_PER_AUTHOR + 50)), author="flood")
         await reading
-        began_s = time.monotonic()
         late = await collected(joined(server.url), KEPT_PER_AUTHOR + 1)
-        assert time.monotonic() - began_s < 5
         assert late == [b"quiet", *(b"%d" % i for i in range(50, KEPT_PER_AUTHOR + 50))]
 
     with_server(tmp_path, body)

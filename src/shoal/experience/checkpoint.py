@@ -71,9 +71,7 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
         sync(folder)
         shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
         for old in checkpoints(run_dir)[:-keep]:
-            doomed = old.path.with_name(
-                old.path.name + _REPLACED
-            )  # half a checkpoint never has the name of a whole one
+            doomed = old.path.with_name(old.path.name + _REPLACED)  # half of one never has the name of a whole one
             old.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
     except OSError as error:
