@@ -4,6 +4,7 @@ open_s        from the command to the overview, with its charts' numbers, of a r
 indexed_s     until all of its rollouts can be filtered
 filter_s      the slowest of four filtered lists of rollouts, a text among them; the median of three askings each
 rss_mb        memory of the viewer after that
+million_*     the same of a run of 1,000,000 rollouts (20,000 quick): open_s is until the overview and the first list
 run_slowdown  time of a busy process's steps while the viewer follows its log, over the time without; both on the
               same machine in turns, median of the pairs
 """
@@ -23,6 +24,7 @@ import psutil
 
 from benchmarks import Report, child_environment, say
 from benchmarks.growth import META, group
+from benchmarks.view_run import write_run
 from shoal.errors import RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import JsonlTracker
@@ -85,7 +87,30 @@ def measure(quick: bool) -> Report:
     """The figures of the module's head."""
     rollouts = 2_000 if quick else 30_000
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measured(Path(folder) / "run", rollouts))
+        figures = asyncio.run(_measured(Path(folder) / "run", rollouts))
+        return {**figures, **_of_a_million(Path(folder) / "million", 20_000 if quick else 1_000_000)}
+
+
+def _of_a_million(run_dir: Path, rollouts: int) -> Report:
+    count = write_run(run_dir, rollouts)
+    say(f"a run of {count:,} rollouts is made")
+    began_s = time.perf_counter()
+    with viewer(run_dir) as (url, process):
+        for path in ("/", "/charts/overview", "/rollouts"):
+            fetched(url + path)
+        open_s, opened_mb = time.perf_counter() - began_s, process.memory_info().rss / 1e6
+        wait_until_read(url, count)
+        indexed_s = time.perf_counter() - began_s
+        filter_s = max(seconds(url + path) for path in PATHS[:3])
+        rss_mb = process.memory_info().rss / 1e6
+    return {
+        "million_rollouts": count,
+        "million_open_s": round(open_s, 3),
+        "million_open_mb": round(opened_mb, 1),
+        "million_indexed_s": round(indexed_s, 3),
+        "million_filter_s": round(filter_s, 3),
+        "million_rss_mb": round(rss_mb, 1),
+    }
 
 
 async def _measured(run_dir: Path, rollouts: int) -> Report:

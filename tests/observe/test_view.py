@@ -16,7 +16,8 @@ from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
 from shoal.observe.charts import MOST_POINTS, thinned
 from shoal.observe.runs import differences, watched
-from shoal.observe.view.server import ViewServer, visible
+from shoal.observe.view.prose import visible
+from shoal.observe.view.server import ViewServer
 from shoal.observe.view.waits import bottleneck
 from view_run import MadeRun
 
@@ -93,18 +94,6 @@ def test_the_overview_follows_a_run_that_is_still_written(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("view", ["/", "/waits", "/swarm"])
-def test_a_view_fits_a_phone(tmp_path: Path, view: str) -> None:
-    async def check() -> None:
-        run_dir = await made(tmp_path / "run", 3)
-        async with seen(tmp_path, run_dir, width=390) as (page, url):
-            await page.goto(url + view)
-            await page.until("document.querySelector('h1') !== null")
-            assert await page.value("document.documentElement.scrollWidth") <= 390
-
-    asyncio.run(check())
-
-
 def test_a_run_that_is_viewed_is_not_written(tmp_path: Path) -> None:
     def files(folder: Path) -> dict[str, tuple[int, int]]:
         return {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in folder.iterdir()}
@@ -113,7 +102,7 @@ def test_a_run_that_is_viewed_is_not_written(tmp_path: Path) -> None:
         run_dir = await made(tmp_path / "run", 3)
         before = files(run_dir)
         async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
-            for path in ("/", "/waits", "/swarm", "/charts/overview", "/rollouts", "/rollouts?text=right"):
+            for path in ("/", "/waits", "/swarm", "/charts/overview", "/rollouts", "/rollouts?text=right", "/heldout"):
                 async with http.get(url + path) as answer:
                     assert answer.status == 200, path
         assert files(run_dir) == before

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -96,6 +97,8 @@ def test_the_filters_find_what_they_name(index: RolloutIndex) -> None:
     assert index.search(Filter(reward_to=0.5, version=2)).total == each - GROUPS
     assert index.search(Filter(task="other")).total == 0
     assert index.search(Filter(status="unscored")).total == 0
+    assert index.search(Filter(tokens_from=6)).total == 0
+    assert index.search(Filter(tokens_from=5, tokens_to=5)).total == 5 * each
     assert {row.reward for row in index.search(Filter(sort="best")).rows[: 5 * GROUPS]} == {1.0}
     assert index.search(Filter(sort="worst", step=5)).rows[0].reward == 0.0
     text = index.search(Filter(text="thinking of g2-1/3"))
@@ -175,16 +178,29 @@ def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_mo
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 2, model=tiny_model_dir)
         async with seen(tmp_path, run_dir) as (page, url):
-            for by in ("logprob", "version", "advantage", "fate"):
+            for by in ("logprob", "version", "ratio", "advantage", "entropy", "gradient", "fate"):
                 place = f"/tokens?seq=1&position=0&by={by}"
                 await found(page, url, place, "document.querySelector('.tokens') !== null")
                 fifth = "document.querySelectorAll('.tokens span')[4]"
                 await page.value(f"{fifth}.dispatchEvent(new Event('click', {{bubbles: true}}))")
                 numbers = await page.until("document.getElementById('token').textContent")
-                # Of four rewards 1, 0, 0, 0 the first lies 0.75 above the mean, and their standard deviation is 0.5.
                 assert "4: trained, logprob -0.1000 (probability 0.9048), version 0, advantage 1.5000" in numbers
+                # The trainer's numbers, and the sum that became the gradient: 0.01 x 1.5 x e^0.05.
+                assert "ratio 1.0513, entropy 0.500; gradient +0.0158 (more likely)" in numbers
+                assert "weight 0.01 x advantage 1.5 x 1.051 (what the loss makes of ratio 1.051)" in numbers
+                await page.command("Input.dispatchKeyEvent", type="rawKeyDown", key="ArrowRight", code="ArrowRight")
+                clipped = await page.value("document.querySelectorAll('.tokens span')[5].dataset.says")
+                assert "5: clipped" in clipped
+                assert "gradient +0 (left alone)" in clipped
                 shades_used = "new Set([...document.querySelectorAll('.tokens span')].map(one => one.className)).size"
                 assert await page.value(shades_used) > 1
+            # Without the trainer's numbers the log's are left, and advantages where a group's own rewards give them:
+            # of four rewards 1, 0, 0, 0 the first lies 0.75 above the mean, and their standard deviation is 0.5.
+            shutil.rmtree(run_dir / "tokens")
+            await page.goto(f"{url}/tokens?seq=1&position=0")
+            said = await page.value("document.querySelectorAll('.tokens span')[4].dataset.says")
+            assert said == "4: trained, logprob -0.1000 (probability 0.9048), version 0, advantage 1.5000"
+            assert "log.tokens_mb" in await page.value("document.body.innerText")
 
     asyncio.run(check())
 
@@ -201,6 +217,9 @@ def test_nothing_that_a_model_says_is_executed(tmp_path: Path) -> None:
             )
             paths = ["/", "/rollouts", f"/rollouts?text={quote(PAYLOADS[2])}", f"/rollouts?run={quote(PAYLOADS[0])}"]
             paths += [f"/group?seq={seq}" for seq in range(1, GROUPS * run.steps + 1)]
+            paths += [f"/group?seq={seq}&raw=true" for seq in range(1, GROUPS * run.steps + 1)]
+            paths += ["/heldout", "/question?id=held-out-0", "/question?id=held-out-0&raw=true", "/cost", "/waits"]
+            paths += [f"/heldout?text={quote(PAYLOADS[3])}", f"/question?id={quote(PAYLOADS[4])}"]
             paths += [f"/tokens?seq=1&position={position}" for position in range(SIZE)]
             for path in paths:
                 await page.goto(url + path)
@@ -209,13 +228,14 @@ def test_nothing_that_a_model_says_is_executed(tmp_path: Path) -> None:
                 foreign = (
                     "document.querySelectorAll('main :is(script, img, iframe, svg, style, object, base, meta)').length"
                 )
-                if path != "/":  # where the charts are
+                if path not in ("/", "/waits"):  # where the charts are
                     assert await page.value(foreign) == 0, path
                 links = await page.value(
                     "[...document.querySelectorAll('[href], [src]')].map(one => one.href || one.src)"
                 )
                 assert all(link.startswith((url, "data:,")) for link in links), links
             await page.goto(f"{url}/group?seq=1")
+            await page.goto(f"{url}/group?seq=1&raw=true")
             shown = await page.value("document.querySelector('main').textContent")
             assert all(payload in shown for payload in PAYLOADS[:SIZE])
             wide = await page.value("document.documentElement.scrollWidth - innerWidth")

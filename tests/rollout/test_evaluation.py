@@ -27,3 +27,19 @@ def test_partial_credit_shows_in_the_mean_reward_and_what_cannot_be_scored_in_a_
     assert evaluated.failure == "scorer: failed: mine.py:2"
     nothing = asyncio.run(evaluation(tasks[-1:], Marks())).values
     assert math.isnan(nothing["sampled_reward"])
+
+
+class Lottery:
+    """Implements `interfaces.Runner`: of several answers to a question the last is right where its truth says so."""
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        wins = n if task.answer == "last" else 0
+        return tuple(Rollout(f"{task.id}#{i}", (), (), Reward(float(i + 1 == wins))) for i in range(n))
+
+
+def test_pass_at_k_counts_a_question_once_however_many_of_its_answers_are_right() -> None:
+    tasks = [Task(f"t{i}", "s", (), answer) for i, answer in enumerate(("last", "none", "none", "last"))]
+    evaluated = asyncio.run(evaluation(tasks, Lottery(), samples=4))
+    assert (evaluated.values["pass_at_k"], evaluated.values["sampled"], evaluated.values["greedy"]) == (0.5, 0.125, 0.5)
+    assert [len(rollouts) for _, _, rollouts in evaluated.rollouts] == [4] * 4 + [1] * 4
+    assert "pass_at_k" not in asyncio.run(evaluation(tasks, Lottery())).values

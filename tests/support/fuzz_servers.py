@@ -212,7 +212,18 @@ def judge_target() -> Target:
 
 def view_target() -> Target:
     """Pages only."""
-    pages = ["/", "/waits", "/swarm", "/charts/overview", "/charts/{name}", "/static/{name}", "/static/plotly.min.js"]
+    pages = [
+        "/",
+        "/waits",
+        "/swarm",
+        "/heldout",
+        "/question?id={name}",
+        "/cost?gpu_hour={name}",
+        "/charts/overview",
+        "/charts/{name}",
+        "/static/{name}",
+        "/static/plotly.min.js",
+    ]
 
     async def renew(http: aiohttp.ClientSession, url: str, before: Mapping[str, str]) -> dict[str, str]:
         return {"name": "waits"}

@@ -17,6 +17,7 @@ from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
 from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
 from shoal.cli.overrides import HELP, WithSettings
+from shoal.cli.page import ViewFlag, page_beside
 from shoal.errors import ShoalError
 
 
@@ -58,16 +59,18 @@ def demo(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the questions and the sampling.")] = 0,
     real: Annotated[bool, typer.Option("--real", help="A pretrained model, SmolLM2, learns sums.")] = False,
+    view: ViewFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train the embedded small model on this machine and see it get better."""
     from shoal.run.demo import demo_config, real_config, run_demo
 
     config = (real_config if real else demo_config)(run_dir, seed, context.obj)
-    with stoppable(config.run_dir):
-        figures, words = run_demo(config)
-    print(words)
-    show(figures, json_)
+    with page_beside(config.run_dir, view):
+        with stoppable(config.run_dir):
+            figures, words = run_demo(config)
+        print(words)
+        show(figures, json_)
 
 
 @app.command(cls=WithSettings, epilog=HELP)
@@ -76,6 +79,7 @@ def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory's log ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print the plan and stop.")] = False,
+    view: ViewFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train a model as a configuration says."""
@@ -99,13 +103,14 @@ def train(
     from shoal.observe.report import write_report
     from shoal.run.library import train_with_progress
 
-    with stoppable(settings.run_dir):
-        result = train_with_progress(settings, resume=resume)
-    png, html = write_report(result.run_dir)
-    print(f"model: {result.model}\nreport: {png} and {html}", file=sys.stderr)
-    show(result.figures, json_)
-    if result.warning:
-        warn(result.warning)
+    with page_beside(settings.run_dir, view):
+        with stoppable(settings.run_dir):
+            result = train_with_progress(settings, resume=resume)
+        png, html = write_report(result.run_dir)
+        print(f"model: {result.model}\nreport: {png} and {html}", file=sys.stderr)
+        show(result.figures, json_)
+        if result.warning:
+            warn(result.warning)
 
 
 @app.command(cls=WithSettings, epilog=HELP)
@@ -271,21 +276,29 @@ def view(
     host: Annotated[str, typer.Option(help="Beyond loopback the address that is printed has a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+    beside: Annotated[
+        bool, typer.Option("--beside", hidden=True, help="Wait for the run; end with the caller.")
+    ] = False,
 ) -> None:
     """Watch runs on a page: curves, rollouts, tokens, waits. Run directories are only read."""
     import webbrowser
 
     import uvloop
 
+    from shoal.net.process import die_with_parent
     from shoal.observe.runs import newest_run
     from shoal.observe.view.server import serve_view
+
+    if beside:
+        die_with_parent()
 
     def announce(url: str) -> None:
         print(url, flush=True)
         if not no_open:
             webbrowser.open(url)
 
-    uvloop.run(serve_view(runs or [newest_run(Path("runs"))], host=host, port=port, announce=announce))
+    chosen = runs or [newest_run(Path("runs"))]
+    uvloop.run(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
 
 
 @app.command()

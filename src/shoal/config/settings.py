@@ -130,6 +130,7 @@ class EvalConfig(Section):
 
     every_steps: int = Field(20, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     questions: int = Field(128, ge=1, description="Held-out questions, spread over the tasks by weight.")
+    samples: int = Field(1, ge=1, description="Sampled answers to each; with 2 or more there is a pass@k.")
 
 
 class CheckpointConfig(Section):
@@ -143,6 +144,11 @@ class LogConfig(Section):
     """How much of the experience log stays in one file."""
 
     keep_steps: int = Field(200, ge=0, description="Steps in log.sqlite; older ones go to Parquet files; 0 keeps all.")
+    tokens_mb: int = Field(
+        256,
+        ge=0,
+        description="Megabytes of the newest steps' numbers per trained token (ratio, entropy); 0 writes none.",
+    )
 
 
 class MetricsConfig(Section):

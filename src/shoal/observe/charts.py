@@ -42,7 +42,7 @@ class Chart:
 OVERVIEW = (
     Chart("Reward", ("reward",)),
     Chart("Held-out reward", evals=("sampled_reward", "greedy_reward")),
-    Chart("Held-out full marks", evals=("sampled", "greedy"), is_share=True),
+    Chart("Held-out full marks", evals=("sampled", "greedy", "pass_at_k"), is_share=True),
     Chart("Solved, by task", ("solve_rate/",), is_share=True),
     Chart("Staleness, versions", ("staleness_mean", BOUNDED)),
     Chart("Tokens per second", ("tokens_per_s",)),
@@ -52,9 +52,13 @@ OVERVIEW = (
     Chart("Entropy, KL, gradient norm", ("entropy", "kl", "grad_norm"), is_log=True),
     Chart("Mismatch of engine and trainer, nats", ("mismatch_fresh", "mismatch")),
     Chart("Answer length, tokens", ("length_mean",)),
+    Chart("Answers cut at max_tokens", ("cut_share",), is_share=True),
 )
 WAITS = (
     Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
+    Chart("Seconds of a step, one after the other", ("save_s", "groups_wait_s", "train_s", "write_s")),
+    Chart("Held back by staleness", ("gate_closed",), is_share=True),
+    Chart("Time to load a Version, s", ("load_s",)),
     Chart("Finished groups that wait for a step", ("waiting",)),
     Chart("Time to a group's rewards, s", ("scorer_p50_s", "scorer_p99_s")),
     Chart("Time a group waits for a reward worker, s", ("scorer_queue_p50_s", "scorer_queue_p99_s")),

@@ -11,8 +11,9 @@ and a checkpoint saves repeated computation.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,16 @@ from shoal.config import Config
 from shoal.engine import canary
 from shoal.experience import checkpoint
 from shoal.experience.buffer import STALE, Buffer
+from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.experience.schema import StepRecord
 from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
 from shoal.observe.metrics import Trackers
+from shoal.observe.token_files import TokensFiles
 from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
-from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values
+from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values, was_cut
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.trainer.messages import StepStats
@@ -82,7 +85,11 @@ class TrainLoop:
         self._evaluation: asyncio.Task[None] | None = None
         self._archiving: asyncio.Task[None] | None = None
         self._archived = -1
+        self._tokens_files = TokensFiles(parts.run_dir, parts.config.log.tokens_mb)
         self._busy_s = 0.0
+        self._load_s = 0.0  # of the newest loaded Version
+        self._held_back: list[bool] = []  # at each look since the step before
+        self._waited_s: dict[str, float] = defaultdict(float)  # by name of metrics, since the step before
         self._recorded_s = time.monotonic()
         self._counted = self._counts()
 
@@ -90,12 +97,14 @@ class TrainLoop:
         """Trains the remaining steps, then waits until engines have loaded the last Version."""
         train = self._config.train
         self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
+        self._waited_s.clear()
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
             await self._step(step, new_version=last or (step + 1) % train.push_every == 0)
             if last or (step + 1) % self._config.checkpoint.every_steps == 0:
-                await self._save(step)
-                await self._archive(step, tasks)
+                with self._waiting("save_s"):
+                    await self._save(step)
+                    await self._archive(step, tasks)
             every = self._config.eval.every_steps
             if every and not last and (step + 1) % every == 0 and (self._evaluation is None or self._evaluation.done()):
                 self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
@@ -111,7 +120,9 @@ class TrainLoop:
             self._to_load.clear()
             written = self._newest
             assert written is not None
+            began_s = time.monotonic()
             await self._parts.engine.update_weights(written.version, written.path)
+            self._load_s = time.monotonic() - began_s
             self._parts.buffer.on_loaded(written.version)
             self._parts.store.remove_before(written.version)
             if not self._to_load.is_set():
@@ -125,6 +136,7 @@ class TrainLoop:
         while True:
             info = self._engine_info = await self._parts.engine.info()
             self._engine_shares.append(info.busy_share)
+            self._held_back.append(gate.accepted + gate.running >= gate.budget)
             most = concurrency.looked(places=places, running=info.running, waiting=info.waiting, groups=gate.running)
             if most != gate.max_running:
                 self._parts.buffer.run_at_most(most)
@@ -139,7 +151,13 @@ class TrainLoop:
 
     async def evaluate(self, steps_done: int) -> None:
         """Answers held-out questions, sampled as in training and greedy."""
-        evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner)
+        evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner, self._config.eval.samples)
+        answers = [
+            HeldOutAnswer.of(steps_done, task, purpose, position, rollout)
+            for task, purpose, rollouts in evaluated.rollouts
+            for position, rollout in enumerate(rollouts)
+        ]
+        await asyncio.to_thread(write_answers, self._parts.run_dir, steps_done, answers)
         self.totals.evals.append(evaluated.values)
         self._parts.trackers.log_eval(steps_done, evaluated.values)
         if evaluated.failure:
@@ -185,26 +203,32 @@ class TrainLoop:
         take = informative_groups if train.dynamic_sampling else Buffer.take
         places = parts.swarm.choose() if parts.swarm else 0
         parts.buffer.gate.fill(places)
-        async with asyncio.TaskGroup() as both:
-            taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
-            # While the step waits for groups of its own, the trainer is free to encode those of peers.
-            encoding = both.create_task(self._external_groups(version))
+        with self._waiting("groups_wait_s"):
+            async with asyncio.TaskGroup() as both:
+                taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
+                # While the step waits for groups of its own, the trainer is free to encode those of peers.
+                encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = self._rows([*groups, *external], version)
         after = version + 1 if new_version else version
         ids = [group.id for group in groups]
-        async with asyncio.TaskGroup() as both:
-            recorded = both.create_task(
-                parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
-            )
-            trained = both.create_task(parts.trainer.step(list(rows.values()), version, step % train.push_every))
+        with self._waiting("train_s"):
+            async with asyncio.TaskGroup() as both:
+                recorded = both.create_task(
+                    parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
+                )
+                file = self._tokens_files.wanted(step + 1, list(rows))
+                training = parts.trainer.step(list(rows.values()), version, step % train.push_every, tokens_file=file)
+                trained = both.create_task(training)
         assert recorded.done()
+        await asyncio.to_thread(self._tokens_files.prune)
         stats = trained.result()
         self._busy_s += stats.seconds
         if stats.refused_updates:
             parts.trackers.log_event("updates_refused", step=step + 1, reason="the gradient is not finite")
         if new_version:
-            await self._write_version(after)
+            with self._waiting("write_s"):
+                await self._write_version(after)
             self._loaded.clear()
             self._to_load.set()
         values = self._step_values(version, groups, stats, late_tokens)
@@ -213,6 +237,13 @@ class TrainLoop:
         parts.trackers.log(step + 1, values)
         if self.learning.stepped([*groups, *external]):
             parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Counts the seconds of a block under a name of the metrics."""
+        began_s = time.monotonic()
+        yield
+        self._waited_s[name] += time.monotonic() - began_s
 
     async def _external_groups(self, version: int) -> list[Group]:
         """Takes the chosen groups of peers; none without a swarm."""
@@ -300,6 +331,7 @@ class TrainLoop:
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
         self.totals.rewards.append(reward)
         counted = self._counts()
+        gate = self._parts.buffer.gate
         engine_shares = self._engine_shares or [self._engine_info.busy_share if self._engine_info else 0.0]
         values = {
             "version": version,
@@ -317,12 +349,17 @@ class TrainLoop:
             "length_mean": fmean(rollout.sampled_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
+            "cut_share": fmean(was_cut(rollout) for rollout in finished),
             "waiting": self._parts.buffer.waiting,
+            **{name: self._waited_s[name] for name in ("groups_wait_s", "train_s", "write_s", "save_s")},
+            "load_s": self._load_s,
+            "gate_closed": fmean(self._held_back or [gate.accepted + gate.running >= gate.budget]),
             **scorer_values(self._parts.single_turn.scorer),
             **{name: count - self._counted.get(name, 0) for name, count in counted.items()},  # lost since, by cause
         }
         self._counted = counted
-        self._busy_s, self._recorded_s, self._engine_shares = 0.0, now, []
+        self._busy_s, self._recorded_s, self._engine_shares, self._held_back = 0.0, now, [], []
+        self._waited_s.clear()
         return values
 
     def _counts(self) -> dict[str, int]:

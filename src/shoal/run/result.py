@@ -13,7 +13,7 @@ from shoal.reward.service import FULL, BinaryScorer, RewardService
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.trainer.advantage import is_informative
 from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
-from shoal.types import Group, Role, Rollout
+from shoal.types import FinishReason, Group, Role, Rollout
 
 EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
 STEPS = 20
@@ -141,6 +141,11 @@ def _last_answer(rollout: Rollout) -> str:
     """Quotes a rollout's last answer, cut off at the end."""
     answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
     return repr(answer if len(answer) <= SHOWN_CHARACTERS else f"{answer[:SHOWN_CHARACTERS]}...")
+
+
+def was_cut(rollout: Rollout) -> bool:
+    """Whether the last answer used up its tokens."""
+    return bool(rollout.turns) and rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH
 
 
 def stats_values(stats: StepStats) -> dict[str, float]:

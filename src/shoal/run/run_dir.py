@@ -21,7 +21,7 @@ from shoal.observe.metrics import JsonlTracker, Record, Trackers, trackers_of
 from shoal.plugins import source_hash
 
 QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
-FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive")
+FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive", "held_out", "tokens")
 
 Listener: TypeAlias = Callable[[Record], None]
 

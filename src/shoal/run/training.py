@@ -22,7 +22,7 @@ from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer
-from shoal.net.process import Child
+from shoal.net.process import Child, cores
 from shoal.observe.metrics import read_records
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
@@ -126,6 +126,8 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     parity = await logprob_mismatch(parts, prepared, same_weights=first_step % parts.config.train.push_every == 0)
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
+    devices = prepared.devices
+    parts.trackers.log_event("machine", cores=cores(), gpus=len({*devices.engines, *devices.ranks}))
     await loop.evaluate(first_step)
     with report_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)

@@ -19,6 +19,9 @@ ANSWER_TIMEOUT_S = 6 * 3600.0
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
 the last."""
+CLIPPED, MASKED, CAPPED = 1, 2, 4
+"""Bits of a token's fate: its gradient was removed by the clip, or by a bound on the importance weight; or this weight
+was lowered to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,14 @@ class StartTrainer(msgspec.Struct, frozen=True, tag=True):
     """Token limit of one answer."""
 
 
+class TokensFile(msgspec.Struct, frozen=True):
+    """Wish for a file with the numbers of each token that a step trains (`trainer.token_numbers`)."""
+
+    path: str
+    group_ids: tuple[str, ...]
+    """Names of the step's groups, in order."""
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """One training step over the rows of each group."""
 
@@ -101,6 +112,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Newest Version written."""
     since_push: int = 0
     """Steps taken since this Version was written."""
+    tokens_file: TokensFile | None = None
 
 
 class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):

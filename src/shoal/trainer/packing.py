@@ -160,6 +160,8 @@ class MicroBatch:
     """Index of each token's row, from 0."""
     weight_N: "Tensor"
     """Weight of each token's loss: see `token_weight`."""
+    rows: tuple[int, ...] = ()
+    """Index of each row among all rows of its step, where somebody asked for it."""
     idle: bool = False
     """Whether the batch stands for no rows: its weights are 0 and no statistic counts it. Ranks compute it to keep
     in step."""

@@ -11,6 +11,7 @@ from shoal.trainer.optim import Update
 from shoal.trainer.packing import Minibatch
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.streams import TokenLoss
+from shoal.trainer.token_numbers import TokenNumbers
 
 SUMS = (
     *("loss", "entropy", "ratio", "squared_ratio", "clipped", "masked", "capped", "kl", "value_loss"),
@@ -21,7 +22,8 @@ SUMS = (
 class StepTotals:
     """Sums over micro-batches; every mean is over tokens, so no packing changes it."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, tokens: TokenNumbers | None = None) -> None:
+        """`tokens` collects the numbers of each token, if somebody wants them."""
         # float64: a squared ratio overflows float32 from 44 nats on.
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = dict.fromkeys(SUMS, zero)
@@ -29,6 +31,7 @@ class StepTotals:
         self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
         self._bins = torch.zeros(len(RATIO_BOUNDS) + 1, dtype=torch.float64, device=device)
         self.explained_variance: float | None = None
+        self.tokens = tokens
 
     @torch.no_grad()
     def add(

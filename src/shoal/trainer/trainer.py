@@ -23,12 +23,13 @@ from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
-from shoal.trainer.messages import StepStats
+from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Size
 from shoal.trainer.ranks import ALONE, Ranks, like
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
+from shoal.trainer.token_numbers import TokenNumbers
 from shoal.types import Sample
 
 WEIGHTS_FILE = "model.safetensors"
@@ -102,20 +103,32 @@ class Trainer:
         self._reference = self._new_reference(train.teacher or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
 
-    def step(self, groups: Sequence[Sequence[Sample]], version: int | None = None, since_push: int = 0) -> StepStats:
+    def step(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        version: int | None = None,
+        since_push: int = 0,
+        *,
+        tokens_file: TokensFile | None = None,
+    ) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order.
 
         `version` is the newest Version, written `since_push` steps ago; the log-linear proximal weights need both.
-        Raises `TrainerError` for rows that this model cannot read.
+        `tokens_file` gets the numbers of each trained token. Raises `TrainerError` for rows that this model cannot
+        read.
         """
         started = time.perf_counter()
         self._check(groups)
         self._optimizer.clear_gradient()  # a failed step may have left a part of it
         slices = packing.even_slices(len(groups), self._config.minibatches)
-        minibatches = [self.minibatch([row for i in part for row in groups[i]]) for part in slices]
+        firsts = [sum(map(len, groups[: part.start])) for part in slices]
+        minibatches = [
+            self.minibatch([row for i in part for row in groups[i]], first=first)
+            for part, first in zip(slices, firsts, strict=True)
+        ]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
-        totals = StepTotals(self.device)
+        totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
         if self._value_head is not None:
             minibatches = [_changed(minibatch, self._with_gae) for minibatch in minibatches]
             batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.idle]
@@ -136,6 +149,8 @@ class Trainer:
             if minibatch.informative:
                 updates.append(self._optimizer.update())
         totals.add_up(self._ranks)
+        if totals.tokens is not None and tokens_file is not None:
+            totals.tokens.write(tokens_file, [len(rows) for rows in groups], self._ranks.index)
         return totals.stats(updates, minibatches, time.perf_counter() - started)
 
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -231,24 +246,27 @@ class Trainer:
             if longest is not None and len(row.tokens) > longest:
                 raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
 
-    def minibatch(self, rows: Sequence[Sample], whole: Size | None = None) -> Minibatch:
+    def minibatch(self, rows: Sequence[Sample], whole: Size | None = None, *, first: int = 0) -> Minibatch:
         """Packs the rows of one update, and takes this rank's share.
 
-        `whole` is the size of the update when `rows` are a part of it.
+        `whole` is the size of the update when `rows` are a part of it. `first` is the index of the first row in the
+        step.
         """
         size, mean = whole or packing.size_of(rows), packing.loss_mean(self._config)
         trained = [sum(row.mask) for row in rows]
-        wanted = [
-            row
-            for row, count in zip(rows, trained, strict=True)
+        places = [
+            place
+            for place, (row, count) in enumerate(zip(rows, trained, strict=True))
             if count and (any(row.advantages) or not self._skip_uninformative)
         ]
+        wanted = [rows[place] for place in places]
         packed = packing.micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
 
         def packed_rows(part: Sequence[int]) -> MicroBatch:
             chosen = [wanted[i] for i in part or (0,)]
             weights = [packing.token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
-            return packing.micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
+            batch = packing.micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
+            return replace(batch, rows=tuple(first + places[i] for i in part))
 
         return Minibatch(
             batches=tuple(packed_rows(part) for part in self._ranks.share(packed)),
@@ -312,6 +330,8 @@ class Trainer:
         for batch in minibatch.batches:
             outputs = self._outputs(batch, with_entropy=True)
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
+            if totals.tokens is not None:
+                logp_N.retain_grad()
             assert entropy_N is not None
             before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
             prox_N = before_N
@@ -340,6 +360,8 @@ class Trainer:
             # No token is sampled by version -1.
             current_N = batch.version_N == (-1 if at.version is None else at.version)
             totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, current_N, kl_N, sum(batch.lengths))
+            if totals.tokens is not None:
+                totals.tokens.add(batch, logp_N, entropy_N, advantage_N, terms, self._ranks.count)
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Addition to the loss, the advantages less the KL penalty, and the distance to the reference in nats."""

@@ -33,6 +33,7 @@ from shoal.trainer.messages import (
     StartTrainer,
     Step,
     StepStats,
+    TokensFile,
     TrainerFailed,
     WriteVersion,
     answer_from,
@@ -73,10 +74,15 @@ class TrainerProcess:
         )
 
     async def step(
-        self, groups: Sequence[tuple[Sample, ...]], version: int | None = None, since_push: int = 0
+        self,
+        groups: Sequence[tuple[Sample, ...]],
+        version: int | None = None,
+        since_push: int = 0,
+        *,
+        tokens_file: TokensFile | None = None,
     ) -> StepStats:
         """Takes one training step, `since_push` steps after `version` was written."""
-        return await self._ask(Step(tuple(groups), version, since_push), StepStats)
+        return await self._ask(Step(tuple(groups), version, since_push, tokens_file), StepStats)
 
     async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
@@ -204,8 +210,8 @@ def answer_to(request: Request, trainer: "Trainer | None") -> StepStats | Logpro
     if trainer is None:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     match request:
-        case Step(groups, version, since_push):
-            return trainer.step(groups, version, since_push)
+        case Step(groups, version, since_push, tokens_file):
+            return trainer.step(groups, version, since_push, tokens_file=tokens_file)
         case ComputeLogprobs(rows, temperature):
             return tuple(map(tuple, trainer.logprobs(rows, temperature)))
         case WriteVersion(path, push):

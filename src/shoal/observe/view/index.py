@@ -23,7 +23,7 @@ from shoal.experience import archive
 from shoal.experience.log import BODY_BYTES, FILE, log_uri, reading
 from shoal.experience.raw import RawGroup
 from shoal.experience.schema import SCHEMA
-from shoal.types import FinishReason, RewardStatus, Task
+from shoal.types import RewardStatus, Task
 
 GROUPS_AT_ONCE = 64
 POLL_S = 1.0
@@ -33,7 +33,7 @@ TEXT_SEARCH_S = 5.0
 UNREADABLE = "unreadable"
 _SCHEMA = """
 CREATE TABLE rollouts(seq INTEGER, position INTEGER, task TEXT, status TEXT, reason TEXT, reward REAL, tokens INTEGER,
-    version INTEGER, cut INTEGER, step INTEGER, shard INTEGER, row_group INTEGER, PRIMARY KEY(seq, position));
+    version INTEGER, step INTEGER, shard INTEGER, row_group INTEGER, PRIMARY KEY(seq, position));
 CREATE INDEX rollouts_by_step ON rollouts(step, reward);
 CREATE INDEX rollouts_by_reward ON rollouts(reward, seq DESC);
 CREATE TABLE groups(seq INTEGER PRIMARY KEY, id TEXT, admitted INTEGER, step INTEGER, version INTEGER, dropped TEXT,
@@ -69,6 +69,8 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward_to: float | None = None
     step: int | None = None
     version: int | None = None
+    tokens_from: int | None = None
+    tokens_to: int | None = None
     text: str = ""
     sort: Literal["newest", "worst", "best", "longest"] = "newest"
     page: int = 1
@@ -80,6 +82,8 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "status = ?": None if self.status in ("", "unscored") else self.status,
             "reward >= ?": self.reward_from,
             "reward <= ?": self.reward_to,
+            "tokens >= ?": self.tokens_from,
+            "tokens <= ?": self.tokens_to,
             "step = ?": self.step,
             "found.version = ?": self.version,
             f"instr({_BODY}, ?)": self.text.encode() or None,
@@ -188,10 +192,6 @@ class RolloutIndex:
         """How many rollouts were read so far."""
         return int(self._all("SELECT COUNT(*) FROM rollouts")[0][0])
 
-    def cut_by_step(self) -> list[tuple[int, float]]:
-        """The share of answers whose last turn used up its tokens, step by step."""
-        return self._all("SELECT step, AVG(cut) FROM rollouts WHERE step IS NOT NULL AND tokens > 0 GROUP BY step")
-
     def _all(self, query: str) -> list[Any]:
         with closing(sqlite3.connect(self._file)) as connection:
             return connection.execute(query).fetchall()
@@ -279,7 +279,7 @@ class RolloutIndex:
                 task = wire.decode(encoded, Task, BODY_BYTES).service
             rollouts = log.execute(_BODIES if shard is None else _ARCHIVED_BODIES, (seq,))
             rows = [(seq, at, task, *_figures(body), step, shard, row_group) for at, body, row_group in rollouts]
-            index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
             if shard is not None:
                 (row_group,) = log.execute(
                     "SELECT row_group FROM temp.all_groups WHERE finished_seq = ?", (seq,)
@@ -290,7 +290,6 @@ class RolloutIndex:
 
 class _Completion(msgspec.Struct):
     versions: list[int]
-    finish_reason: FinishReason
 
 
 class _Turn(msgspec.Struct):
@@ -311,12 +310,12 @@ class RolloutFigures(msgspec.Struct):
     reason: str
 
 
-def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None, bool]:
-    """Status, reason, reward, tokens, oldest Version and whether it was cut, of one rollout."""
+def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None]:
+    """Status, reason, reward, tokens and oldest Version of one rollout."""
     try:
         one = wire.decode(body, RolloutFigures, BODY_BYTES)
     except WireError as error:
-        return UNREADABLE, str(error), None, 0, None, False
+        return UNREADABLE, str(error), None, 0, None
     versions = [version for turn in one.turns for version in turn.completion.versions]
     return (
         one.status,
@@ -324,5 +323,4 @@ def _figures(body: bytes) -> tuple[str, str, float | None, int, int | None, bool
         one.reward.value if one.reward.status is RewardStatus.SCORED else None,
         len(versions),
         min(versions, default=None),
-        bool(one.turns) and one.turns[-1].completion.finish_reason is FinishReason.LENGTH,
     )

@@ -2,23 +2,25 @@
 
     GET /                 the overview of all runs
     GET /rollouts         a run's rollouts, filtered; /group: one group side by side; /tokens: the tokens of one answer
+    GET /heldout          held-out questions across time; /question: all answers to one
     GET /waits, /swarm    what a run waits for; whom it learns with
+    GET /cost             hours, tokens and prices of all runs
     GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
     GET /static/NAME      style.css, view.js and plotly.min.js
 
 Beyond loopback a token is wanted: `/?token=...` once, which becomes a cookie.
 """
 
+import asyncio
 import hmac
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jinja2
 import msgspec
@@ -33,19 +35,24 @@ from starlette.staticfiles import StaticFiles
 
 from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
-from shoal.experience.raw import decode_rollout
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, uvicorn_config
-from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, Line, drawn, thinned
+from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
 from shoal.observe.export_extras import extras_of
 from shoal.observe.metrics import Record
 from shoal.observe.runs import RunRecords, WatchedRun, differences, watched
 from shoal.observe.status import lately, warnings_of
+from shoal.observe.token_files import trained_tokens
+from shoal.observe.view.cost import Prices, costs
+from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
+from shoal.observe.view.prose import prose, visible
 from shoal.observe.view.reading import asked, glance, said, shortened, shown
-from shoal.observe.view.tokens import shades, tokens_of
-from shoal.observe.view.waits import bottleneck
+from shoal.observe.view.timeline import timeline
+from shoal.observe.view.tokens import By, shades, tokens_of
+from shoal.observe.view.waits import bottleneck, other_waits
 
+WAIT_S = 0.2
 COOKIE = "shoal_view"
 SWARM_STATUS = Path("swarm") / "status.json"
 HEADERS = {
@@ -55,26 +62,18 @@ HEADERS = {
     "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
 }
 CHARTS: Mapping[str, Sequence[Chart]] = {"overview": OVERVIEW, "waits": WAITS, "swarm": SWARM}
-_HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 MOST_TOKENS = 4000
 """Tokens on one page."""
 SCALES = {
     "logprob": "unlikely to certain",
     "version": "oldest to newest",
+    "ratio": "less likely to more likely than when sampled",
     "advantage": "negative to positive",
-    "fate": "red: masked as too old; light: not trained; blue: trained; grey: given",
+    "entropy": "certain to open",
+    "gradient": "made less likely to made more likely",
+    "fate": "red: clipped or masked; light: no gradient; pale blue: capped; blue: trained; grey: given",
 }
 T = TypeVar("T")
-
-
-def visible(text: object) -> str:
-    """A text whose control, direction and zero-width characters are seen instead of obeyed.
-
-    >>> visible("a\\u202eb")
-    'a\\\\u202eb'
-    """
-    shown = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
-    return shown.replace("\r\n", "\n").replace("\r", "\\r")
 
 
 class Place(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,7 +83,17 @@ class Place(msgspec.Struct, forbid_unknown_fields=True):
     run: str = ""
     position: int = 0
     first: int = 0
-    by: Literal["logprob", "version", "advantage", "fate"] = "logprob"
+    by: By = "logprob"
+    raw: bool = False
+    """Whether texts are shown as written."""
+
+
+class QuestionOf(msgspec.Struct, forbid_unknown_fields=True):
+    """Which held-out question."""
+
+    id: str
+    run: str = ""
+    raw: bool = False
 
 
 class ViewServer:
@@ -101,13 +110,17 @@ class ViewServer:
         templates = jinja2.PackageLoader("shoal.observe.view")
         self._pages = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
         self._pages.filters["visible"] = visible
+        self._pages.filters["prose"] = prose
         self.app = Starlette(
             routes=[
                 Route("/", self._overview),
                 Route("/rollouts", self._rollouts),
                 Route("/group", self._group),
                 Route("/tokens", self._tokens),
+                Route("/heldout", self._held_out),
+                Route("/question", self._question),
                 Route("/waits", self._waits),
+                Route("/cost", self._cost),
                 Route("/swarm", self._swarm),
                 Route("/charts/{name}", self._charts),
                 Mount("/static", StaticFiles(packages=[("shoal.observe.view", "static"), ("plotly", "package_data")])),
@@ -177,8 +190,8 @@ class ViewServer:
         )
 
     def _group(self, http: Request) -> Response:
-        run = self._run(http)
-        group = self._indexes[run.name].group(_asked(http, Place).seq)
+        run, place = self._run(http), _asked(http, Place)
+        group = self._indexes[run.name].group(place.seq)
         task = asked(group)
         messages = task.messages if task else ()
         return self._page(
@@ -186,6 +199,8 @@ class ViewServer:
             "group.html",
             run=run.name,
             group=group,
+            raw=place.raw,
+            other_look=http.url.include_query_params(raw=str(not place.raw).lower()),
             task=task,
             truth=shortened(task.answer or "") if task else "",
             question=[said(message) for message in messages],
@@ -200,8 +215,8 @@ class ViewServer:
         extras = self._extras.get(run.name) or extras_of(run.run_dir, reads_log=False)
         if extras.text is not None:  # else the tokenizer may come later
             self._extras[run.name] = extras
-        rollout = decode_rollout(group.bodies[place.position])
-        tokens = tokens_of(group, place.position, rollout, extras, run.records().config)
+        numbers = trained_tokens(run.run_dir, group, place.position)
+        tokens = tokens_of(group, place.position, extras, run.records().config, numbers)
         colors = shades(tokens, place.by)
         part = slice(max(0, place.first), max(0, place.first) + MOST_TOKENS)
         return self._page(
@@ -214,7 +229,8 @@ class ViewServer:
             by=place.by,
             tokens=list(zip(tokens, colors, strict=True))[part],
             total=len(tokens),
-            scale=SCALES[place.by],
+            scales=SCALES,
+            has_numbers=numbers is not None,
             has_text=extras.text is not None,
             has_advantages=any(token.advantage is not None for token in tokens),
             previous=http.url.include_query_params(first=max(0, place.first - MOST_TOKENS)),
@@ -223,7 +239,45 @@ class ViewServer:
 
     def _waits(self, http: Request) -> Response:
         run = self._run(http)
-        return self._page(http, "waits.html", run=run.name, sentence=bottleneck(run.records()))
+        records = run.records()
+        return self._page(http, "waits.html", run=run.name, sentence=bottleneck(records), others=other_waits(records))
+
+    def _held_out(self, http: Request) -> Response:
+        run, wanted = self._run(http), _asked(http, Questions)
+        steps, found, pages = questions(run.run_dir, wanted)
+        return self._page(
+            http,
+            "heldout.html",
+            run=run.name,
+            wanted=wanted,
+            steps=steps,
+            found=found,
+            pages=pages,
+            previous=http.url.include_query_params(page=wanted.page - 1),
+            next=http.url.include_query_params(page=wanted.page + 1),
+        )
+
+    def _question(self, http: Request) -> Response:
+        run, wanted = self._run(http), _asked(http, QuestionOf)
+        given = answers(run.run_dir, wanted.id)
+        if not given:
+            raise Refused(404, f"id: expected a held-out question of this run, got {wanted.id[:200]!r}")
+        return self._page(
+            http,
+            "question.html",
+            run=run.name,
+            raw=wanted.raw,
+            other_look=http.url.include_query_params(raw=str(not wanted.raw).lower()),
+            first=given[0],
+            truth=shortened(given[0].truth or ""),
+            question=[said(message) for message in given[0].messages[: given[0].asked]],
+            given=[(one, [said(message) for message in one.messages[one.asked :]]) for one in given],
+        )
+
+    def _cost(self, http: Request) -> Response:
+        prices = _asked(http, Prices)
+        records = {name: run.records() for name, run in self._runs.items()}
+        return self._page(http, "cost.html", prices=prices, costs=costs(records, prices))
 
     def _swarm(self, http: Request) -> Response:
         run = self._run(http)
@@ -234,22 +288,12 @@ class ViewServer:
         if name not in CHARTS:
             raise Refused(404, f"charts: expected one of {', '.join(CHARTS)}, got {name[:200]!r}")
         runs = self._runs if name == "overview" else {(run := self._run(http)).name: run}
-        stamp = " ".join(f"{run.size}-{self._indexes[run.name].complete:d}" for run in runs.values())
+        stamp = " ".join(str(run.size) for run in runs.values())
         if http.query_params.get("since") == stamp:
             return Response(status_code=204)
         charts = drawn(CHARTS[name], {name: run.records() for name, run in runs.items()})
-        if name == "overview":
-            charts += self._cut()
-        return json({"stamp": stamp, "charts": charts})
-
-    def _cut(self) -> list[Chart]:
-        """The chart of answers that used up their tokens, which is of the log; of runs that were read to the end."""
-        lines = []
-        for name, index in self._indexes.items():
-            known = index.cut_by_step() if index.complete else []
-            x, y = thinned([step for step, _ in known], [share for _, share in known])
-            lines += [Line(name, "cut", "Share of the step's answers that used up max_tokens.", x, y)] if known else []
-        return [Chart("Answers cut at max_tokens", is_share=True, lines=lines)] if lines else []
+        bars = timeline(next(iter(runs.values())).records()) if name == "waits" else []
+        return json({"stamp": stamp, "charts": charts, "timeline": bars})
 
 
 def _asked(http: Request, kind: type[T]) -> T:
@@ -286,11 +330,16 @@ def _swarm_status(run_dir: Path) -> dict[str, object] | None:
         return None
 
 
-async def serve_view(run_dirs: Sequence[Path], *, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Serves the page until told to stop (SIGTERM, SIGINT); `announce` gets its address. Raises a `ShoalError`."""
+async def serve_view(
+    run_dirs: Sequence[Path], *, host: str, port: int, announce: Callable[[str], None], waits: bool = False
+) -> None:
+    """Serves the page until told to stop (SIGTERM, SIGINT); `announce` gets its address.
+
+    With `waits` the runs need not be there yet: whoever opens the page before waits with it. Raises a `ShoalError`.
+    """
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
     with ExitStack() as stack:
-        runs = watched(run_dirs)
+        runs = None if waits else watched(run_dirs)
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="shoal-view-")))
         listening = stack.enter_context(listening_socket(host, port))
         os.nice(10)  # the runs that are watched come first
@@ -298,6 +347,10 @@ async def serve_view(run_dirs: Sequence[Path], *, host: str, port: int, announce
         if not is_loopback(host) and host in ("0.0.0.0", "::", ""):
             url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
         announce(f"{url}/?token={token}" if token else url)
+        while runs is None:
+            with suppress(RunDirError):
+                runs = watched(run_dirs)
+            await asyncio.sleep(WAIT_S)
         view = ViewServer(runs, folder, token=token, host=host)
         stack.callback(view.close)
         server = uvicorn.Server(uvicorn_config(view.app, grace_s=1))

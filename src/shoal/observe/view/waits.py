@@ -1,12 +1,15 @@
 """The side that holds a run up, in one sentence with the setting that moves it."""
 
 import math
+from collections.abc import Sequence
 
-from shoal.observe.runs import RunRecords
+from shoal.observe.runs import RunRecords, known
 from shoal.observe.status import LATELY, lately
 
 BUSY = 0.8
 """Share of the time from which on a side is not waiting for anybody worth mentioning."""
+SLOW = 0.2
+"""Share of the time from which on a wait is worth a sentence of its own."""
 
 
 def bottleneck(run: RunRecords) -> str:
@@ -29,13 +32,41 @@ def bottleneck(run: RunRecords) -> str:
     if engine >= trainer:
         now = "" if config is None else f", now {config.engine.max_running}"
         return (
-            f"Generation is the slower side {figures}: the trainer waits for groups {1 - trainer:.0%} of the time. "
-            f"More engines (engine.count, engine.urls), engine.max_running{now}, or shorter answers move it."
+            f"Generation is the slower side {figures}: the trainer waits for groups {_for_groups(run, trainer):.0%} of "
+            f"the time. More engines (engine.count, engine.urls), engine.max_running{now}, or shorter answers move it."
         )
     return (
         f"Training is the slower side {figures}: the engine stands still {1 - engine:.0%} of the time. "
         "train.ranks or a larger train.tokens_per_microbatch move it; asynchrony.max_staleness does not."
     )
+
+
+def other_waits(run: RunRecords) -> list[str]:
+    """Sentences about the waits beside the slower side that take much of the time, with the setting that moves each."""
+    config = run.config
+    each = (
+        (_share(run, ["save_s"]), "for checkpoints; checkpoint.every_steps moves it"),
+        (_share(run, ["write_s"]), "for Versions to be written; train.push_every moves it"),
+    )
+    found = [f"The trainer waits {share:.0%} of the time {what}." for share, what in each if share >= SLOW]
+    closed = lately(run, "gate_closed")
+    if closed is not None and closed >= SLOW and config is not None:
+        found.append(
+            f"Admission was held back by staleness {closed:.0%} of the time: asynchrony.max_staleness is "
+            f"{config.asynchrony.max_staleness}."
+        )
+    return found
+
+
+def _for_groups(run: RunRecords, trainer: float) -> float:
+    """Share of the time in which the trainer waited for groups; what is not busy, where no step says it."""
+    return _share(run, ["groups_wait_s"]) or 1 - trainer
+
+
+def _share(run: RunRecords, names: Sequence[str]) -> float:
+    """Seconds under some names over all seconds of the last steps; 0 without numbers."""
+    total = math.fsum(run.seconds()[-LATELY:])
+    return math.fsum(known(value for name in names for value in run.column(name)[-LATELY:])) / total if total else 0.0
 
 
 def _scorer(run: RunRecords) -> str:

@@ -4,7 +4,7 @@ const EVERY_MS = 3000;
 const COLORS = ["#2f6fd6", "#e0762b", "#2c9c69", "#b054c4", "#c9433f", "#8a7a1f", "#2a9db0", "#7a6be0"];
 const DASHES = ["solid", "dot", "dash", "dashdot"];
 const holder = document.getElementById("charts");
-let stamp = "", charts = [];
+let stamp = "", charts = [], bars = [];
 
 function smoothed(y, span) {
   const window = [];
@@ -44,19 +44,48 @@ function draw(chart, index, span) {
     box.append(title, plot);
     holder.children[index] ? holder.children[index].replaceWith(box) : holder.append(box);
   }
-  const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
-  const axis = { gridcolor: of("--line"), zerolinecolor: of("--line"), color: of("--muted"), automargin: true };
+  const { axis, ...look } = theme();
   const layout = {
-    margin: { l: 44, r: 12, t: 6, b: 30 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "x unified",
-    font: { family: "system-ui, sans-serif", size: 12, color: of("--ink") }, uirevision: "kept", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    hoverlabel: { bgcolor: of("--paper"), bordercolor: of("--line"), font: { color: of("--ink") } },
+    ...look, margin: { l: 44, r: 12, t: 6, b: 30 }, hovermode: "x unified", uirevision: "kept", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     xaxis: { ...axis, title: { text: "step", standoff: 4 } }, yaxis: { ...axis, tickformat: chart.is_share ? ".0%" : "", rangemode: "tozero", type: chart.is_log ? "log" : "linear" },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
   };
   Plotly.react(box.querySelector(".plot"), chart.lines.map((line) => trace(line, chart, span)), layout, { responsive: true, displayModeBar: false });
 }
 
+function theme() {
+  const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
+  return {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { family: "system-ui, sans-serif", size: 12, color: of("--ink") },
+    hoverlabel: { bgcolor: of("--paper"), bordercolor: of("--line"), font: { color: of("--ink") } },
+    axis: { gridcolor: of("--line"), zerolinecolor: of("--line"), color: of("--muted"), automargin: true },
+  };
+}
+
+function drawTimeline() {
+  const box = document.getElementById("timeline");
+  if (!box || !bars.length) return;
+  box.hidden = false;
+  const { axis, ...look } = theme();
+  const kinds = [...new Set(bars.map((one) => `${one.lane}: ${one.does}`))];
+  const traces = kinds.map((kind, at) => {
+    const own = bars.filter((one) => `${one.lane}: ${one.does}` === kind);
+    return {
+      type: "bar", orientation: "h", name: kind, y: own.map((one) => one.lane), x: own.map((one) => one.took_s), base: own.map((one) => one.start_s),
+      text: own.map((one) => `step ${one.step}: ${one.does}, ${one.took_s.toPrecision(3)} s`), textposition: "none", hovertemplate: "%{text}<extra></extra>",
+      marker: { color: COLORS[at % COLORS.length], pattern: { shape: own[0].is_wait ? "/" : "" } },
+    };
+  });
+  const layout = {
+    ...look, barmode: "overlay", bargap: 0.25, margin: { l: 70, r: 12, t: 6, b: 36 }, uirevision: "kept", showlegend: true,
+    legend: { orientation: "h", y: -0.2, yanchor: "top", x: 0, font: { size: 11 } }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    xaxis: { ...axis, title: { text: "seconds of the run", standoff: 4 } }, yaxis: { ...axis, autorange: "reversed", fixedrange: true },
+  };
+  Plotly.react(box.querySelector(".plot"), traces, layout, { responsive: true, displayModeBar: false });
+}
+
 function drawAll() {
+  drawTimeline();
   if (!charts.length) return;
   const span = Number(document.getElementById("smooth").value);
   holder.querySelectorAll(":scope > p").forEach((one) => one.remove());
@@ -80,7 +109,7 @@ async function follow() {
     const answer = await fetch(at);
     if (answer.status === 200) {
       const first = stamp === "";
-      ({ stamp, charts } = await answer.json());
+      ({ stamp, charts, timeline: bars } = await answer.json());
       drawAll();
       if (!first) await refreshed();
     }
@@ -105,6 +134,15 @@ if (says) {
     target.classList.add("on");
     says.textContent = `${JSON.stringify(target.textContent)} ${target.dataset.says}`;
   };
-  document.querySelector(".tokens").addEventListener("pointerover", show);
-  document.querySelector(".tokens").addEventListener("click", show);
+  const tokens = document.querySelector(".tokens");
+  tokens.addEventListener("pointerover", show);
+  tokens.addEventListener("click", show);
+  tokens.addEventListener("keydown", (event) => {
+    const steps = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }, way = steps[event.key];
+    if (!way) return;
+    event.preventDefault();
+    const target = tokens.querySelector(".on")?.[way] ?? tokens.firstElementChild;
+    show({ target });
+    target.scrollIntoView({ block: "nearest" });
+  });
 }

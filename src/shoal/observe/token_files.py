@@ -1,0 +1,141 @@
+"""Files with the numbers of each trained token: a run keeps those of its newest steps, and pages read them.
+
+tokens/000020.safetensors is of the twentieth step; `trainer.token_numbers` says what is in it. With several ranks the
+others wrote 000020.1.safetensors, and so on.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from shoal.experience.raw import RawGroup, decode_rollout
+from shoal.trainer.messages import CAPPED, CLIPPED, MASKED, TokensFile
+from shoal.turn_tree import turns_of_rows
+from shoal.types import RolloutStatus
+
+FOLDER, SUFFIX = "tokens", ".safetensors"
+MOST_FILES = 1000
+"""Files of small steps are limited by their number."""
+
+
+class TokensFiles:
+    """Files of a run's newest steps.
+
+    Invariant: after `prune` they have at most `most_mb` megabytes and are at most `MOST_FILES`, or are of one step.
+    """
+
+    def __init__(self, run_dir: Path, most_mb: int) -> None:
+        self._folder, self._most_bytes = run_dir / FOLDER, most_mb * 1_000_000
+        found = sorted(self._folder.glob(f"*{SUFFIX}")) if most_mb else []
+        self._sizes = {file: file.stat().st_size for file in found}  # oldest first
+        self._newest = ""
+
+    def wanted(self, step: int, group_ids: Sequence[str]) -> TokensFile | None:
+        """Describes the file of a step; None when none are kept."""
+        if not self._most_bytes:
+            return None
+        self._newest = f"{step:06}"
+        return TokensFile(str(self._folder / f"{self._newest}{SUFFIX}"), tuple(group_ids))
+
+    def prune(self) -> None:
+        """Counts the newest step's files, and removes the oldest files beyond the limit."""
+        for file in sorted(self._folder.glob(f"{self._newest}.*")) if self._newest else []:
+            self._sizes.pop(file, None)
+            self._sizes[file] = file.stat().st_size
+        size = sum(self._sizes.values())
+        for file in list(self._sizes):
+            fits = size <= self._most_bytes and len(self._sizes) <= MOST_FILES
+            if fits or file.name.startswith(self._newest):
+                break
+            file.unlink(missing_ok=True)
+            size -= self._sizes.pop(file)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedToken:
+    """What a training step made of one token."""
+
+    logp: float
+    """Nats, under the weights that were trained, at the time."""
+    entropy: float
+    advantage: float
+    weight: float
+    """Weight of the token's loss in its update."""
+    gradient: float
+    """Minus the derivative of the update's loss by `logp`: above 0 the token became more likely."""
+    fate: str
+    """`clipped`, `masked`, `capped`, or empty."""
+
+
+def trained_tokens(run_dir: Path, group: RawGroup, position: int) -> list[TrainedToken | None] | None:
+    """Numbers of the sampled tokens of one rollout, turn after turn; None when they are not kept.
+
+    None stands for a token of a row without any advantage, which was not computed. Raises `WireError`.
+    """
+    rollouts = [decode_rollout(body) for body in group.bodies]
+    if group.step is None or rollouts[position].status is RolloutStatus.FAILED:
+        return None
+    first = sum(len(turns_of_rows(one.turns)) for one in rollouts[:position] if one.status is not RolloutStatus.FAILED)
+    turns = rollouts[position].turns
+    rows = turns_of_rows(turns)
+    found = _rows(run_dir, group.step + 1, group.id, range(first, first + len(rows)))
+    if found is None:
+        return None
+    by_turn: dict[int, list[TrainedToken | None]] = {}
+    for indices, numbers in zip(rows, found, strict=True):
+        counts = [len(turns[i].completion.token_ids) for i in indices]
+        of_row: Iterator[TrainedToken | None] = repeat(None) if numbers is None else iter(numbers)
+        by_turn |= {i: list(islice(of_row, count)) for i, count in zip(indices, counts, strict=True)}
+    return [token for i in sorted(by_turn) for token in by_turn[i]]
+
+
+def _rows(run_dir: Path, step: int, group_id: str, wanted: range) -> list[list[TrainedToken] | None] | None:
+    """Numbers of some rows of a group; None for a row that was not computed, and for a step that is not kept."""
+    found: dict[int, list[TrainedToken]] = {}
+    first = None
+    for path in sorted((run_dir / FOLDER).glob(f"{step:06}.*{SUFFIX[1:]}")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                first = _first_row(json.loads(file.metadata()["groups"]), group_id)
+                streams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError):
+            continue  # pruned meanwhile, or not whole: there are no numbers then
+        found |= _of_rows(streams, range(first + wanted.start, first + wanted.stop))
+    return None if first is None else [found.get(first + row) for row in wanted]
+
+
+def _first_row(groups: list[tuple[str, int]], group_id: str) -> int:
+    """Index of a group's first row in its step. Raises `KeyError`."""
+    first = 0
+    for one, rows in groups:
+        if one == group_id:
+            return first
+        first += rows
+    raise KeyError(group_id)
+
+
+def _of_rows(streams: dict[str, Any], wanted: range) -> dict[int, list[TrainedToken]]:
+    ends = streams["count_R"].cumsum()
+    found = {}
+    for at, row in enumerate(streams["row_R"].tolist()):
+        if row in wanted:
+            part = slice(int(ends[at] - streams["count_R"][at]), int(ends[at]))
+            names = ("logp_N", "entropy_N", "advantage_N", "gradient_N", "fate_N")
+            weight = float(streams["weight_R"][at])
+            found[row] = [
+                TrainedToken(logp, entropy, advantage, weight, gradient, _fate(bits))
+                for logp, entropy, advantage, gradient, bits in zip(
+                    *(streams[name][part].tolist() for name in names), strict=True
+                )
+            ]
+    return found
+
+
+def _fate(bits: int) -> str:
+    named = ((CLIPPED, "clipped"), (MASKED, "masked"), (CAPPED, "capped"))
+    return " and ".join(name for bit, name in named if bits & bit)

@@ -1,0 +1,138 @@
+"""Held-out questions, waits and costs on the page of `shoal view`, and every view of a live run and of a long one."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from test_view import made, seen
+
+from benchmarks.view_run import write_run
+from browser import Page
+from shoal.observe.runs import read_run
+from shoal.observe.view.cost import Prices, cost
+from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, questions, spaced
+from shoal.observe.view.timeline import timeline
+from shoal.observe.view.waits import bottleneck, other_waits
+from view_run import MadeRun
+
+VIEWS = ("/", "/rollouts", "/group?seq=1", "/tokens?seq=1", "/heldout", "/waits", "/swarm", "/cost")
+NAMELESS = """[...document.querySelectorAll('main :is(input, select):not([type=hidden])')]
+    .filter(one => !one.labels.length && !one.ariaLabel).length"""
+
+
+async def read_to_the_end(page: Page, url: str) -> None:
+    """Waits until the viewer's table has the run."""
+    await page.goto(f"{url}/rollouts")
+    async with asyncio.timeout(60):
+        while "still being read" in await page.value("document.body.textContent"):
+            await page.goto(f"{url}/rollouts")
+
+
+async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ...]) -> None:
+    """Opens views; none is refused or wider than the window, and each control has a name."""
+    await read_to_the_end(page, url)
+    for view in views:
+        await page.goto(url + view)
+        assert await page.value("document.querySelector('h1').textContent") != "This cannot be shown", view
+        assert await page.value("document.documentElement.scrollWidth") <= width, view
+        assert await page.value(NAMELESS) == 0, view
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_every_view_of_a_live_run_opens_at_both_widths(tmp_path: Path, width: int) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "live")
+        for _ in range(6):
+            await run.step(["so \\(\\frac{a}{b}\\)\n\n```\n" + "long " * 60 + "\n```", "wrong"])
+        async with seen(tmp_path, run.run_dir, width=width) as (page, url):
+            await assert_readable(page, url, width, (*VIEWS, "/question?id=held-out-0"))
+            await page.goto(f"{url}/waits")
+            await page.until("document.querySelector('#timeline .main-svg') !== null")
+            await run.step()
+            await page.until("document.querySelector('#timeline .plot').data[0].x.length == 6")
+        await run.close()
+
+    asyncio.run(check())
+
+
+def test_every_view_of_a_finished_run_of_30000_rollouts_opens(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with seen(tmp_path, tmp_path / "long") as (page, url):
+            await assert_readable(page, url, 1440, VIEWS)
+            assert "30,000 of 30,000" in await page.value("fetch('/rollouts').then(one => one.text())")
+
+    assert write_run(tmp_path / "long", 30_000) == 30_000
+    asyncio.run(check())
+
+
+def test_a_held_out_question_is_followed_across_time(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 11)
+        async with seen(tmp_path, run_dir) as (page, url):
+            await page.goto(f"{url}/heldout?sort=better")
+            row = await page.value("document.querySelector('tbody tr').innerText")
+            assert row.split() == ["held-out", "question", "1", "chain_sum", "+0.5", "0.05", "0.3", "0.55"]
+            await page.goto(await page.value("document.querySelector('tbody a').href"))
+            cards = await page.value("[...document.querySelectorAll('article')].map(one => one.innerText)")
+            assert [f"after {step} steps" in card for step, card in zip((11, 6, 1), cards, strict=True)] == [True] * 3
+            assert "truth 1" in await page.value("document.querySelector('main').innerText")
+
+    asyncio.run(check())
+
+
+def test_questions_are_found_by_text_and_ordered_by_their_change(tmp_path: Path) -> None:
+    run_dir = asyncio.run(made(tmp_path / "run", 6))
+    steps, found, pages = questions(run_dir, Questions())
+    assert (steps, pages) == ([1, 6], 1)
+    assert [(one.text, round(one.change, 2)) for one in found] == [
+        ("held-out question 0", 0.0),
+        ("held-out question 1", 0.25),
+    ]
+    assert [one.id for one in questions(run_dir, Questions(text="QUESTION 1"))[1]] == ["held-out-1"]
+    assert [one.step for one in answers(run_dir, "held-out-1")] == [6, 1]
+
+
+def test_of_many_evaluations_the_first_and_the_newest_are_read() -> None:
+    files = [Path(str(step)) for step in range(1000)]
+    chosen = spaced(files)
+    assert (len(chosen), chosen[0], chosen[-1]) == (MOST_EVALUATIONS, files[0], files[-1])
+    assert spaced(files[:3]) == files[:3]
+
+
+def test_the_timeline_lays_the_trainers_seconds_one_after_the_other(tmp_path: Path) -> None:
+    run = read_run(asyncio.run(made(tmp_path / "run", 4)))
+    bars = timeline(run)
+    trainer = [(bar.does, round(bar.took_s, 3), bar.is_wait) for bar in bars if bar.lane == "trainer"][:3]
+    assert trainer == [("waits for groups", 0.6, True), ("trains", 0.3, False), ("writes a Version", 0.05, False)]
+    starts = [bar.start_s for bar in bars if bar.lane == "trainer"]
+    assert starts == sorted(starts)
+    assert {bar.lane for bar in bars} == {"trainer", "engine", "admission"}
+    assert all(bar.took_s > 0 for bar in bars)
+
+
+def test_the_sentence_says_how_long_the_trainer_waited_for_groups(tmp_path: Path) -> None:
+    run = read_run(asyncio.run(made(tmp_path / "run", 4)))
+    # The four steps took four seconds by the clock of the made run, and each waited for 0.6 s.
+    assert "the trainer waits for groups 60% of the time" in bottleneck(run)
+    assert other_waits(run) == []
+
+
+def test_a_cost_is_hours_tokens_and_a_price_per_point_of_held_out_reward(tmp_path: Path) -> None:
+    run = read_run(asyncio.run(made(tmp_path / "run", 7)))
+    found = cost("run", run, Prices(core_hour=2.0, gpu_hour=10.0))
+    wall_h = max(float(step["time_s"]) for step in (*run.steps, *run.evals)) / 3600
+    assert (found.core_hours, found.gpu_hours) == (4 * wall_h, wall_h)
+    assert found.price == pytest.approx(18 * wall_h)
+    assert found.points == pytest.approx(25.0)
+    rows = dict(found.rows)
+    assert rows["points of held-out reward"] == "+25.0"
+    assert rows["price per point"] == format(18 * wall_h / 25, ".3g")
+
+
+def test_a_run_that_does_not_say_its_machine_has_unknown_hours(tmp_path: Path) -> None:
+    run_dir = asyncio.run(made(tmp_path / "run", 2))
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"machine"' not in line))
+    rows = dict(cost("run", read_run(run_dir), Prices(gpu_hour=1.0)).rows)
+    assert (rows["core-hours"], rows["price"], rows["core-hours per point"]) == ("unknown", "unknown", "none gained")
