@@ -58,7 +58,7 @@ class TokensFiles:
 
 @dataclass(frozen=True, slots=True)
 class TrainedToken:
-    """What a training step made of one token."""
+    """Numbers of one token in the training step that consumed it."""
 
     logp: float
     """Nats, under the weights that were trained, at the time."""

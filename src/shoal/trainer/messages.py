@@ -20,8 +20,8 @@ RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
 the last."""
 CLIPPED, MASKED, CAPPED = 1, 2, 4
-"""Bits of a token's fate: its gradient was removed by the clip, or by a bound on the importance weight; or this weight
-was lowered to its bound."""
+"""Bits of a token's fate: gradient removed by the clip, removed by a bound on the importance weight, or this weight
+lowered to its bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run took so far. Hours are wall-clock hours of the machine's cores and of the run's GPUs."""
+    """Expenses of one run so far. Hours are wall-clock hours of the machine's cores and of the run's GPUs."""
 
     run: str
     core_hours: float | None
@@ -62,7 +62,7 @@ class Cost:
 
 
 def cost(name: str, run: RunRecords, prices: Prices) -> Cost:
-    """What a run took so far, in all its processes."""
+    """Cost of a run so far, in all its processes."""
     seconds = run.seconds()
     wall_s = max((number(record, "time_s", 0.0) for record in (*run.steps, *run.evals)), default=0.0)
     machine: Record = next((event for event in reversed(run.events) if event.get("name") == "machine"), {})

@@ -1,4 +1,4 @@
-"""The same held-out questions across time: their rewards at each evaluation, and what was answered then.
+"""Held-out questions across time: their rewards at each evaluation, and their answers then.
 
 Of a long run at most `MOST_EVALUATIONS` evaluations are read, the first and the newest among them.
 """
@@ -31,7 +31,7 @@ class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class HeldOutQuestion:
     """One question with its mean sampled reward at each evaluation; None where no answer was scored."""
 
     id: str
@@ -61,13 +61,13 @@ def spaced(files: Sequence[Path]) -> list[Path]:
     return list(files) if last < parts else [files[round(i * last / parts)] for i in range(parts + 1)]
 
 
-def questions(run_dir: Path, wanted: Questions) -> tuple[list[int], list[Question], int]:
+def questions(run_dir: Path, wanted: Questions) -> tuple[list[int], list[HeldOutQuestion], int]:
     """Steps of the evaluations, one page of questions, and the number of pages. Raises `RunDirError`."""
     files = spaced(answer_files(run_dir))
     scores = [_scores(file, file.stat().st_mtime_ns) for file in files]
     texts = {name: known for one in scores for name, known in one.texts.items()}
     found = [
-        Question(name, task, text, [one.rewards.get(name) for one in scores])
+        HeldOutQuestion(name, task, text, [one.rewards.get(name) for one in scores])
         for name, (task, text) in texts.items()
         if wanted.text.lower() in text.lower()
     ]

@@ -1,4 +1,4 @@
-"""Who worked and who waited for what in a run's newest steps, as bars over the time.
+"""Timeline of a run's newest steps: bars of work and of waiting.
 
 The trainer's bars are measured one after the other. Of the others a step knows a share or a length only; their bars
 begin with the step.

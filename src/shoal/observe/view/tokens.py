@@ -39,8 +39,10 @@ class Token:
 
     @property
     def sum(self) -> str:
-        """The sum that became its gradient: its weight in the mean times its advantage times what the loss made of the
-        ratio; empty where it is not known."""
+        """Sum that became the gradient: weight in the mean times advantage times what the loss made of the ratio.
+
+        It is empty where the trainer's numbers are not known.
+        """
         if self.gradient is None or self.weight is None or self.advantage is None:
             return ""
         way = "more likely" if self.gradient > 0 else "less likely" if self.gradient < 0 else "left alone"
