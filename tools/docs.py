@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
-from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
+from shoal.observe.metrics import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -72,6 +72,7 @@ def metrics() -> str:
         [
             *_rows("In a record of kind `step`:", STEP_NAMES),
             *_rows("In a record of kind `eval`, `step` being the steps done before it:", EVAL_NAMES),
+            *_rows("In a record of kind `answer`, a few for each evaluation:", ANSWER_NAMES),
         ]
     )
 

@@ -18,6 +18,7 @@ import pytest
 from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
 from shoal.observe.metrics import (
+    ANSWER_NAMES,
     COUNTS,
     EVAL_NAMES,
     STEP_NAMES,
@@ -146,7 +147,7 @@ def test_an_adapter_logs_or_names_the_extra_that_brings_it(
 
 def test_every_name_has_a_sentence() -> None:
     assert set(STEP_NAMES) >= COUNTS
-    for meaning in (*STEP_NAMES.values(), *EVAL_NAMES.values()):
+    for meaning in (*STEP_NAMES.values(), *EVAL_NAMES.values(), *ANSWER_NAMES.values()):
         assert meaning[0].isupper() or meaning[0].isdigit() or meaning.startswith("`")
         assert meaning.endswith(".")
 

@@ -1,13 +1,19 @@
 """What is shown of a run while it goes on."""
 
 import contextlib
+import fcntl
 import io
 import os
 import pty
+import re
+import struct
+import termios
 import threading
 from pathlib import Path
 
-from shoal.observe.metrics import Record
+import pytest
+
+from shoal.observe.metrics import Record, stage
 from shoal.observe.progress import LiveProgress, sparkline
 
 
@@ -24,9 +30,23 @@ def plain_lines(records: list[Record], *, every_s: float = 5.0, now: list[float]
     return stream.getvalue().splitlines()
 
 
-def shown_on_a_terminal(records: list[Record]) -> str:
-    """What a terminal receives."""
+def sized(terminal: int, columns: int) -> None:
+    """Gives a terminal a size, as a window's manager does."""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+
+def shown_on_a_terminal(records: list[Record], columns: int = 80, later: int = 0, **environment: str) -> str:
+    """What a terminal receives, which has `later` columns before the last record."""
     ours, theirs = pty.openpty()
+    sized(theirs, columns)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            patch.setenv(name, value)
+        patch.delenv("COLUMNS", raising=False)
+        return _received(ours, theirs, records, later)
+
+
+def _received(ours: int, theirs: int, records: list[Record], later: int) -> str:
     received = bytearray()
 
     def receive() -> None:
@@ -38,6 +58,8 @@ def shown_on_a_terminal(records: list[Record]) -> str:
     reader.start()
     with os.fdopen(theirs, "w") as stream, LiveProgress(100, 2, stream=stream) as progress:
         for record in records:
+            if later and record is records[-1]:
+                sized(theirs, later)
             progress.update(record)
     reader.join()
     os.close(ours)
@@ -49,7 +71,7 @@ def test_plain_lines_say_everything_once_and_in_words() -> None:
     (line,) = plain_lines([step(7, **values, engine_busy=0.914, trainer_busy=0.8)])
     assert line == (
         "step 7/100  reward 0.500  staleness 1.2, max 2 of 2  speed 12,346 tokens/s, 700 samples/s  "
-        "busy engine 91%, trainer 80%"
+        "busy engine 91%, trainer 80%  time 1 s"
     )
 
 
@@ -69,6 +91,61 @@ def test_evaluations_and_events_are_never_left_out() -> None:
     )
     assert lines[0] == "held-out after 0 steps: full marks sampled 0.250, greedy 0.500"
     assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out after 1 steps: full marks sampled 0.500"]
+
+
+def answer(number: int, said: str, reward: float | None = 1.0, **more: float | str) -> Record:
+    given = {"task": "words", "question": "reverse river", "truth": "revir", "reason": "", **more}
+    return {"kind": "answer", "step": 0, "time_s": 0.0, "number": number, "answer": said, "reward": reward, **given}
+
+
+def test_answers_of_an_evaluation_are_read_beside_their_questions_and_rewards() -> None:
+    control = "a\x1b[2Jb\n\u202e" + "c" * 100
+    unscored = answer(2, "x", None, reason="scorer: failed: no\nbackend")
+    lines = plain_lines([answer(0, "revir"), answer(1, control, 0.25), unscored])
+    assert lines[0] == "  'reverse river' -> 'revir'  reward 1"
+    assert lines[1].startswith(r"  'reverse river' -> 'a\x1b[2Jb\n\u202ec")
+    assert lines[1].endswith("c...'  reward 0.25")
+    assert lines[2:] == [r"  'reverse river' -> 'x'  not scored: scorer: failed: no\nbackend"]
+    last = shown_on_a_terminal([answer(0, "ervir", 0.0), answer(0, "revir")]).rpartition("╭")[2]
+    assert "'revir'" in last
+    assert "ervir'" not in last.replace("'revir'", "")
+
+
+def test_the_time_so_far_and_the_time_to_go_are_those_of_this_process_s_steps() -> None:
+    """After a resume at step 50 the steps take 2 s each."""
+    records: list[Record] = [{"kind": "step", "step": n, "time_s": 3000.0 + 2 * n} for n in (51, 52, 100)]
+    times = [line.rpartition("  time ")[2] for line in plain_lines(records, every_s=0.0)]
+    assert times == ["51:42 min", "51:44 min, about 1:36 min to go", "53:20 min"]
+
+
+def test_a_start_names_what_it_is_doing() -> None:
+    assert plain_lines([stage("starting the trainer")]) == ["starting the trainer"]
+    last = shown_on_a_terminal([stage("starting the trainer")]).rpartition("╭")[2]
+    assert "starting the trainer" in last
+    assert "0 s" in last
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines() -> None:
+    shown = shown_on_a_terminal([step(1), step(100)], TERM="dumb")
+    assert [line.split()[1] for line in shown.splitlines()] == ["1/100", "100/100"]
+    assert "\x1b" not in shown
+
+
+def test_a_terminal_without_colours_gets_none_and_a_narrow_one_no_line_that_is_too_long() -> None:
+    records: list[Record] = [answer(0, "c" * 300), step(3, staleness_max=2, tokens_per_s=12345.6)]
+    colours = re.compile(r"\x1b\[(?:[39][0-7]|[34]8;)[\d;]*m")
+    assert colours.search(shown_on_a_terminal(records))
+    narrow = shown_on_a_terminal(records, columns=44, NO_COLOR="1")
+    assert not colours.search(narrow)
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", narrow.rpartition("╭")[2]).splitlines()
+    assert max(map(len, lines)) <= 44
+
+
+def test_a_panel_is_painted_on_a_clear_screen_when_the_terminal_s_size_has_changed() -> None:
+    resized = shown_on_a_terminal([step(1), step(2)], columns=100, later=60)
+    assert resized.count("\x1b[2J") == 1
+    assert "2 of 100" in resized.rpartition("\x1b[2J")[2]
+    assert "\x1b[2J" not in shown_on_a_terminal([step(1), step(2)], columns=100)
 
 
 def test_mean_rewards_stand_before_full_marks_which_partial_credit_never_reaches() -> None:

@@ -4,8 +4,8 @@ import asyncio
 import math
 
 from shoal.interfaces import Purpose
-from shoal.rollout.evaluation import evaluation
-from shoal.types import Reward, RewardStatus, Rollout, RolloutStatus, Task
+from shoal.rollout.evaluation import MOST_CHARACTERS, evaluation, shown_questions
+from shoal.types import Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
 
 
 class Marks:
@@ -43,3 +43,30 @@ def test_pass_at_k_counts_a_question_once_however_many_of_its_answers_are_right(
     assert (evaluated.values["pass_at_k"], evaluated.values["sampled"], evaluated.values["greedy"]) == (0.5, 0.125, 0.5)
     assert [len(rollouts) for _, _, rollouts in evaluated.rollouts] == [4] * 4 + [1] * 4
     assert "pass_at_k" not in asyncio.run(evaluation(tasks, Lottery())).values
+
+
+class Echo:
+    """Implements `interfaces.Runner`: repeats the question, louder when it is greedy."""
+
+    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+        said = task.messages[-1].content.upper() if purpose is Purpose.GREEDY else task.messages[-1].content
+        return (Rollout(task.id, (*task.messages, Message(Role.ASSISTANT, said)), (), Reward(1.0)),)
+
+
+def test_a_few_sampled_answers_are_shown_of_every_task_and_always_the_same_questions() -> None:
+    tasks = [
+        Task(f"{service}{i}", service, (Message(Role.SYSTEM, "be brief"), Message(Role.USER, f"{service} {i}")), "yes")
+        for i, service in enumerate("aabab")
+    ]
+    assert shown_questions(tasks) == [0, 2, 1]
+    shown = asyncio.run(evaluation(tasks, Echo())).answers
+    assert [one.values for one in shown[:1]] == [
+        {"number": 0, "task": "a", "question": "a 0", "truth": "yes", "answer": "a 0", "reward": 1.0, "reason": ""}
+    ]
+    assert [one.question for one in shown] == ["a 0", "b 2", "a 1"]
+    long = Task("l", "s", (Message(Role.USER, "x" * 3 * MOST_CHARACTERS),), None)
+    (one,) = asyncio.run(evaluation([long], Echo())).answers
+    assert len(one.question) == len(one.answer) == MOST_CHARACTERS
+    failed = Task("f", "s", (Message(Role.USER, "?"),), None)
+    (one,) = asyncio.run(evaluation([failed], Marks())).answers
+    assert (one.reward, one.answer, one.reason) == (None, "", "scorer: failed: mine.py:2")

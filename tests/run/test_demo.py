@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def test_the_demo_makes_its_model_once_and_a_few_steps_make_it_better(tmp_path: 
     assert figures["accuracy_after"] > figures["accuracy_before"]
     assert figures["greedy_before"] > 0.3, "the warm start knows the task"
     assert "making the small model (once): step 600 of 600, loss" in done.stderr
-    assert "What was learned is a skill" in done.stdout
+    shown = done.stdout.partition("sampled answers before and after training:")[2].splitlines()[1:10]
+    assert [line.split()[0] for line in shown] == ["'reverse", "before", "after"] * 3
+    assert all(re.search(r"  reward [01]$", line) for line in shown if "reverse" not in line)
     assert (tmp_path / "run" / "report.png").stat().st_size > 0
     assert (tmp_path / "run" / "report.html").stat().st_size > 0
     assert audit(tmp_path / "run").ok

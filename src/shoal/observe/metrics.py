@@ -1,8 +1,8 @@
 """Metrics go to metrics.jsonl always, and to Prometheus, TensorBoard and W&B on request.
 
-metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions) or
-"event". `time_s` counts from the run's start, without the time between a crash and a resume. `STEP_NAMES` and
-`EVAL_NAMES` define every number; all trackers use these names.
+metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions),
+"answer" (to one held-out question) or "event". `time_s` counts from the run's start, without the time between a
+crash and a resume. `STEP_NAMES` and `EVAL_NAMES` define every number; all trackers use these names.
 """
 
 import math
@@ -87,6 +87,15 @@ EVAL_NAMES: Mapping[str, str] = {
     "sampled/<task>": "`sampled` for one task.",
     "greedy/<task>": "`greedy` for one task.",
 }
+ANSWER_NAMES: Mapping[str, str] = {
+    "number": "Place among the shown questions; equal numbers are equal questions, whatever the step.",
+    "task": "Name of the task.",
+    "question": "Last message to the model, at most 2,000 characters.",
+    "truth": "The question's truth, if it has one.",
+    "answer": "Last message of the model, sampled as in training.",
+    "reward": "Reward of the answer; null when nothing could score it.",
+    "reason": "Reason of a missing reward; else empty.",
+}
 COUNTS = frozenset(
     {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed", "refused_updates"}
     | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
@@ -96,6 +105,11 @@ COUNTS = frozenset(
 
 LABELS = {"ratio_share": "bounds", "staleness": "versions"}
 """Label of numbers that share a name, where it is not the task."""
+
+
+def stage(what: str) -> Record:
+    """Builds the record that tells listeners what a run that starts is doing."""
+    return {"kind": "stage", "name": what}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -324,6 +338,15 @@ class Trackers:
         known = {f"eval/{name}": value for name, value in values.items() if value is not None}
         for other in self._others:
             other.log(step, known)
+
+    def log_answers(self, step: int, answers: Sequence[Record]) -> None:
+        """Records sampled answers to held-out questions, in metrics.jsonl only; see `ANSWER_NAMES`."""
+        for answer in answers:
+            self._tell(self._jsonl.write("answer", {"step": step, **answer}))
+
+    def stage(self, what: str) -> None:
+        """Tells listeners what a run that starts is doing; it is no record of metrics.jsonl."""
+        self._tell(stage(what))
 
     def log_event(self, name: str, **details: float | str | None) -> None:
         """Records an event, in metrics.jsonl only."""

@@ -5,6 +5,7 @@ goes to standard error: standard output is for results.
 """
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -12,14 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Self, TextIO
 
+from shoal.observe.answers import quoted, reward_text
 from shoal.observe.metrics import WARNINGS, Record, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
+
+    from shoal.observe.panel import ResizableLive
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
+SWARM_TEXTS = {"peers": "peers, ", "external": "of their groups, ", "offers_shared": "shared"}
+"""Words after numbers of a step in a swarm."""
 
 
 def sparkline(values: Iterable[float], width: int = SPARKLINE_WIDTH) -> str:
@@ -43,8 +48,9 @@ def sparkline(values: Iterable[float], width: int = SPARKLINE_WIDTH) -> str:
 class LiveProgress:
     """Display of a run, used as a context manager; a terminal shows each update at once.
 
-    Elsewhere a step prints a line only when `every_s` seconds have passed since the last line. Evaluations, events and
-    the last step always print. The panel shows `max_staleness` beside the staleness that it bounds.
+    Elsewhere, and on a terminal that cannot move its cursor (TERM=dumb), a step prints a line only when `every_s`
+    seconds have passed since the last line. Evaluations, answers, events and the last step always print. The panel
+    shows `max_staleness` beside the staleness that it bounds.
     """
 
     def __init__(
@@ -65,17 +71,20 @@ class LiveProgress:
         self._step: Record = {}
         self._first_eval: Record = {}
         self._last_eval: Record = {}
+        self._answers: dict[float, Record] = {}
         self._event = "starting"
+        self._seen_s = 0.0  # when the newest step was recorded, or the display began
+        self._first_step: Record = {}  # of this process
         self._warning = ""
         self._rewards: deque[float] = deque(maxlen=4096)
-        self._live: Live | None = None
+        self._live: ResizableLive | None = None
 
     def __enter__(self) -> Self:
-        if self._stream.isatty():
-            from rich.console import Console  # 60 ms, and only a terminal needs it
-            from rich.live import Live
+        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            from shoal.observe.panel import ResizableLive  # rich takes 60 ms, and only a terminal needs it
 
-            self._live = Live(self._panel(), console=Console(file=self._stream), refresh_per_second=8)
+            self._seen_s = self._clock()
+            self._live = ResizableLive(self._stream, self._panel)
             self._live.start()
         return self
 
@@ -89,25 +98,28 @@ class LiveProgress:
         if kind == "step":
             self._step = record
             self._rewards.append(number(record, "reward"))
+            self._first_step, self._seen_s = self._first_step or record, self._clock()
             texts = [f"{name} {text}" for name, text in self._step_texts().items()]
             line = "  ".join([f"step {_form(record, 'step', '.0f')}/{self._steps}", *texts])
         elif kind == "eval":
             self._last_eval = record
             self._first_eval = self._first_eval or record
             line = f"held-out after {_form(record, 'step', '.0f')} steps: {_eval_text(record)}"
+        elif kind == "answer":
+            self._answers[number(record, "number")] = record
+            line = f"  {_answer_text(record)}"
         else:
             line = self._event = event_text(record)
             self._warning = line if record.get("name") in WARNINGS else self._warning
         if self._live is not None:
-            self._live.update(self._panel())
+            self._live.refresh()
         elif kind != "step" or self._is_due(record):
             print(line, file=self._stream, flush=True)
 
     def _is_due(self, step: Record) -> bool:
         """Whether a line for a step is printed; the next one is then due after `every_s`."""
-        now_s = self._clock()
-        due = now_s >= self._next_line_s or step.get("step") == self._steps
-        self._next_line_s = now_s + self._every_s if due else self._next_line_s
+        due = self._seen_s >= self._next_line_s or step.get("step") == self._steps
+        self._next_line_s = self._seen_s + self._every_s if due else self._next_line_s
         return due
 
     def _step_texts(self) -> Mapping[str, str]:
@@ -115,12 +127,27 @@ class LiveProgress:
         step = self._step
         mean, highest = _form(step, "staleness_mean", ".1f"), _form(step, "staleness_max", ".0f")
         tokens, samples = _form(step, "tokens_per_s", ",.0f"), _form(step, "samples_per_s", ",.0f")
+        swarm = "".join(f"{_form(step, name, '.0f')} {what}" for name, what in SWARM_TEXTS.items() if "peers" in step)
         return {
             "reward": _form(step, "reward", ".3f"),
+            **({"swarm": swarm} if swarm else {}),
             "staleness": f"{mean}, max {highest} of {self._eta}",
             "speed": f"{tokens} tokens/s, {samples} samples/s",
             "busy": f"engine {_form(step, 'engine_busy', '.0%')}, trainer {_form(step, 'trainer_busy', '.0%')}",
+            "time": self._time_text(),
         }
+
+    def _time_text(self) -> str:
+        """Formats the run's time so far and, after two steps of this process, the time that the others will take."""
+        (first, first_s), (done, done_s) = (
+            (number(one, "step", 0.0), number(one, "time_s", 0.0)) for one in (self._first_step, self._step)
+        )
+        waited_s = self._clock() - self._seen_s if self._live else 0.0
+        elapsed = duration(done_s + waited_s)
+        if done <= first or done >= self._steps:
+            return elapsed
+        left_s = (done_s - first_s) / (done - first) * (self._steps - done) - waited_s
+        return f"{elapsed}, about {duration(left_s)} to go"
 
     def _panel(self) -> "RenderableType":
         """Panel of the newest records."""
@@ -132,7 +159,7 @@ class LiveProgress:
         done = max(0, int(number(self._step, "step", 0.0)))
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
-        rows.add_column()
+        rows.add_column(overflow="ellipsis")
         rows.add_row("step", f"{done} of {self._steps}")
         rows.add_row("", ProgressBar(total=self._steps, completed=done, width=SPARKLINE_WIDTH))
         if self._step:
@@ -143,10 +170,33 @@ class LiveProgress:
                 rows.add_row(name, Text(text))
         if self._last_eval:
             rows.add_row("held-out", Text(_eval_text(self._last_eval, since=self._first_eval)))
+        for place in sorted(self._answers):
+            answer = Text(_answer_text(self._answers[place]), no_wrap=True, overflow="ellipsis")
+            rows.add_row("" if place else "answers", answer)
+        if not self._step:
+            rows.add_row("time", duration(self._clock() - self._seen_s))
         if self._warning:
             rows.add_row("warning", Text(self._warning, style="bold yellow"))
         rows.add_row("last event", Text(self._event))
         return Panel(rows, title="Shoal", title_align="left", expand=False, padding=(0, 1))
+
+
+def duration(seconds: float) -> str:
+    """Formats a time for people.
+
+    >>> duration(7.2), duration(83), duration(7384)
+    ('7 s', '1:23 min', '2:03 h')
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def _answer_text(record: Record) -> str:
+    """Formats a question with its sampled answer and reward on one line."""
+    question, answer = (quoted(str(record.get(name)), most) for name, most in (("question", 60), ("answer", 50)))
+    return f"{question} -> {answer}  {reward_text(record)}"
 
 
 def _form(record: Record, name: str, form: str) -> str:

@@ -34,6 +34,8 @@ class RunRecords:
     """Text of resolved.toml; empty without the file."""
     config: Config | None
     """Configuration of the run; None when resolved.toml is missing or of another version of Shoal."""
+    answers: tuple[Record, ...] = ()
+    """Sampled answers to the same few held-out questions at each evaluation, by step and number."""
 
     def column(self, name: str) -> list[float]:
         """Values of one name over the steps; nan where a step has none."""
@@ -148,6 +150,7 @@ def _run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
         events=tuple(record for record in records if record["kind"] == "event"),
         config_text=resolved.read_text(errors="replace") if resolved.is_file() else "",
         config=config,
+        answers=_newest_answers(records),
     )
 
 
@@ -192,6 +195,11 @@ def _newest_per_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]
         if record["kind"] == kind and isinstance(step := record.get("step"), int | float)
     }
     return tuple(newest[step] for step in sorted(newest))
+
+
+def _newest_answers(records: Iterable[Record]) -> tuple[Record, ...]:
+    newest = {(number(r, "step"), number(r, "number")): r for r in records if r["kind"] == "answer"}
+    return tuple(newest[where] for where in sorted(newest))
 
 
 def known(values: Iterable[float]) -> list[float]:

@@ -3,16 +3,42 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import nan
 from statistics import fmean
 
 from shoal.interfaces import Purpose, Runner
-from shoal.types import RewardStatus, Rollout, Task
+from shoal.types import RewardStatus, Role, Rollout, Task
 
 CORRECT = 1.0 - 1e-9
 """Smallest full reward; reasoning-gym gives partial credit for near misses."""
 _SCORED = RewardStatus.SCORED
+
+
+SHOWN = 3
+"""Questions whose sampled answers people get to read, the same ones at each evaluation."""
+MOST_CHARACTERS = 2000
+"""Characters of a question, a truth or an answer that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """Sampled answer to a held-out question, as people read it."""
+
+    number: int
+    """Place among the shown answers of an evaluation."""
+    task: str
+    question: str
+    truth: str | None
+    answer: str
+    reward: float | None
+    """None where no scorer judged the answer; `reason` then says why."""
+    reason: str
+
+    @property
+    def values(self) -> dict[str, float | str | None]:
+        """Values of a record of metrics.jsonl."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +51,13 @@ class Evaluation:
     """The most common reason of unscored answers; empty when all were scored."""
     rollouts: Sequence[tuple[Task, Purpose, tuple[Rollout, ...]]] = ()
     """All rollouts by question, first those sampled as in training, then the greedy ones."""
+
+    @property
+    def answers(self) -> Sequence[ShownAnswer]:
+        """Sampled answers to a few questions, the first answer to each."""
+        sampled = [(task, rollouts[0]) for task, purpose, rollouts in self.rollouts if purpose is Purpose.SAMPLED]
+        chosen = shown_questions([task for task, _ in sampled])
+        return [_shown(number, *sampled[index]) for number, index in enumerate(chosen)]
 
 
 async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1) -> Evaluation:
@@ -49,6 +82,31 @@ async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1) ->
             values["pass_at_k"] = _full_marks(best)
     values |= {"questions": len(tasks), "unscored": unscored.total()}
     return Evaluation(values, next((reason for reason, _ in unscored.most_common(1)), ""), every_rollout)
+
+
+def shown_questions(tasks: Sequence[Task]) -> list[int]:
+    """Indices of the questions whose answers are shown: the first question of each service, then the second of each."""
+    drawn: Counter[str] = Counter()
+    ranks = []
+    for index, task in enumerate(tasks):
+        ranks.append((drawn[task.service], index))
+        drawn[task.service] += 1
+    return [index for _, index in sorted(ranks)[:SHOWN]]
+
+
+def _shown(number: int, task: Task, rollout: Rollout) -> ShownAnswer:
+    question = next((one.content for one in reversed(task.messages) if one.role is Role.USER), "")
+    answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
+    scored = rollout.reward.status is RewardStatus.SCORED
+    return ShownAnswer(
+        number,
+        task.service,
+        question[:MOST_CHARACTERS],
+        None if task.answer is None else task.answer[:MOST_CHARACTERS],
+        answer[:MOST_CHARACTERS],
+        rollout.reward.value if scored else None,
+        "" if scored else rollout.reason or rollout.reward.evidence,
+    )
 
 
 def _full_marks(marks: Sequence[float]) -> float:

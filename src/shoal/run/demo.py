@@ -15,16 +15,6 @@ from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
 from shoal.run.library import train_with_progress
 
 LARGEST_TERM = 20
-LEARNED = (
-    "What was learned is a skill. The warm start already knew what is asked and how to answer, but its teacher had "
-    "slipped in most answers and rarely shown words of five letters. Reinforcement learning made it slip less and "
-    "spell the long words better. The held-out words were shown to neither."
-)
-LEARNED_REAL = (
-    "SmolLM2-135M-Instruct, a real pretrained model, learned two things: to answer with the sum in one short line, "
-    "where it had rambled until its tokens ran out, and to add two numbers up to 20 mostly right, where it had "
-    "guessed. The sums it was asked here were never trained on."
-)
 
 
 def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
@@ -79,20 +69,22 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
 
 
 def run_demo(config: Config) -> tuple[dict[str, object], str]:
-    """Trains the model, made first if need be, and draws the report. Returns the figures and a sentence about them.
+    """Trains the model, made first if need be, and draws the report. Returns the figures and lines about them.
 
     `wall_s` excludes the making of the model.
     """
     if config.model.path == SMOLLM2:
         local_directory(SMOLLM2)
-        warm_start_s, learned = 0.0, LEARNED_REAL
+        warm_start_s = 0.0
     else:
-        warm_start_s, learned = demo_model()[1], LEARNED
+        warm_start_s = demo_model()[1]
     began_s = time.monotonic()
     result = train_with_progress(config)
     png, html = write_report(result.run_dir)
     words = (
         f"held-out accuracy, sampled: {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}, "
-        f"greedy: {result.greedy_before:.1%} -> {result.greedy_after:.1%}\n{learned}\nreport: {png} and {html}"
+        f"greedy: {result.greedy_before:.1%} -> {result.greedy_after:.1%}\n"
+        f"report: {png} and {html}\nlook at it: shoal view {result.run_dir}\n"
+        f"talk with it: shoal chat {result.run_dir}"
     )
     return {**result.figures, "wall_s": time.monotonic() - began_s, "warm_start_s": warm_start_s}, words

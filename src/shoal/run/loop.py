@@ -160,6 +160,7 @@ class TrainLoop:
         await asyncio.to_thread(write_answers, self._parts.run_dir, steps_done, answers)
         self.totals.evals.append(evaluated.values)
         self._parts.trackers.log_eval(steps_done, evaluated.values)
+        self._parts.trackers.log_answers(steps_done, [one.values for one in evaluated.answers])
         if evaluated.failure:
             self._parts.trackers.log_event("rollout_failed", reason=evaluated.failure)
 

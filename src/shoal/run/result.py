@@ -55,6 +55,12 @@ class Result:
         """Values that JSON knows, by name."""
         return {**asdict(self), "run_dir": str(self.run_dir)}
 
+    def _repr_html_(self) -> str:
+        """Draws the run in a notebook: curves, sampled answers before and after, figures."""
+        from shoal.observe.report import result_html
+
+        return result_html(self.run_dir)
+
     def report(self) -> Path:
         """Writes report.png and report.html into the run directory; returns the page's path."""
         from shoal.observe.report import write_report

@@ -9,6 +9,15 @@ from shoal.files import replaced
 from shoal.observe.runs import read_run
 
 
+def result_html(run_dir: Path) -> str:
+    """Draws a run for a notebook, as HTML without scripts. Raises `RunDirError`."""
+    from shoal.observe.report.figure import figure_png
+    from shoal.observe.report.page import result_html as html_of
+
+    run = read_run(run_dir)
+    return html_of(run, figure_png(run))
+
+
 def write_report(run_dir: Path) -> tuple[Path, Path]:
     """Writes report.png and report.html into `run_dir` and returns their paths.
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import jinja2
 
 from shoal.experience.counts import TaskCounts
-from shoal.observe.metrics import Record
+from shoal.observe.answers import AnswerChange, changes, quoted, reward_text
+from shoal.observe.metrics import Record, number
 from shoal.observe.progress import event_text
 from shoal.observe.report.figure import subtitle
 from shoal.observe.runs import RunRecords, column, known, mean
 
+MOST_SHOWN = 300
+"""Characters of a question or an answer in a table."""
 PAGES = jinja2.Environment(loader=jinja2.PackageLoader("shoal.observe.report"), autoescape=True)
 HOW: Mapping[str, Callable[[RunRecords, str], float]] = {
     "first tenth": lambda run, name: mean(run.column(name)[: run.edge]),
@@ -63,6 +66,8 @@ class Table:
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    is_text: bool = False
+    """Whether the cells are texts rather than numbers."""
 
 
 def summary(run: RunRecords) -> dict[str, float]:
@@ -78,14 +83,42 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
     rows = [(SUMMARY[name][0], SUMMARY[name][3].format(value)) for name, value in summary(run).items()]
     tables = [
         Table("Summary", (), rows),
+        _answers(run),
         _counts(counts),
         _lateness(run),
         _ratios(run),
         _staleness(run),
-        Table("What happened", (), [_event(event) for event in run.events]),
+        Table("What happened", (), [_event(event) for event in run.events], is_text=True),
     ]
     picture = base64.b64encode(png).decode()
     return PAGES.get_template("report.html").render(run=run, lead=lead, picture=picture, tables=tables)
+
+
+def result_html(run: RunRecords, png: bytes) -> str:
+    """Builds what a notebook shows of a finished run: the picture, the summary and the answers."""
+    rows = [(SUMMARY[name][0], SUMMARY[name][3].format(value)) for name, value in summary(run).items()]
+    picture = base64.b64encode(png).decode()
+    tables = [_answers(run), Table("Summary", (), rows)]
+    return PAGES.get_template("result.html").render(run=run, picture=picture, tables=tables)
+
+
+def _answers(run: RunRecords) -> Table:
+    """Held-out questions with their sampled answers before and after."""
+    found = changes(run)
+    heads = ("Question", "Truth", *(f"After {number(one, 'step'):.0f} steps" for one in _ends(found)))
+    rows = [
+        (
+            quoted(one.question, MOST_SHOWN),
+            quoted(one.truth, MOST_SHOWN) if one.truth else "",
+            *(f"{quoted(str(end['answer']), MOST_SHOWN)}, {reward_text(end)}" for end in (one.before, one.after)),
+        )
+        for one in found
+    ]
+    return Table("Sampled answers to held-out questions", heads, rows, is_text=True)
+
+
+def _ends(found: Sequence[AnswerChange]) -> tuple[Record, ...]:
+    return (found[0].before, found[0].after) if found else ()
 
 
 def _event(event: Record) -> tuple[str, str]:

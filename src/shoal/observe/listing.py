@@ -1,0 +1,55 @@
+"""The runs of a folder at a glance, read from their directories."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.experience.log import FILE
+from shoal.observe.runs import METRICS, column, known, read_run
+from shoal.observe.status import lately
+
+LOCK = "log.lock"
+LOCKS = Path("/proc/locks")
+
+
+def listed_runs(folder: Path) -> list[Mapping[str, float | str | None]]:
+    """Figures of each run in a folder, the one written last at the end; empty without any."""
+    found = {file.parent for name in (METRICS, FILE, "resolved.toml") for file in folder.glob(f"*/{name}")}
+    locked = _locked_inodes()
+    return sorted((_listed(run_dir, locked) for run_dir in found), key=lambda one: float(str(one["written_s"])))
+
+
+def _listed(run_dir: Path, locked: frozenset[int]) -> Mapping[str, float | str | None]:
+    run = read_run(run_dir)
+    held_out = known(column(run.evals, "sampled_reward"))
+    steps = max((int(value) for value in run.column("step") if math.isfinite(value)), default=0)
+    written = (run_dir / METRICS, run_dir / FILE, run_dir / "resolved.toml")
+    return {
+        "name": run_dir.name,
+        "state": _state(run_dir, locked),
+        "steps": steps,
+        "of": run.config.train.steps if run.config else None,
+        "reward": lately(run, "reward"),
+        "eval_reward_before": held_out[0] if held_out else None,
+        "eval_reward_after": held_out[-1] if len(held_out) > 1 else None,
+        "written_s": max(path.stat().st_mtime for path in written if path.exists()),
+        "model": run.config.model.path if run.config else "?",
+        "tasks": ", ".join(task.name for task in run.config.tasks) if run.config else "?",
+    }
+
+
+def _state(run_dir: Path, locked: frozenset[int]) -> str:
+    """A run that is written holds its log's lock; one that reached its end has written its model."""
+    lock = run_dir / LOCK
+    if lock.exists() and lock.stat().st_ino in locked:
+        return "running"
+    return "ended" if (run_dir / "model").is_dir() else "stopped"
+
+
+def _locked_inodes() -> frozenset[int]:
+    """Inodes of locked files, as Linux lists them: asking for a lock oneself could hinder a run that starts."""
+    try:
+        lines = LOCKS.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(int(line.split()[5].rpartition(":")[2]) for line in lines if " -> " not in line)
