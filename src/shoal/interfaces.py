@@ -5,9 +5,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from shoal.types import Completion, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,9 @@ class Model(Protocol):
 
     async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
         """The model's next message; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
+
+    def openai(self) -> "AsyncOpenAI":
+        """Client of OpenAI that speaks in this session; all sessions of a process share its connections."""
 
 
 class Environment:

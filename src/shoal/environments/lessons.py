@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NoReturn
 
 from shoal.environments.hanoi import PEGS, best_move, hanoi
 from shoal.types import Message, Role, Split, seed_for
@@ -34,6 +35,10 @@ class CarelessTeacher:
             move = "".join(self.rng.sample(PEGS, 2))
         self.said.append((tuple(messages), move))
         return Message(Role.ASSISTANT, move)
+
+    def openai(self) -> NoReturn:
+        """Raises `NotImplementedError`: a teacher has no session."""
+        raise NotImplementedError
 
 
 def played_turns(seed: int, careless_share: float) -> Iterator[tuple[tuple[Message, ...], str]]:

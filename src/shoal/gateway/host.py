@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -15,9 +16,14 @@ from shoal.gateway.sessions import AnswerRequest, OpenRequest, SamplingRequest, 
 from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer
+from shoal.net.chat import TIMEOUT_S
 from shoal.net.listening import listening_socket, url_of
+from shoal.net.openai_client import close_clients, session_client
 from shoal.net.server import uvicorn_config
 from shoal.types import Message, Sampling
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 STOP_GRACE_S = 1
 UNLIMITED = sys.maxsize
@@ -52,6 +58,10 @@ class HostedSession:
         self.tree.deliver(generation.id)
         return generation.message
 
+    def openai(self) -> "AsyncOpenAI":
+        """OpenAI's client of this session; see `net.openai_client`."""
+        return session_client(self.base_url, self.api_key, TIMEOUT_S)
+
     async def end(self) -> None:
         """Refuses further requests, and waits for answers under way."""
         await self.gateway.sessions.end(self.session)
@@ -82,6 +92,7 @@ class Host:
             try:
                 yield cls(gateway, url_of(listening))
             finally:
+                await close_clients()
                 server.should_exit = True
                 await serving
 

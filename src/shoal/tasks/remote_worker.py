@@ -9,13 +9,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
-from shoal.net.chat import ChatRefused, completion, wire_of
+from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
 from shoal.net.client import authorization, session
+from shoal.net.openai_client import close_clients, session_client
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
     LEASE_S,
@@ -36,6 +38,9 @@ from shoal.tasks.remote_protocol import (
 )
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 RECONNECT_S = 0.5
 CONNECTIONS = 256
@@ -70,6 +75,10 @@ class HttpModel:
             raise EnvironmentFailed(f"the model does not answer: {error}", retry=True) from None
         return choice.message.message
 
+    def openai(self) -> "AsyncOpenAI":
+        """OpenAI's client of this session; see `net.openai_client`."""
+        return session_client(self.base_url, self.api_key, TIMEOUT_S)
+
 
 class RemoteWorker:
     """Serves a task until it is cancelled, also while the run is away."""
@@ -80,15 +89,23 @@ class RemoteWorker:
         self._url = url.rstrip("/")
         self._headers = authorization(token)
 
-    async def run(self, on_joined: Callable[[], None] = lambda: None) -> None:
-        """Registers and works. Raises `TaskError` when the run does not want this task as it is."""
-        async with session(CONNECTIONS) as http:
+    async def run(
+        self, on_joined: Callable[[], None] = lambda: None, on_away: Callable[[], None] = lambda: None
+    ) -> None:
+        """Registers and works; `on_away` is called once for each time in which the run is not there.
+
+        Raises `TaskError` when the run does not want this task as it is.
+        """
+        away = False
+        async with session(CONNECTIONS) as http, contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(close_clients)
             while True:
                 try:
                     opening = http.ws_connect(
                         self._url + PATH, headers=self._headers, heartbeat=LEASE_S / 2, max_msg_size=0
                     )
                     async with opening as socket:
+                        away = False
                         await self._serve(http, socket, on_joined)
                 except aiohttp.WSServerHandshakeError as error:
                     if 400 <= error.status < 500:
@@ -97,6 +114,9 @@ class RemoteWorker:
                         ) from None
                 except (aiohttp.ClientError, OSError):
                     pass
+                if not away:
+                    on_away()
+                away = True
                 await asyncio.sleep(RECONNECT_S)
 
     async def _serve(

@@ -27,6 +27,7 @@ import msgspec
 
 from shoal.errors import TaskError
 from shoal.interfaces import Model
+from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores
 from shoal.plugins import own_code
 from shoal.rollout.agents.runner import AgentFailed, Play
@@ -113,15 +114,14 @@ async def function_play(function: AgentFunction, timeout_s: float = TIMEOUT_S) -
 
     All rollouts share connections; each has a client of its own session, whose requests take `timeout_s` at most.
     """
-    from openai import AsyncOpenAI  # loaded by those who use it
 
-    async with AsyncOpenAI(api_key="-", base_url="http://127.0.0.1") as shared:
+    async def play(task: Task, model: Model) -> Outcome:
+        return outcome_of(await function(task, session_client(model.base_url, model.api_key, timeout_s)))
 
-        async def play(task: Task, model: Model) -> Outcome:
-            client = shared.with_options(base_url=model.base_url, api_key=model.api_key, timeout=timeout_s)
-            return outcome_of(await function(task, client))
-
+    try:
         yield play
+    finally:
+        await close_clients()
 
 
 @contextlib.asynccontextmanager
