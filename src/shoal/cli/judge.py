@@ -23,9 +23,7 @@ JudgeOption = Annotated[str | None, typer.Option(help="The judge's peer id, if a
 def serve(
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[CONFIG.toml]", help="Configuration whose [[tasks]] are asked; SAPO's nine without one."
-        ),
+        typer.Argument(metavar="[CONFIG.toml]", help="Configuration whose tasks are asked; SAPO's nine without one."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of its key and its store.")] = Path("runs/judge"),
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

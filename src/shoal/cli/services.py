@@ -62,7 +62,8 @@ def serve_task(
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         joined = partial(print, f"{served.name} {served.version} serves {orchestrator}", flush=True)
-        await RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined)
+        waits = partial(print, f"{served.name} waits for a run at {orchestrator}", flush=True)
+        await RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined, waits)
 
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(serving())

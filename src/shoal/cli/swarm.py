@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +13,10 @@ import typer
 
 from shoal.cli.output import JsonFlag, announce, from_checkout, show
 from shoal.cli.overrides import HELP, WithSettings
+from shoal.cli.runs import RunArgument
 from shoal.errors import ConfigError, RunDirError
 
 app = typer.Typer(name="swarm", help="Nodes that learn from each other's text.", no_args_is_help=True)
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a node.")]
 
 
 @app.command()
@@ -92,16 +93,20 @@ def join(
 ) -> None:
     """Join without training: a remote model or a rule answers the tasks of a configuration, and the answers are shared.
 
-    A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set.
+    A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set. Identity and status
+    are in the configuration's run_dir with -join after it, unless --run_dir names another folder.
     """
     from shoal.config import load
     from shoal.run.join_swarm import answerer_of, generate
     from shoal.swarm.generator import GeneratorPace
 
     settings = load(config, [*([f"--swarm.servers={json.dumps(server)}"] if server else []), *context.obj])
+    if not any(override.removeprefix("--").startswith("run_dir=") for override in context.obj):
+        settings = settings.model_copy(update={"run_dir": f"{settings.run_dir}-join"})
     pace = GeneratorPace(settings.rollout.group_size, every, groups)
     try:
-        asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace))
+        say = partial(print, file=sys.stderr, flush=True)
+        asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace, say))
     except KeyboardInterrupt:
         print("stopped")
     values = status_of(Path(settings.run_dir))
@@ -115,6 +120,8 @@ def status(run: RunArgument, json_: JsonFlag = False) -> None:
     values = status_of(run)
     if values is None:
         raise RunDirError(f"{run} is not the run of a swarm's node: it has no swarm/status.json")
+    if not json_ and isinstance(written_s := values.get("time_s"), int | float):
+        values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
     show(values, json_)
 
 

@@ -30,6 +30,10 @@ from shoal.types import Split
 
 FOLDER = "swarm"
 """Folder in a run directory for identity, ban list and status."""
+REPORT_S = 10.0
+"""Seconds between two lines of a generator."""
+AWAY_S = 10.0
+"""Seconds between two looks at a node's connection; a run reports a loss that lasts at the next look."""
 MOST_REMEMBERED = 16_384
 """External groups that a resumed run remembers as trained."""
 
@@ -87,14 +91,48 @@ def answerer_of(
     return ChatModel(url, model, key, rollout.max_tokens, rollout.temperature)
 
 
-async def generate(config: Config, answerer: ChatModel | RuleSolver, pace: GeneratorPace) -> None:
-    """Shares the groups of the pace. Raises a `ShoalError`."""
+async def generate(
+    config: Config,
+    answerer: ChatModel | RuleSolver,
+    pace: GeneratorPace,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Shares the groups of the pace; `say` gets a line first and then each `REPORT_S`. Raises a `ShoalError`."""
     async with AsyncExitStack() as stack:
         services = stack.enter_context(library_of(config)).services
         joined = await stack.enter_async_context(_joined(config, Path(config.run_dir), services))
         if isinstance(answerer, ChatModel):
             await stack.enter_async_context(answerer)
-        await Generator(joined, services, answerer, pace).run()
+        generator = Generator(joined, services, answerer, pace)
+        say(f"peer {generator.peer_id} answers for {', '.join(config.swarm.servers)}; Ctrl-C ends")
+
+        async def report() -> None:
+            while True:
+                await asyncio.sleep(REPORT_S)
+                state = "connected" if generator.connected else "not connected"
+                say(f"{state}; groups shared {generator.tally.shared}{_because(str(generator.status()['failure']))}")
+
+        async with asyncio.TaskGroup() as tasks:
+            reporting = tasks.create_task(report(), name="generator: saying how it goes")
+            await generator.run()
+            reporting.cancel()
+
+
+async def report_connection(node: Node, on_event: Callable[..., None]) -> None:
+    """Reports for ever that no server of the swarm is reached, once it has lasted, and that one is reached again."""
+    reached = True
+    while True:
+        await asyncio.sleep(AWAY_S)
+        if node.connected != reached:
+            reached = node.connected
+            if reached:
+                on_event("swarm_back")
+            else:
+                on_event("swarm_away", reason=str(node.status()["failure"]) or "no server of the swarm answers")
+
+
+def _because(failure: str) -> str:
+    return f"; {failure}" if failure else ""
 
 
 async def serve_human(

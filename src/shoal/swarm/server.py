@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from shoal.errors import ChildDied, ConfigError
-from shoal.net.listening import is_loopback
+from shoal.net.listening import is_loopback, listening_socket
 from shoal.net.process import Child, die_with_parent
 
 START_TIMEOUT_S = 20.0
@@ -112,10 +112,14 @@ class NatsServer(Child):
     def __init__(self, options: ServerOptions) -> None:
         """Raises `ConfigError`."""
         self._folder, self._config = options.folder, server_config(options)
+        self._listens = [(options.host, port) for port in (options.port, options.cluster_port) if port]
         arguments = [binary(), str(self._folder / "server.conf")]
         super().__init__("nats-server", "shoal.swarm.server", arguments, self._folder / "start.log", os.environ)
 
     async def __aenter__(self) -> Self:
+        """Starts the server. Raises `ConfigError` for a port that is taken, and `ChildDied`."""
+        for host, port in self._listens:
+            listening_socket(host, port).close()
         self._folder.mkdir(parents=True, exist_ok=True)
         config = self._folder / "server.conf"
         config.touch(0o600)  # it holds the token

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from shoal import wire
-from shoal.errors import EngineUnavailable, JudgeError, TaskError, WireError
+from shoal.errors import EngineError, EngineUnavailable, JudgeError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
@@ -57,7 +57,7 @@ async def take(
     """Takes one challenge; returns it with its verdict and the number of unanswered questions, which count as wrong.
 
     Raises `JudgeError` or `WireError`, also when the judge is not `judge`. Raises an `EngineError` when the model
-    refuses a question or answers none. `retry_s` is the first pause before another attempt.
+    answers no question. `retry_s` is the first pause before another attempt.
     """
     async with aiohttp.ClientSession() as http, model:
         rounds, judge_id = statements(await _ledger(http, judge_url), judge)
@@ -68,10 +68,10 @@ async def take(
         if stated is None or not stated.opens_s <= challenge.deadline_s <= stated.reveals_s:
             raise WireError(f"challenge: expected one of a round that was committed to, got {challenge.sitting}")
         found = await asyncio.gather(*(_answer(model, one.messages, retry_s) for one in challenge.questions))
-        failures = [one for one in found if isinstance(one, EngineUnavailable)]
+        failures = [one for one in found if isinstance(one, EngineError)]
         if len(failures) == len(found):
             raise failures[0]
-        texts = fitting(["" if isinstance(one, EngineUnavailable) else one for one in found])
+        texts = fitting(["" if isinstance(one, EngineError) else one for one in found])
         data = await _exchanged(http, f"{judge_url}/verdict", signed(identity, Answers(judge_id, challenge.id, texts)))
         return challenge, opened(data, ChallengeVerdict, author=judge_id)[1], len(failures)
 
@@ -184,9 +184,9 @@ async def _exchanged(http: aiohttp.ClientSession, url: str, message: bytes = b""
     return body
 
 
-async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineUnavailable:
-    """Asks the model; returns its text, or the failure of the last attempt. Raises `RequestRefused`."""
+async def _answer(model: ChatModel, messages: Sequence[Message], retry_s: float) -> str | EngineError:
+    """Asks the model; returns its text, or a refusal, or the failure of the last attempt."""
     try:
         return written((await model.ask(messages, TRIES, retry_s)).message.message)
-    except EngineUnavailable as error:
+    except EngineError as error:  # a question that is too long for the model leaves the others to it
         return error
