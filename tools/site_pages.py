@@ -8,7 +8,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE = ("experiments/*/claim.md", "experiments/*/results/*.md", "experiments/*/results/*.png", "examples/*/README.md")
+RESULTS = "experiments/*/results/*"
+BESIDE = ("experiments/*/claim.md", f"{RESULTS}.md", f"{RESULTS}.png", "examples/**/README.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,6 +1,9 @@
 """What commands print of what others wrote."""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from benchmarks import MODULES
+from shoal.cli import BENCHES
 from shoal.cli.swarm import app
 
 HOSTILE = "m\x1b[2J\r\nbanned \u202e"
@@ -56,3 +61,35 @@ def test_a_secret_can_be_given_where_no_list_of_processes_shows_it(command: str,
     with CliRunner().isolation(env={variable: "secret"}):
         context = group.commands[command].make_context(command, ["config.toml"][: command == "join"])
     assert context.params[option] == "secret"
+
+
+def test_the_benches_that_help_lists_are_those_that_there_are() -> None:
+    assert list(BENCHES) == sorted(MODULES)
+
+
+def test_a_warning_has_no_colours_where_none_are_wanted() -> None:
+    """A terminal, in which colours are otherwise."""
+
+    def warned(**environment: str) -> bytes:
+        ours, theirs = pty.openpty()
+        script = "from shoal.cli.output import warn; warn('nothing was learned')"
+        given = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+        subprocess.run(
+            [sys.executable, "-c", script], stderr=theirs, env={**given, "TERM": "xterm", **environment}, check=True
+        )
+        os.close(theirs)
+        said = os.read(ours, 1 << 16)
+        os.close(ours)
+        return said
+
+    assert b"\x1b[" in warned()
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert b"\x1b[" not in warned(**environment)
+
+
+def test_the_time_of_a_node_s_status_is_a_date(tmp_path: Path) -> None:
+    (tmp_path / "swarm").mkdir()
+    (tmp_path / "swarm" / "status.json").write_text(json.dumps({"peer_id": "a", "time_s": 1.795e9}))
+    shown = shoal("swarm", "status", str(tmp_path)).stdout
+    assert re.search(r"^time_s +2026-11-\d\d \d\d:\d\d:\d\d$", shown, re.MULTILINE)
+    assert json.loads(shoal("swarm", "status", str(tmp_path), "--json").stdout)["time_s"] == 1.795e9

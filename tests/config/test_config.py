@@ -235,6 +235,30 @@ def test_paths_in_a_file_are_relative_to_it_and_those_of_overrides_to_the_curren
     assert (other.model.path, other.tasks[0].path) == ("org/name", f"{tmp_path}/here/b.jsonl")
 
 
+def test_files_of_code_are_relative_to_the_configuration_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        """
+[[tasks]]
+name = "words"
+service = "jsonl"
+path = "q.jsonl"
+agent = { run = "agent.py:speak", timeout_s = 5 }
+reward = ["mine.py:hook", "length:0.1"]
+scorer = { name = "weighted", parts = [{ scorer = { name = "function", path = "mine.py:f" }, weight = 1.0 }] }
+[train]
+loss = "mine.py:loss"
+advantage = "mine:advantage"
+"""
+    )
+    config = load(file)
+    (task,) = config.tasks
+    assert task.agent == {"run": f"{tmp_path}/agent.py:speak", "timeout_s": 5}
+    assert task.reward == [f"{tmp_path}/mine.py:hook", "length:0.1"]
+    assert f"{tmp_path}/mine.py:f" in str(task.scorer)
+    assert config.train.advantage == "mine:advantage"
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [(None, "does not exist"), (b"steps =", "is not TOML"), (b"\xff\xfe", "cannot be read")],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import resource
 import socket
 import stat
@@ -17,15 +18,16 @@ import pytest
 from shoal.config import Config, load, parse
 from shoal.errors import ConfigError, RunDirError, SandboxUnavailable
 from shoal.experience.buffer import Buffer
+from shoal.net.listening import listening_socket, url_of
 from shoal.observe.metrics import Record
-from shoal.run.checks import check_scores, check_start
+from shoal.run.checks import check_scores, check_start, check_urls
 from shoal.run.loop import TrainLoop
 from shoal.run.plan import plan, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
 from shoal.sandbox.runner import why_not
-from shoal.tasks.sdk import Definition
+from shoal.tasks.sdk import Definition, Question
 from shoal.types import Split, Task
 from shoal.weights.store import WeightStore
 
@@ -211,3 +213,33 @@ def test_what_a_run_is_started_with_is_written_down_whole_or_not_at_all(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "resolved.toml").read_text() == before
+
+
+def test_a_dry_run_tries_every_server_and_refuses_a_run_without_one_that_it_needs() -> None:
+    with listening_socket("127.0.0.1", 0) as open_port, listening_socket("127.0.0.1", 0) as closed:
+        there, away = url_of(open_port), url_of(closed)
+        closed.close()
+        judging = {"name": "judge", "url": away, "model": "m", "rubric": "10 for all", "best": 10}
+        tasks = [Definition("asked", Asked(judging))]
+
+        def reached(services: list[Definition], **settings: object) -> dict[str, str]:
+            return asyncio.run(check_urls(parse({"tasks": [{"name": "gcd"}], **settings}), services))
+
+        swarm = away.replace("http://", "nats://user:secret@")
+        found = reached([], engine={"urls": [there, away]}, reward={"urls": [there]}, swarm={"servers": [swarm]})
+        assert found == {away: "Connection refused", swarm.replace("user:secret", "***"): "Connection refused"}
+        for setting in ("engine", "reward"):
+            with pytest.raises(ConfigError, match=rf"{setting}\.urls: expected a server .* at {away}, got: Connection"):
+                reached([], **{setting: {"urls": [away]}})
+        with pytest.raises(ConfigError, match=rf"scorer\.url: expected a server that can be reached at {away}"):
+            reached(tasks)
+
+
+class Asked:
+    """A task with one question, which a judging model scores."""
+
+    def __init__(self, scorer: dict[str, object]) -> None:
+        self.scorer = scorer
+
+    def draw(self, rng: random.Random) -> Question:
+        return Question(f"question {rng.random()}", scorer=self.scorer)

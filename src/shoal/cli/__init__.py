@@ -13,11 +13,13 @@ from typing import Annotated
 import typer
 
 from shoal.cli import judge as judge_commands
+from shoal.cli import runs as run_commands
 from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
-from shoal.cli.output import JsonFlag, fail, from_checkout, show, warn
+from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.page import ViewFlag, page_beside
+from shoal.cli.runs import RunArgument, run_at, run_names
 from shoal.errors import ShoalError
 
 
@@ -28,9 +30,18 @@ class Api(StrEnum):
     TINKER = "tinker"
 
 
-app = typer.Typer(name="shoal", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
 for _commands in (swarm_commands.app, services.rewards, judge_commands.app, services.tasks):
     app.add_typer(_commands)
+app.command("runs")(run_commands.list_runs)
+app.command()(run_commands.init)
+app.command()(run_commands.chat)
+
+BENCHES = (
+    *("async", "chaos", "cli", "engine", "gateway", "hostile", "orchestrator", "packing", "real", "rewards", "swarm"),
+    *("tinker", "trainer", "trl", "view"),
+)
+"""Names of `benchmarks.MODULES`, which an installed package does not have."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,9 +61,6 @@ def shoal(
     """Post-trains language models with reinforcement learning: asynchronously inside a node."""
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-
-
 @app.command(cls=WithSettings, epilog=HELP)
 def demo(
     context: typer.Context,
@@ -70,13 +78,21 @@ def demo(
         with stoppable(config.run_dir):
             figures, words = run_demo(config)
         print(words)
+        show_answers(config.run_dir)
         show(figures, json_)
 
 
 @app.command(cls=WithSettings, epilog=HELP)
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG.toml",
+            help="Any field can follow as --section.key=value; with --resume also a run, or its name under runs/.",
+            autocompletion=run_names,
+        ),
+    ],
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory's log ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print the plan and stop.")] = False,
     view: ViewFlag = False,
@@ -85,7 +101,10 @@ def train(
     """Train a model as a configuration says."""
     from shoal.config import load
 
-    settings = load(config, context.obj)
+    if resume and (run := run_at(str(config))).is_dir():
+        settings = load(run / "resolved.toml", [f"run_dir={json.dumps(str(run))}", *context.obj])
+    else:
+        settings = load(config, context.obj)
     if remote := [task.name for task in settings.tasks if task.service == "remote"]:
         at = "http://{}:{}".format(*settings.services_at or ())
         print(f"waiting for: shoal task serve MODULE:TASK --orchestrator {at}  ({', '.join(remote)})", file=sys.stderr)
@@ -107,7 +126,9 @@ def train(
         with stoppable(settings.run_dir):
             result = train_with_progress(settings, resume=resume)
         png, html = write_report(result.run_dir)
-        print(f"model: {result.model}\nreport: {png} and {html}", file=sys.stderr)
+        show_answers(settings.run_dir, sys.stderr)
+        lines = [f"model: {result.model}", f"report: {png} and {html}", f"look at it: shoal view {result.run_dir}"]
+        print(*lines, f"talk with it: shoal chat {result.run_dir}", sep="\n", file=sys.stderr)
         show(result.figures, json_)
         if result.warning:
             warn(result.warning)
@@ -271,7 +292,13 @@ def status(run: RunArgument, json_: JsonFlag = False) -> None:
 @app.command()
 def view(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run directories; the newest under runs/ when none.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run directories, or names under runs/; the newest there when none.",
+            parser=run_at,
+            autocompletion=run_names,
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Beyond loopback the address that is printed has a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 0,
@@ -312,7 +339,7 @@ def doctor(json_: JsonFlag = False) -> None:
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="async, cli, engine, gateway, ...; a wrong one is answered with the list.")
+        str, typer.Argument(metavar="BENCH", help=", ".join(BENCHES) + ".", autocompletion=lambda: list(BENCHES))
     ],
     quick: Annotated[bool, typer.Option("--quick", help="A shortened run: the figures are rough.")] = False,
     model: Annotated[str | None, typer.Option(help="smollm2: engine and trainer on a real model.")] = None,

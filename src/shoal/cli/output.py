@@ -1,10 +1,12 @@
 """Every command answers alike: lines for people, one JSON object for programs, one sentence for errors."""
 
 import json
+import os
+import shutil
 import sys
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -33,6 +35,17 @@ def show(values: dict[str, object], as_json: bool) -> None:
         print(f"{printable(name):<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
 
 
+def show_answers(run_dir: str, stream: TextIO | None = None) -> None:
+    """Prints held-out questions with their sampled answers before and after, as wide as the terminal."""
+    from shoal.observe.answers import change_lines
+    from shoal.observe.runs import read_run
+
+    lines = list(change_lines(read_run(Path(run_dir)), shutil.get_terminal_size().columns))
+    if lines:
+        print("held-out questions, and the model's sampled answers before and after training:", file=stream)
+        print("\n".join(f"  {line}" for line in lines), file=stream, flush=True)
+
+
 def announce(*lines: str) -> None:
     """Prints lines at once, although the command goes on and its output may be a file."""
     print(*lines, sep="\n", flush=True)
@@ -41,7 +54,9 @@ def announce(*lines: str) -> None:
 def warn(sentence: str) -> None:
     """Prints a sentence on standard error between two rules: a command's last words."""
     rule = "!" * 80
-    typer.secho(f"{rule}\nWARNING: {printable(sentence)}\n{rule}", fg="yellow", bold=True, err=True)
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    text = f"{rule}\nWARNING: {printable(sentence)}\n{rule}"
+    typer.secho(text, fg="yellow", bold=True, err=True, color=False if plain else None)
 
 
 def fail(sentence: str, code: int) -> NoReturn:

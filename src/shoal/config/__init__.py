@@ -8,6 +8,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from pydantic import JsonValue, ValidationError
@@ -71,7 +72,10 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
 
 
 def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
-    """Has files of questions and model directories named as seen from everywhere; resolved.toml lies elsewhere."""
+    """Has files of questions and code and model directories named as seen from everywhere.
+
+    resolved.toml lies elsewhere. Names of modules stay: they are found from the current folder.
+    """
     tasks, model, stages = tree.get("tasks"), tree.get("model"), tree.get("stages")
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(file := stage.get("data"), str):
@@ -79,10 +83,24 @@ def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
     for task in tasks if isinstance(tasks, list) else []:
         if isinstance(task, dict) and task.get("service") == "jsonl" and isinstance(file := task.get("path"), str):
             task["path"] = str((folder / file).absolute())
+        _name_code(task, folder, ("path", "agent", "scorer", "reward", "run", "parts"))
+    _name_code(tree.get("train"), folder, ("loss", "advantage", "function"))
     if isinstance(model, dict) and isinstance(path := model.get("path"), str) and path not in EMBEDDED:
         directory = (folder / path).absolute()
         if os.path.isdir(directory):  # else it may be the name of a model on the hub
             model["path"] = str(directory)
+
+
+def _name_code(node: JsonValue, folder: Path, keys: Sequence[str]) -> None:
+    """Makes each `file.py:name` below these keys absolute."""
+    for at in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        place: Any = node
+        if isinstance(at, str) and at not in keys:
+            continue
+        if isinstance(name := place[at], str) and ".py:" in name:
+            place[at] = str((folder / name).absolute())
+        else:
+            _name_code(name, folder, keys)
 
 
 def to_toml(config: Config, hidden: dict[str, str] | None = None) -> str:

@@ -1,6 +1,5 @@
 """A plan checks a configuration before anything is written: model, tokenizer, tasks, prompt lengths, memory."""
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from shoal.model import MOST_LOGITS
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import agent_of
 from shoal.rollout.reward_hooks import hooks_of
-from shoal.run.checks import check_functions, check_scores, check_start
+from shoal.run.blocking import run_blocking
+from shoal.run.checks import check_functions, check_scores, check_start, check_urls
 from shoal.run.devices import devices_of, gpus_present, visible_gpus
 from shoal.run.prepared import Prepared, shapes_of, sizes_of
 from shoal.run.run_dir import own_mathematics
@@ -56,9 +56,9 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
             strongest()  # raises `SandboxUnavailable`
         prompts = {len(renderer.prompt_ids(task.messages)): task for task in probed}
         _check_lengths(config, prompts, max_model_len)
-        asyncio.run(check_functions(service.services))
+        run_blocking(check_functions(service.services))
         if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
-            asyncio.run(check_scores(service.services))
+            run_blocking(check_scores(service.services))
         yield Prepared(model_dir, renderer, service, max_model_len, max(prompts), devices)
 
 
@@ -76,7 +76,7 @@ def _check_lengths(config: Config, prompts: Mapping[int, Task], max_model_len: i
 
 
 def model_directory(path: str) -> Path:
-    """Directory of a model, embedded ones made on first use. Raises `ModelError`."""
+    """Directory of a model by its path or name; the embedded ones are made first. Raises `ModelError`."""
     if path in EMBEDDED:
         from shoal.run.demo_model.warm_start import RECIPES, demo_model
 
@@ -105,7 +105,9 @@ def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
         else:
             own_advantage(name)
     with prepare(config, dry=True) as prepared:
-        return _plan(config, prepared)
+        unreached = run_blocking(check_urls(config, list(prepared.environments.values())))
+        given = {f"not reached: {url}": why for url, why in unreached.items()}
+        return {**_plan(config, prepared), **given}
 
 
 def _plan(config: Config, prepared: Prepared) -> dict[str, object]:

@@ -16,21 +16,20 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean
 
-import uvloop
-
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer
 from shoal.net.process import Child, cores
-from shoal.observe.metrics import read_records
+from shoal.observe.metrics import read_records, stage
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import orchestrator, playing, serving
+from shoal.run.blocking import run_blocking
 from shoal.run.checks import check_start
 from shoal.run.devices import Threads
 from shoal.run.engines import OwnEngines
-from shoal.run.join_swarm import swarm_node
+from shoal.run.join_swarm import report_connection, swarm_node
 from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared
@@ -38,6 +37,7 @@ from shoal.run.result import Result, RunTotals
 from shoal.run.run_dir import Listener, opened_run
 from shoal.run.standstill import cpu_ticks, report_waits, watch_progress
 from shoal.sandbox.runner import in_use
+from shoal.swarm.node import Node
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights.store import FILE, WeightStore
@@ -49,14 +49,16 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     """Runs a whole training run; each listener gets every metrics record. Raises a `ShoalError`."""
     refuse_masked(config.model_dump(mode="json"))
     check_start(config, resume=resume)
+    for listener in listeners:
+        listener(stage("checking model, tasks and rewards"))
     with prepare(config) as prepared:
-        return uvloop.run(train(config, prepared, resume=resume, listeners=listeners))
+        return run_blocking(train(config, prepared, resume=resume, listeners=listeners))
 
 
 def run_evaluation(config: Config) -> dict[str, object]:
     """Measures the configured model's held-out accuracy, without training."""
     with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as logs:
-        return uvloop.run(_evaluate(config, prepared, Path(logs)))
+        return run_blocking(_evaluate(config, prepared, Path(logs)))
 
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
@@ -88,6 +90,7 @@ async def train(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         buffer, trackers = await opened(opened_run(config, listeners, resume=resume))
+        trackers.stage("starting engines and reward workers")
         log = run_dir / "logs" / "trainer.log"
         trainer_child = await opened(TrainerProcess.child(log, threads.trainer, prepared.devices.ranks))
         engine, answering = await opened(
@@ -105,6 +108,7 @@ async def train(
             )
         )
         trainer = TrainerProcess(trainer_child)
+        trackers.stage("starting the trainer")
         await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None))
@@ -122,12 +126,16 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
     if first_step:
         loop.totals = RunTotals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
+    if first_step:
+        parts.trackers.stage("bringing the trainer to the log's end")
     await loop.recover()
+    parts.trackers.stage("comparing the logprobs of engine and trainer")
     parity = await logprob_mismatch(parts, prepared, same_weights=first_step % parts.config.train.push_every == 0)
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
     devices = prepared.devices
     parts.trackers.log_event("machine", cores=cores(), gpus=len({*devices.engines, *devices.ranks}))
+    parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
     await loop.evaluate(first_step)
     with report_waits():
         trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
@@ -179,6 +187,8 @@ async def _train_and_evaluate(
     if parts.swarm is not None:
         parts.buffer.on_finished = parts.swarm.offer
         beside["swarm"] = parts.swarm.run()
+        if isinstance(parts.swarm, Node):
+            beside["watching the swarm"] = report_connection(parts.swarm, parts.trackers.log_event)
     async with asyncio.TaskGroup() as tasks:
         background = {name: tasks.create_task(part, name=name) for name, part in beside.items()}
         await loop.run(tasks)

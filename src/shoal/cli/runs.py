@@ -1,0 +1,114 @@
+"""`shoal runs`, `shoal init` and `shoal chat`, and runs by their names: a RUN is a path, or a name under runs/."""
+
+import asyncio
+import json
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import JsonFlag, printable
+
+RUNS = Path("runs")
+
+
+def run_at(name: str) -> Path:
+    """Directory of a run: the path that was given, or else the run of that name under runs/.
+
+    >>> run_at("nowhere/demo")
+    PosixPath('nowhere/demo')
+    """
+    named = RUNS / name
+    return named if not Path(name).exists() and named.is_dir() else Path(name)
+
+
+def run_names(incomplete: str) -> list[str]:
+    """Names of the runs under runs/ that begin so, for a shell's completion."""
+    found = RUNS.iterdir() if RUNS.is_dir() else ()
+    return sorted(path.name for path in found if path.is_dir() and path.name.startswith(incomplete))
+
+
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run directory, or a run's name under runs/.", parser=run_at, autocompletion=run_names
+    ),
+]
+Starter = StrEnum("Starter", ["first", "data", "reward", "agent", "trl", "verifiers", "swarm"])
+
+
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where the run directories lie.")] = RUNS, json_: JsonFlag = False
+) -> None:
+    """List runs, the newest last: state, steps, reward, held-out reward."""
+    from shoal.observe.listing import listed_runs
+    from shoal.observe.progress import duration
+
+    found = listed_runs(folder)
+    if json_:
+        print(json.dumps({"runs": found}))
+        return
+    heads = ("name", "state", "steps", "reward", "held-out reward", "last record", "model and tasks")
+    rows = [heads]
+    for one in found:
+        ends = [f"{value:.3g}" for value in (one["eval_reward_before"], one["eval_reward_after"]) if value is not None]
+        rows.append(
+            (
+                str(one["name"]),
+                str(one["state"]),
+                f"{one['steps']} of {one['of'] or '?'}",
+                "-" if one["reward"] is None else f"{one['reward']:.3g}",
+                " -> ".join(ends) or "-",
+                f"{duration(time.time() - float(str(one['written_s'])))} ago",
+                f"{one['model']}: {one['tasks']}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    for row in rows if found else []:
+        print("  ".join(printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not found:
+        print(f"{folder} holds no run; shoal demo makes one")
+
+
+def init(
+    kind: Annotated[Starter, typer.Argument(help="What is your own: data, a reward, an agent, ...")],
+    folder: Annotated[Path | None, typer.Argument(help="A new folder; my-KIND when unset.")] = None,
+) -> None:
+    """Write a folder that runs as it is, to be changed into one's own.
+
+    first: the demo as a configuration; data: a file of questions; reward: a function; agent: an OpenAI client; trl and
+    verifiers: tasks written for them; swarm: two nodes.
+    """
+    from shoal.run.starters import write_starter
+
+    folder = folder or Path(f"my-{kind.value}")
+    written, commands = write_starter(kind.value, folder)
+    print("\n".join(str(path) for path in written))
+    print("\nnext:")
+    print("\n".join(f"  {command}" for command in (f"cd {folder}", *commands)))
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL", help="A run, a Hugging Face directory or hub name, or demo.", autocompletion=run_names
+        ),
+    ],
+    system: Annotated[str, typer.Option(help="Message before the conversation.")] = "",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 takes the most likely token each time.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Talk with a run's model, or with any other, line by line. /new begins anew; Ctrl-D ends."""
+    from shoal.config import parse
+    from shoal.run.chat import ChatOptions, Prompt, chat_with
+
+    def say(text: str) -> None:
+        print("\n".join(map(printable, text.split("\n"))), end="", flush=True)
+
+    config = parse({"model": {"path": str(run_at(model)), "device": device}, "tasks": [{"name": "chain_sum"}]})
+    options = ChatOptions(system, temperature, max_tokens)
+    asyncio.run(chat_with(config, options, Prompt(), say))

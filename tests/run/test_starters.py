@@ -1,0 +1,122 @@
+"""What `shoal init` writes runs as it is, and the tutorial's folders are these."""
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.config import load
+from shoal.errors import RunDirError
+from shoal.run.starters import starter_folder, write_starter
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--train.steps=3", "--eval.questions=6", "--eval.every_steps=0")
+
+
+def shoal(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_init_names_the_files_and_the_next_commands(tmp_path: Path) -> None:
+    made = shoal("init", "data", "mine", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("mine/README.md\nmine/questions.jsonl\nmine/run.toml\n")
+    assert made.stdout.endswith("  cd mine\n  shoal train run.toml --dry-run\n  shoal train run.toml\n")
+
+
+@pytest.mark.parametrize("kind", ["first", "data", "reward", "agent", "trl"])
+def test_a_starter_trains_from_any_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_starter(kind, tmp_path / "mine")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "mine/run.toml", *SHORT])
+    said = capsys.readouterr().err
+    assert ended.value.code == 0, said
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"model: runs/{run.name}/model" in said
+    assert "sampled answers before and after training:" in said
+    assert (run / "report.html").is_file()
+
+
+def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
+    folder = tmp_path / "swarm"
+    write_starter("swarm", folder)
+    serve = [sys.executable, "-m", "shoal.cli", "swarm", "serve", "--port", "0"]
+    with subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().partition('["')[2].partition('"]')[0]
+            command = ("train", "run.toml", f'--swarm.servers=["{url}"]', "--train.steps=8", *SHORT[1:])
+            done: dict[str, subprocess.CompletedProcess[str]] = {}
+            nodes = [
+                threading.Thread(
+                    target=lambda name, seed: done.update(
+                        {name: shoal(*command, f"--run_dir=runs/{name}", f"--seed={seed}", cwd=folder)}
+                    ),
+                    args=(name, seed),
+                )
+                for seed, name in enumerate(("node-a", "node-b"))
+            ]
+            for node in nodes:
+                node.start()
+            for node in nodes:
+                node.join()
+        finally:
+            server.terminate()
+    assert [one.returncode for one in done.values()] == [0, 0], [one.stderr for one in done.values()]
+    status = shoal("swarm", "status", "node-a", cwd=folder)
+    assert status.returncode == 0, status.stderr
+    assert "shared" in status.stdout
+
+
+def test_the_starter_of_verifiers_is_a_task_for_a_process_of_its_own() -> None:
+    """`make adapters` runs the starter with the real verifiers, which wants other releases of packages."""
+    folder = starter_folder("verifiers")
+    (task,) = load(folder / "run.toml").tasks
+    assert (task.name, task.service, task.path) == ("words", "remote", "127.0.0.1:8200")
+    for file in folder.glob("*.py"):
+        ast.parse(file.read_text())
+
+
+def test_a_folder_with_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirError, match="exists already; name another folder: shoal init data FOLDER"):
+        write_starter("data", tmp_path)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_every_example_s_files_are_beside_its_configuration(path: Path) -> None:
+    for task in load(path).tasks:
+        if task.service == "jsonl":
+            assert Path(str(task.path)).is_file()
+
+
+def test_the_wheel_has_starters_metadata_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    unpack = [sys.executable, "-m", "zipfile", "-e"]
+    for home, name in (("", "plain"), ("https://example.org/shoal", "linked")):
+        subprocess.run(build, cwd=ROOT, env={**os.environ, "SHOAL_HOME_URL": home}, capture_output=True, check=True)
+        (wheel,) = tmp_path.glob("*.whl")
+        subprocess.run([*unpack, str(wheel), str(tmp_path / name)], check=True)
+        wheel.unlink()
+    (plain,), (linked,) = ((tmp_path / name).glob("shoal-*.dist-info/METADATA") for name in ("plain", "linked"))
+    metadata, absolute = plain.read_text(), linked.read_text()
+    assert "Author: The Shoal authors" in metadata
+    assert metadata.count("\nClassifier: ") >= 8
+    assert "](docs/" not in metadata + absolute
+    assert "Project-URL: Homepage, https://example.org/shoal" in absolute
+    assert "](https://example.org/shoal/docs/rewards.md)" in absolute
+    for kind in ("first", "data", "reward", "agent", "trl", "verifiers", "swarm"):
+        assert (tmp_path / "plain" / "shoal" / "starters" / kind / "run.toml").is_file()
