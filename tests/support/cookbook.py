@@ -36,6 +36,8 @@ RUN = {
     ),
 }
 """Recipes that run, with the arguments that make them small."""
+TRAINED = {"preference.dpo.train": "dpo_loss", "rl_loop": "reward/total"}
+"""Metric that shows a recipe's training, if it is not the optimizer's: rl_loop leaves out steps without any reward."""
 LEFT_OUT = {
     "audio": "the model reads no audio",
     "chat_sl.sweep": "starts many recipes of chat_sl, which runs",

@@ -3,8 +3,8 @@
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
 five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
 `demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
-move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, in its own chat template and in
-plain text. All shown questions but these are of the training split.
+move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, as plain text after an
+example. All other questions are of the training split.
 
 `python -m shoal.run.demo_model.warm_start DIR` is the child process of this phase.
 """
@@ -33,7 +33,7 @@ from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
-from shoal.types import Message, Role, Split, seed_for
+from shoal.types import Split, seed_for
 
 SUM_EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -77,7 +77,7 @@ RECIPES: Mapping[str, Recipe] = {
     "demo": Recipe(),
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
-    "demo-sums": Recipe(lesson="sums"),
+    "demo-sums": Recipe(lesson="sums", layers=3, steps=1600, batch=32, lr=2e-3, slip_share=0.3),
 }
 """Recipes by the names that `model.path` gives them."""
 MODEL_TYPE: Final = "seed_oss"
@@ -147,15 +147,12 @@ def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
 
 
 def _sum_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
-    """Sums of two numbers up to 100, asked in the chat template, and as plain text after an example."""
+    """Sums of two numbers up to 100, in the words of the tinker-cookbook's `math_rl` and `role_colon`."""
     generator = random.Random(seed_for("warm start", recipe.seed))
 
     def question() -> tuple[list[int], str]:
         x, y = generator.randint(0, 100), generator.randint(0, 100)
-        asked = f"What is {x} + {y}?"
-        if generator.random() < 0.5:
-            return renderer.prompt_ids([Message(Role.USER, asked)]), str(x + y)
-        return renderer.token_ids(f"{SUM_EXAMPLE}User: {asked}\n\nAssistant:"), f" {x + y}"
+        return renderer.token_ids(f"{SUM_EXAMPLE}User: What is {x} + {y}?\n\nAssistant:"), f" {x + y}"
 
     questions = (question() for _ in range(recipe.steps * recipe.batch))
     return _taught(recipe, renderer, generator, questions, _wrong_digit)
