@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ import torch
 from tinker import types
 
 from engine_models import plain
+from shoal.observe.runs import WatchedRun
 from tinker_server import KEYS, TinkerServer, tinker_serving
 
 TOKENS = [40, 41, 42, 50, 51, 43, 60]
@@ -38,8 +39,13 @@ def client_of(server: TinkerServer, key: str) -> Iterator[tinker.ServiceClient]:
     try:
         yield client
     finally:
-        with suppress(TimeoutError):  # the package's heartbeat does not always hear that it shall end
-            client.holder.run_coroutine_threadsafe(client.holder.aclose()).result(CLOSE_S)
+        holder = client.holder
+        try:
+            holder.run_coroutine_threadsafe(holder.aclose()).result(CLOSE_S)
+        except TimeoutError:  # the package's heartbeat does not always hear that it shall end
+            for pool in holder._client_pools.values():
+                holder.run_coroutine_threadsafe(pool.close()).result(CLOSE_S)
+        del holder
         del client
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -262,3 +268,14 @@ def test_futures_resolve_after_a_kill_and_no_step_is_taken_twice(
     losses += stepped(killed, 3)
     assert losses == pytest.approx(wanted, abs=1e-5)
     assert logprobs(killed) == pytest.approx(logprobs(steady), abs=1e-5)
+
+
+def test_a_models_steps_are_a_run_that_can_be_viewed(server: TinkerServer, service: tinker.ServiceClient) -> None:
+    client = trained(service)
+    losses = stepped(client, 3)
+    name = client.get_info().model_id.replace(":", "-")
+    run = WatchedRun(server.folder / "runs" / name, name).records()
+    assert [record["step"] for record in run.steps] == [1, 2, 3]
+    assert run.column("loss") == pytest.approx(losses)
+    assert run.column("tokens") == [6.0] * 3
+    assert all(value > 0 for value in run.column("grad_norm"))

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -11,6 +11,8 @@ from shoal.errors import ConfigError
 from shoal.model.renderer_loading import local_directory
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import guarded, uvicorn_config
+from shoal.observe.metrics import JsonlTracker
+from shoal.observe.runs import METRICS
 
 KEYS_VARIABLE = "TINKER_API_KEY"
 KEY_BEGINS = "tml-"
@@ -47,11 +49,25 @@ async def serve_tinker(
     )
     settings = ServerSettings(bases, folder, engines, threads, device=device)
     with listening_socket(host, port) as listening:
-        async with TinkerService(settings) as service:
+        async with TinkerService(settings, _shown(folder / "runs")) as service:
             app = guarded(TinkerApp(service, keys).app, media_type="", host=host)
             server = uvicorn.Server(uvicorn_config(app, idle_s=120))
             announce(url_of(listening), keys[0], tuple(bases))
             await server.serve(sockets=[listening])
+
+
+def _shown(folder: Path) -> Callable[[str, int, Mapping[str, float]], None]:
+    """Each model's steps as a run directory of its own in a folder, for `shoal view`."""
+    trackers: dict[str, JsonlTracker] = {}
+
+    def on_step(model: str, step: int, values: Mapping[str, float]) -> None:
+        if model not in trackers:
+            run_dir = folder / model.replace(":", "-")
+            run_dir.mkdir(parents=True, exist_ok=True)
+            trackers[model] = JsonlTracker(run_dir / METRICS)
+        trackers[model].log(step, values)
+
+    return on_step
 
 
 def _named(model: str) -> tuple[str, Path]:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,8 +56,12 @@ class ServerSettings:
 class TinkerService:
     """Futures of training and sampling requests. Use it as an async context manager."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: ServerSettings, on_step: Callable[[str, int, Mapping[str, float]], None] | None = None
+    ) -> None:
+        """`on_step` gets each optimizer step of each model with its numbers: loss, tokens, grad_norm and lr."""
+        self.settings, self._on_step = settings, on_step
+        self._sums: dict[str, dict[str, float]] = {}  # of the gradients that the next step of a model takes
         self.store = Store(settings.folder / "server.sqlite")
         self.renderers = {name: load_renderer(path) for name, path in settings.bases.items()}
         self._samplers = Samplers(
@@ -149,6 +153,9 @@ class TinkerService:
         if batch[0].kind == "forward_backward":
             done = await self._ask(m.ForwardBackward(tuple(request.body for request in batch)))
             for request, part in zip(batch, done.parts, strict=True):
+                if isinstance(part, m.CarriedOut):
+                    sums = self._sums.setdefault(request.target, {})
+                    sums.update({name: sums.get(name, 0.0) + value for name, value in part.metrics.items()})
                 self._resolve(request, RequestRefused(part.reason) if isinstance(part, m.Failed) else part.body)
             return
         (request,) = batch
@@ -212,6 +219,9 @@ class TinkerService:
                 return _json({"model_id": model.id, "type": "unload_model"}), None
             case "optim_step":
                 done = await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
+                if self._on_step is not None:
+                    norm, lr = done.metrics["unclipped_grad_l2:mean"], done.metrics["learning_rate"]
+                    self._on_step(model.id, done.version, {"grad_norm": norm, "lr": lr, **self._sums.pop(model.id, {})})
                 at, took = self._written.get(model.id, (0.0, 0.0))
                 due = time.monotonic() - at >= took / STATE_SHARE
                 return _json({"metrics": done.metrics}), await self._state(model.id, request.number) if due else None

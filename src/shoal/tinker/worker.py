@@ -86,7 +86,9 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
     parts: list[m.CarriedOut | m.Failed] = []
     for job in jobs:
         if isinstance(job, GradientJob):
-            parts.append(m.CarriedOut(models.steps(job.model_id), output_of(*next(outputs))))
+            logps, losses = next(outputs)
+            sums = {"loss": sum(losses), "tokens": float(sum(len(d.tokens) for d in job.data))} if job.backward else {}
+            parts.append(m.CarriedOut(models.steps(job.model_id), output_of(logps, losses), sums))
         else:
             parts.append(job)
     return m.CarriedOut(parts=tuple(parts))

@@ -3,7 +3,7 @@
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
 five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
 `demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
-move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, as plain text after an
+move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, as plain text, some after an
 example. All other questions are of the training split.
 
 `python -m shoal.run.demo_model.warm_start DIR` is the child process of this phase.
@@ -36,6 +36,8 @@ from shoal.tasks.library import Library
 from shoal.types import Split, seed_for
 
 SUM_EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
+EXAMPLE_SHARE = 0.25
+"""Share of the sums that follow the example; shorter prompts take less time to learn from."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Lesson: TypeAlias = tuple[list[int], list[int]]
 """Prompt and answer tokens of one example."""
@@ -77,7 +79,7 @@ RECIPES: Mapping[str, Recipe] = {
     "demo": Recipe(),
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
-    "demo-sums": Recipe(lesson="sums", layers=3, steps=1600, batch=32, lr=2e-3, slip_share=0.3),
+    "demo-sums": Recipe(lesson="sums", layers=3, steps=750, lr=2e-3, lr_end_share=0.55, slip_share=0.3),
 }
 """Recipes by the names that `model.path` gives them."""
 MODEL_TYPE: Final = "seed_oss"
@@ -152,7 +154,8 @@ def _sum_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
 
     def question() -> tuple[list[int], str]:
         x, y = generator.randint(0, 100), generator.randint(0, 100)
-        return renderer.token_ids(f"{SUM_EXAMPLE}User: What is {x} + {y}?\n\nAssistant:"), f" {x + y}"
+        before = SUM_EXAMPLE if generator.random() < EXAMPLE_SHARE else ""
+        return renderer.token_ids(f"{before}User: What is {x} + {y}?\n\nAssistant:"), f" {x + y}"
 
     questions = (question() for _ in range(recipe.steps * recipe.batch))
     return _taught(recipe, renderer, generator, questions, _wrong_digit)
