@@ -1,10 +1,15 @@
-"""Screenshots of every view of a run's page, for docs/figures: `python tools/figures.py RUN`, or `make figures`."""
+"""Screenshots of every view of a run's page, for docs/figures: `python tools/figures.py RUN SWARM`, or `make figures`.
+
+SWARM is the folder of a `shoal swarm demo`, of whose nodes the first that took groups is shown.
+"""
 
 import asyncio
 import io
+import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from PIL import Image
@@ -19,10 +24,14 @@ VIEWS = {
     "overview": "/",
     "rollouts": "/rollouts?step=20&sort=worst",
     "group": "/group?seq={group}",
-    "tokens": "/tokens?seq={group}&position=1",
+    "tokens": "/tokens?seq={group}&position=1&by=gradient",
+    "heldout": "/heldout?sort=better",
+    "question": "/question?id={question}",
     "waits": "/waits",
+    "cost": "/cost?core_hour=0.05",
 }
-CHARTS = ("overview", "waits")
+OF_THE_SWARM = {"swarm": "/swarm"}
+CHARTS = ("overview", "waits", "swarm")
 
 
 async def shot(page: Page, url: str, name: str) -> bytes:
@@ -31,6 +40,9 @@ async def shot(page: Page, url: str, name: str) -> bytes:
     if name in CHARTS:
         await page.until("document.querySelectorAll('.plot .main-svg').length > 0 && window.Plotly !== undefined")
         await page.value("new Promise(done => setTimeout(done, 500))")
+    if name == "tokens":
+        trained = "[...document.querySelectorAll('.tokens span')].filter(one => one.dataset.says.includes('weight'))"
+        await page.value(f"{trained}[2]?.click()")
     return await page.screenshot()
 
 
@@ -54,8 +66,21 @@ async def some_group(page: Page, url: str) -> str:
     return str(found).partition("seq=")[2].partition("#")[0]
 
 
-async def main(run: Path, folder: Path) -> None:
-    """All views at both sizes."""
+async def some_question(page: Page, url: str) -> str:
+    """The id of the question that became better."""
+    await page.goto(f"{url}/heldout?sort=better")
+    link = await page.value("document.querySelector('td a[href]').href")
+    return str(link).partition("id=")[2]
+
+
+def node_of(swarm: Path) -> Path:
+    """The run of a node in the swarm, the one with the most peers."""
+    found = {file.parents[1]: len(json.loads(file.read_text())["peers"]) for file in swarm.rglob("swarm/status.json")}
+    return max(found, key=lambda run: found[run])
+
+
+async def pictures(run: Path, views: Mapping[str, str], folder: Path) -> None:
+    """Some views of a run at both sizes."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "shoal.cli", "view", str(run), "--no-open", stdout=asyncio.subprocess.PIPE
     )
@@ -65,11 +90,11 @@ async def main(run: Path, folder: Path) -> None:
         for suffix, (width, height) in SIZES.items():
             with tempfile.TemporaryDirectory() as profile:
                 async with chromium(Path(profile) / "browser", width=width, height=height, scale=1) as page:
-                    group = await some_group(page, url)
-                    for name, path in VIEWS.items():
-                        save(
-                            await shot(page, url + path.format(group=group), name), folder / f"view_{name}{suffix}.png"
-                        )
+                    places = {}
+                    if views is VIEWS:
+                        places = {"group": await some_group(page, url), "question": await some_question(page, url)}
+                    for name, path in views.items():
+                        save(await shot(page, url + path.format(**places), name), folder / f"view_{name}{suffix}.png")
     finally:
         process.terminate()
         await process.wait()
@@ -77,4 +102,5 @@ async def main(run: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(os.environ.get("FIGURES", ROOT / "docs" / "figures"))
-    asyncio.run(main(Path(sys.argv[1]), folder))
+    asyncio.run(pictures(Path(sys.argv[1]), VIEWS, folder))
+    asyncio.run(pictures(node_of(Path(sys.argv[2])), OF_THE_SWARM, folder))

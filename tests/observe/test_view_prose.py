@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_view_rollouts import PAYLOADS
 
+from payloads import PAYLOADS
 from shoal.observe.view.prose import ATTRIBUTES, MATH_TAGS, TEXT_TAGS, prose
 
 PIECES = (

@@ -13,56 +13,13 @@ import pytest
 from test_view import made, seen, viewing
 
 from browser import Page
+from payloads import PAYLOADS
 from shoal.experience.audit import audit
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened, shown
 from shoal.observe.view.tokens import Token, shades
 from until import until
 from view_run import GROUPS, SIZE, MadeRun
-
-OWNED = "document.title='owned'"
-PAYLOADS = (
-    f"<script>{OWNED}</script>",
-    f"</textarea></script><script>{OWNED}</script>",
-    f'<img src=x onerror="{OWNED}">',
-    f"<svg onload={OWNED}>",
-    f"<svg><script>{OWNED}</script></svg>",
-    f"<body onload={OWNED}>",
-    f"<iframe srcdoc='<script>parent.{OWNED}</script>'></iframe>",
-    f'<iframe src="javascript:parent.{OWNED}"></iframe>',
-    f'<a href="javascript:{OWNED}">press</a>',
-    f"[press](javascript:{OWNED})",
-    f"![x](x\" onerror=\"{OWNED})",
-    f"<details open ontoggle={OWNED}>",
-    f"<input autofocus onfocus={OWNED}>",
-    f"<video><source onerror={OWNED}></video>",
-    f"<marquee onstart={OWNED}>",
-    f'" onmouseover="{OWNED}" x="',
-    f"' autofocus onfocus='{OWNED}' x='",
-    f"<math><mtext></p><script>{OWNED}</script>",
-    f"<style>*{{background:url(javascript:{OWNED})}}</style>",
-    "<style>*{display:none}</style>",
-    f'<link rel=import href="data:text/html,<script>{OWNED}</script>">',
-    f'<meta http-equiv=refresh content="0;url=javascript:{OWNED}">',
-    "<base href='http://127.0.0.1:9/'>",
-    f"<form action=javascript:{OWNED}><button>go</button></form>",
-    f'<object data="data:text/html,<script>{OWNED}</script>"></object>',
-    f"{{{{ ''.__class__.__mro__ }}}}{{% raw %}}<script>{OWNED}</script>",
-    f"${{{OWNED}}} #{{{OWNED}}} <%= {OWNED} %>",
-    f"$$\\href{{javascript:{OWNED}}}{{x}}$$",
-    f"\\(\\unicode{{<img src=x onerror={OWNED}>}}\\)",
-    f"```html\n<script>{OWNED}</script>\n```",
-    f"<!--><script>{OWNED}</script>-->",
-    f"<![CDATA[<script>{OWNED}</script>]]>",
-    f"\x00<scr\x00ipt>{OWNED}</script>",
-    f"<script\u2028>{OWNED}</script>",
-    "\u202egnp.exe\u202c\u2066hidden\u2069\u200b",
-    "\x1b]8;;javascript:x\x07press\x1b]8;;\x07 \x1b[2J",
-    f"&lt;script&gt;{OWNED}&lt;/script&gt; &#60;script&#62;",
-    f"<TABLE BACKGROUND='javascript:{OWNED}'>",
-    f"<template shadowrootmode=open><script>{OWNED}</script></template>",
-    "x" * 200_000 + f"<script>{OWNED}</script>",
-)  # fmt: skip
 
 
 async def found(page: Page, url: str, path: str, what: str) -> None:

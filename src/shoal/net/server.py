@@ -13,6 +13,7 @@ import resource
 import socket
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
+from importlib.resources import files
 from typing import TypeVar
 
 import msgspec
@@ -41,6 +42,7 @@ DESCRIPTORS = 1 << 16
 """Descriptors at most, if the system allows so many; three quarters of them may be connections."""
 PER_ADDRESS = 64
 """Connections that one address may hold to a public server."""
+_LOOK = files("shoal.net").joinpath("look.css").read_bytes()
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -86,6 +88,11 @@ def refusal(error: Exception) -> Response:
     else:
         status, why = 500, f"{type(error).__name__}: {error}"
     return json({"error": {"message": why, "code": status}}, status, PAGE_HEADERS)
+
+
+async def look(_: Request) -> Response:
+    """Serves look.css, the look that all pages share."""
+    return Response(_LOOK, 200, PAGE_HEADERS, "text/css")
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@
     GET /waits, /swarm    what a run waits for; whom it learns with
     GET /cost             hours, tokens and prices of all runs
     GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
-    GET /static/NAME      style.css, view.js and plotly.min.js
+    GET /static/NAME      look.css, style.css, view.js and plotly.min.js
 
 Beyond loopback a token is wanted: `/?token=...` once, which becomes a cookie.
 """
@@ -36,7 +36,7 @@ from starlette.staticfiles import StaticFiles
 from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
 from shoal.net.listening import is_loopback, listening_socket, url_of
-from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, uvicorn_config
+from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, uvicorn_config
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
 from shoal.observe.export_extras import extras_of
 from shoal.observe.metrics import Record
@@ -123,6 +123,7 @@ class ViewServer:
                 Route("/cost", self._cost),
                 Route("/swarm", self._swarm),
                 Route("/charts/{name}", self._charts),
+                Route("/static/look.css", look),
                 Mount("/static", StaticFiles(packages=[("shoal.observe.view", "static"), ("plotly", "package_data")])),
             ],
             middleware=[Middleware(guarded, host=host), Middleware(BaseHTTPMiddleware, dispatch=self._answered)],

@@ -53,7 +53,7 @@ def other_waits(run: RunRecords) -> list[str]:
     if closed is not None and closed >= SLOW and config is not None:
         found.append(
             f"Admission was held back by staleness {closed:.0%} of the time: asynchrony.max_staleness is "
-            f"{config.asynchrony.max_staleness}."
+            f"{config.asynchrony.max_staleness}, and a larger one lets more answers start."
         )
     return found
 

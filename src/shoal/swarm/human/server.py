@@ -1,6 +1,6 @@
 """The human UI serves its page and the page's requests over HTTP.
 
-    GET  /                  the page; style.css and desk.js beside it
+    GET  /                  the page; look.css, style.css and desk.js beside it
     POST /api/question      {"pass": ID or null} -> a question; the named question is passed over for good
     POST /api/answer        {"question": ID, "text": ...} -> the verdict, and others' answers
     GET  /api/state/ID      whether the answers are an offer yet
@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ChildDied, TaskError
-from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json
+from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json, look
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import MOST_CHARACTERS, Given, OpenQuestion, is_right
 from shoal.swarm.trust import Bucket, Buckets
@@ -83,6 +83,7 @@ class HumanServer:
         self.app = Starlette(
             routes=[
                 *(Route(path, _static(*file)) for path, file in _STATIC.items()),
+                Route("/look.css", look),
                 Route("/api/question", self._question, methods=["POST"]),
                 Route("/api/answer", self._answer, methods=["POST"]),
                 Route("/api/state/{id}", self._state),

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.net.server import HANDLERS, PAGE_HEADERS, body, guarded, json
+from shoal.net.server import HANDLERS, PAGE_HEADERS, body, guarded, json, look
 from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import NEWEST, Standing
@@ -32,12 +32,11 @@ MOST_NUMBER = 2**62
 """Numbers that SQLite knows are below twice this."""
 WIRE = "application/octet-stream"
 STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 1.5rem auto; padding: 0 1rem; }
-div { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .5rem .8rem; text-align: right; white-space: nowrap; border-top: 1px solid #8884; }
-td.name { text-align: left; overflow: hidden; text-overflow: ellipsis; max-width: 16rem; }
+main { max-width: 1120px; margin: 0 auto; padding: 1rem 1rem 3rem; }
+h1 { font-size: 1.3rem; } p { max-width: 60rem; overflow-wrap: anywhere; }
+th, td { white-space: nowrap; }
+td.name { overflow: hidden; text-overflow: ellipsis; max-width: 16rem; unicode-bidi: isolate; }
+@media (max-width: 600px) { th, td { padding: .35rem .45rem; } td.name { max-width: 9rem; } }
 """
 PAGE = """<!doctype html>
 <html lang="en">
@@ -45,24 +44,28 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Leaderboard - Shoal</title>
+<link rel="stylesheet" href="look.css">
 <link rel="stylesheet" href="style.css">
+<link rel="icon" href="data:,">
 </head>
 <body>
+<main>
 <h1>Leaderboard</h1>
 <p>pass@1 is the mean of a peer's newest {newest} challenges, whatever it called its models; one that was not answered
 in time counts 0. Peers are in the order of what that says at least, given how many questions and peers there are.
-The columns after it are the share of each specialty's questions that was answered right.
+The last columns are the share of each specialty's questions that was answered right.
 Judge: <code>{judge}</code></p>
-<div tabindex="0" role="region" aria-label="Leaderboard">
+<div class="scroll" tabindex="0" role="region" aria-label="Leaderboard">
 <table>
 <thead><tr>{heads}</tr></thead>
 <tbody>{rows}</tbody>
 </table>
 </div>
+</main>
 </body>
 </html>
 """
-_HEADS = ("Rank", "Peer", "Model", "Condition", "Round", "Challenges", "Unanswered", "pass@1", "at least")
+_HEADS = ("Rank", "Peer", "pass@1", "at least", "Model", "Condition", "Round", "Challenges", "Unanswered")
 
 
 class JudgeServer:
@@ -75,6 +78,7 @@ class JudgeServer:
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
+                Route("/look.css", look),
                 Route("/style.css", self._style),
                 Route("/leaderboard.json", self._leaderboard),
                 Route("/ledger", self._ledger),
@@ -127,7 +131,8 @@ def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Seq
 
 
 def _row(rank: int, one: Standing, specialties: Sequence[str]) -> str:
-    named = "".join(f"<td class=name>{escape(text)}</td>" for text in (one.peer_id[:12], one.model, one.arm))
+    peer, *named = (f"<td class=name>{escape(text)}</td>" for text in (one.peer_id[:12], one.model, one.arm))
     shares = [f"{one.specialties[name]:.0%}" if name in one.specialties else "" for name in specialties]
-    counts = (f"{one.round:,}", f"{one.challenges:,}", f"{one.unanswered:,}", f"{one.score:.3f}", f"{one.at_least:.3f}")
-    return f"<tr><td>{rank}</td>{named}{''.join(f'<td>{text}</td>' for text in (*counts, *shares))}</tr>"
+    counts = (f"{one.round:,}", f"{one.challenges:,}", f"{one.unanswered:,}", *shares)
+    score = f"<td>{one.score:.3f}</td><td>{one.at_least:.3f}</td>"
+    return f"<tr><td>{rank}</td>{peer}{score}{''.join(named)}{''.join(f'<td>{text}</td>' for text in counts)}</tr>"

@@ -1,0 +1,148 @@
+"""The pages of people and of the judge: one look with the page of `shoal view`, and nothing is executed."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from browser import Page, browser_path, chromium
+from payloads import PAYLOADS
+from shoal.net.listening import listening_socket, url_of
+from shoal.net.server import PAGE_HEADERS, json, look, uvicorn_config
+from shoal.swarm.judge.messages import Condition
+from shoal.swarm.judge.server import STYLE, leaderboard_html
+from shoal.swarm.judge.store import Standing
+
+LOOK = files("shoal.net").joinpath("look.css").read_text()
+FOREIGN = "document.querySelectorAll('main :is(script, img, iframe, svg, style, object, base, meta, a)').length"
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of #rrggbb or #rgb, as WCAG defines it."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_text_has_the_contrast_of_wcag_aa_in_both_themes(theme: int) -> None:
+    palettes = [dict(re.findall(r"--(\w+): (#\w+)", line)) for line in LOOK.splitlines() if "--ink" in line]
+    colors = {name: luminance(value) for name, value in palettes[theme].items()}
+    for name in ("ink", "muted", "accent", "good", "bad"):
+        for behind in ("paper", "ground"):
+            light, dark = sorted((colors[name], colors[behind]), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, behind)
+
+
+@asynccontextmanager
+async def opened(folder: Path, *routes: Route) -> AsyncIterator[tuple[Page, str]]:
+    """A phone before a server of some routes."""
+    browser_path()
+    with listening_socket("127.0.0.1", 0) as listening:
+        app = Starlette(routes=[Route("/look.css", look), *routes])
+        server = uvicorn.Server(uvicorn_config(app, grace_s=1))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            async with chromium(folder / "browser", width=390, height=800, scale=1) as page:
+                yield page, url_of(listening)
+                assert page.complaints == []
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def static(path: str, kind: str, text: str) -> Route:
+    return Route(path, lambda _: Response(text, 200, PAGE_HEADERS, kind))
+
+
+def test_the_judges_page_fits_a_phone_with_its_score_in_sight_and_executes_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        standings = [
+            Standing(
+                peer_id=payload[:60], model=payload[:300], arm=Condition.SOLO, round=1, challenges=1, unanswered=0,
+                score=0.5, at_least=0.1, specialties={payload[:60]: 1.0},
+            )
+            for payload in PAYLOADS
+        ]  # fmt: skip
+        page_html = leaderboard_html("judge", standings, [payload[:60] for payload in PAYLOADS])
+        routes = (static("/", "text/html", page_html), static("/style.css", "text/css", STYLE))
+        async with opened(tmp_path, *routes) as (page, url):
+            await page.goto(url)
+            assert await page.value("document.title") == "Leaderboard - Shoal"
+            assert await page.value(FOREIGN) == 0
+            assert await page.value("document.documentElement.scrollWidth") <= 390
+            score = "[...document.querySelectorAll('th')].find(one => one.textContent == 'pass@1')"
+            assert await page.value(f"{score}.getBoundingClientRect().right") <= 390
+
+    asyncio.run(check())
+
+
+def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp_path: Path) -> None:
+    human = files("shoal.swarm.human").joinpath("static")
+    payloads = cycle(PAYLOADS)
+
+    async def question(_: Request) -> Response:
+        text = next(payloads)
+        return json({"id": "q", "task": text[:500], "instructions": text, "question": text, "tries_left": 2})
+
+    async def answer(_: Request) -> Response:
+        others = [
+            {
+                "text": text,
+                "generator": text[:500],
+                "model": text[:500],
+                "status": "scored",
+                "right": False,
+                "reward": 0.0,
+            }
+            for text in PAYLOADS
+        ]
+        verdict = {
+            "status": "scored",
+            "right": False,
+            "reward": 0.0,
+            "tries_left": 0,
+            "truth": PAYLOADS[2],
+            "others": others,
+        }
+        return json(verdict)
+
+    async def check() -> None:
+        routes = (
+            static("/", "text/html", human.joinpath("index.html").read_text()),
+            static("/style.css", "text/css", human.joinpath("style.css").read_text()),
+            static("/desk.js", "text/javascript", human.joinpath("desk.js").read_text()),
+            Route("/api/question", question, methods=["POST"]),
+            Route("/api/answer", answer, methods=["POST"]),
+            Route("/api/state/{id}", lambda _: json({"state": "open"})),
+            Route(
+                "/api/status", lambda _: json({"peer_id": PAYLOADS[0], "swarm": PAYLOADS[1], "answers": 1, "shared": 1})
+            ),
+        )
+        async with opened(tmp_path, *routes) as (page, url):
+            await page.goto(url)
+            for payload in PAYLOADS:
+                await page.until("!document.getElementById('send').disabled")
+                assert await page.value("document.getElementById('question').textContent") == payload
+                assert await page.value("document.title") == "Answer a question - Shoal"
+                assert await page.value("document.documentElement.scrollWidth") <= 390
+                await page.value("document.getElementById('next').click()")
+            await page.until("!document.getElementById('send').disabled")
+            await page.value("document.getElementById('answer').value = 'x'; document.getElementById('send').click()")
+            await page.until("!document.getElementById('verdict').hidden")
+            assert await page.value("document.querySelectorAll('#list li').length") == len(PAYLOADS)
+            assert await page.value(FOREIGN) == 0
+            assert await page.value("document.title") == "Answer a question - Shoal"
+
+    asyncio.run(check())
