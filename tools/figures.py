@@ -75,7 +75,9 @@ async def some_question(page: Page, url: str) -> str:
 
 def node_of(swarm: Path) -> Path:
     """The run of a node in the swarm, the one with the most peers."""
-    found = {file.parents[1]: len(json.loads(file.read_text())["peers"]) for file in swarm.rglob("swarm/status.json")}
+    found = {
+        file.parents[1]: len(json.loads(file.read_text()).get("peers", ())) for file in swarm.rglob("swarm/status.json")
+    }
     return max(found, key=lambda run: found[run])
 
 

@@ -1,6 +1,7 @@
 """Held-out questions, waits and costs on the page of `shoal view`, and every view of a live run and of a long one."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from browser import Page
 from shoal.observe.runs import read_run
 from shoal.observe.view.cost import Prices, cost
 from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, questions, spaced
+from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.waits import bottleneck, other_waits
 from view_run import MadeRun
@@ -115,6 +117,24 @@ def test_the_sentence_says_how_long_the_trainer_waited_for_groups(tmp_path: Path
     # The four steps took four seconds by the clock of the made run, and each waited for 0.6 s.
     assert "the trainer waits for groups 60% of the time" in bottleneck(run)
     assert other_waits(run) == []
+
+
+def test_the_swarm_page_says_what_peers_brought(tmp_path: Path) -> None:
+    run_dir = asyncio.run(made(tmp_path / "run", 2))
+    assert (influence(read_run(run_dir)), swarm_status(run_dir)) == ("", None)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in (3, 4):
+            record = {"kind": "step", "time_s": 90 + step, "step": step, "reward": 0.25, "external": 2}
+            file.write(json.dumps({**record, "reward_external": 0.5}) + "\n")
+    sentence = influence(read_run(run_dir))
+    assert sentence.startswith("Over the last 4 steps a step trained 2 groups of peers. Their answers earned 0.500")
+    assert sentence.endswith("above the 0.163 of its own answers.")
+    (run_dir / "swarm").mkdir()
+    (run_dir / "swarm" / "status.json").write_text(json.dumps({"time_s": 1.0, "refused": {"own": 3}}))
+    status = swarm_status(run_dir)
+    assert status is not None
+    assert "time_s" not in status
+    assert status["refused"] == {"own": 3}
 
 
 def test_a_cost_is_hours_tokens_and_a_price_per_point_of_held_out_reward(tmp_path: Path) -> None:

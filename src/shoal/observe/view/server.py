@@ -48,13 +48,13 @@ from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.prose import prose, visible
 from shoal.observe.view.reading import asked, glance, said, shortened, shown
+from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.tokens import By, shades, tokens_of
 from shoal.observe.view.waits import bottleneck, other_waits
 
 WAIT_S = 0.2
 COOKIE = "shoal_view"
-SWARM_STATUS = Path("swarm") / "status.json"
 HEADERS = {
     **PAGE_HEADERS,
     # plotly.js lays its charts out with styles of its own; scripts come from here alone, and none is inline.
@@ -282,7 +282,8 @@ class ViewServer:
 
     def _swarm(self, http: Request) -> Response:
         run = self._run(http)
-        return self._page(http, "swarm.html", run=run.name, status=_swarm_status(run.run_dir))
+        sentence = influence(run.records())
+        return self._page(http, "swarm.html", run=run.name, status=swarm_status(run.run_dir), sentence=sentence)
 
     def _charts(self, http: Request) -> Response:
         name: str = http.path_params["name"]
@@ -321,14 +322,6 @@ def _facts(run: RunRecords) -> list[tuple[str, str]]:
     )
     known = [(label, format(value, form)) for label, value, form in figures if isinstance(value, int | float)]
     return [("step", f"{len(run.steps)}{of}"), *known]
-
-
-def _swarm_status(run_dir: Path) -> dict[str, object] | None:
-    """A node's newest status of its swarm; None when the run is in none."""
-    try:
-        return msgspec.json.decode((run_dir / SWARM_STATUS).read_bytes(), type=dict[str, object])
-    except (FileNotFoundError, msgspec.MsgspecError):
-        return None
 
 
 async def serve_view(
