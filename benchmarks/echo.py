@@ -118,7 +118,6 @@ async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
         EchoEngine(shortest_s, longest_s),
         ChatRenderer(made, (made.eos_token_id,)),
         max_model_len=CONTEXT,
-        is_open=True,
     )
     listening = socket.create_server(("127.0.0.1", port), backlog=4096)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,13 +1,13 @@
 """The seams of Shoal, most of them Protocols. Whatever stands behind one can be replaced; tests fake only these."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from shoal.types import Completion, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
+from shoal.types import Completion, FinishReason, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -58,6 +58,56 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo:
         """What the engine is doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What a client of a model server may ask of the logits; training never does, since no loss would know of it."""
+
+    top: int = 0
+    """Number of most likely tokens reported beside each token."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the answer already has, once."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of every token that the answer already has, for each time."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their logits."""
+    schema: str = ""
+    """JSON Schema that the answer satisfies; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedToken:
+    """A token of a prompt or an answer, with logprobs under the model itself: temperature 1, before any rule."""
+
+    id: int
+    logprob: float
+    """Nats."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their logprobs, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTokens:
+    """Next tokens of an answer; the last ones have a finish reason."""
+
+    tokens: tuple[ServedToken, ...]
+    finish_reason: FinishReason | None = None
+
+
+class ModelServer(Protocol):
+    """An engine that answers clients without sessions, whose answers are never trained on."""
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
+    ) -> AsyncGenerator[ServedTokens, None]:
+        """Tokens of one answer, at least `every` at a time until the last; 0 gives them all at once.
+
+        Leaving the iterator aborts the answer. Raises `RequestRefused` or `EngineUnavailable`.
+        """
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
+        """Tokens 1..L-1 given those before them, each with the `top` most likely tokens at its place."""
 
 
 class Model(Protocol):

@@ -264,13 +264,13 @@ def test_an_agent_that_renders_by_itself_trains_on_one_row() -> None:
 )
 def test_what_cannot_be_served_is_refused_by_name(field: str, value: object) -> None:
     async def scenario(one: Served) -> None:
-        body = {"model": "m", "messages": ASK, field: value}
-        async with aiohttp.ClientSession() as http, http.post(f"{one.url}/v1/chat/completions", json=body) as answer:
+        body, url = {"model": "m", "messages": ASK, field: value}, f"{one.url}/s/{one.gateway.sessions.open().token}"
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as answer:
             assert answer.status == 400
             assert field in (await answer.json())["error"]["message"]
         assert one.engine.received == []
 
-    run(scenario, is_open=True)
+    run(scenario)
 
 
 @pytest.mark.parametrize(

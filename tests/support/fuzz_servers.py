@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ import engine_server
 from chat_templates import renderer
 from fuzz_attack import Attack, Target
 from fuzz_bodies import CHAT, MESSAGES, RESPONSES
+from gateway_engine import streamed
 from shoal import wire
 from shoal.config import Config, RewardConfig, TaskConfig
 from shoal.gateway.server import Gateway
-from shoal.interfaces import EngineInfo
+from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
 from shoal.observe.runs import watched
@@ -84,6 +85,14 @@ class BabblingEngine:
         finish = FinishReason.STOP if len(ids) <= sampling.max_tokens else FinishReason.LENGTH
         ids = ids[: sampling.max_tokens]
         return [Completion(tuple(ids), (-1.0,) * len(ids), (0,) * len(ids), finish)]
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
+    ) -> AsyncGenerator[ServedTokens, None]:
+        return streamed(self, prompt_ids, sampling, every)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
+        return [ServedToken(token, -1.0, ((token, -1.0),) * min(top, 1)) for token in token_ids[1:]]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         raise NotImplementedError
@@ -259,7 +268,7 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
         await run.step()
         await run.close()
         yield {
-            "gateway": Gateway(babbling, made, max_model_len=CONTEXT, is_open=True).app,
+            "gateway": Gateway(babbling, made, max_model_len=CONTEXT, model="m", model_server=babbling).app,
             "tasks": TaskServer(["made"], token="t").app,
             "rewards": RewardServer(rewards).app,
             "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,

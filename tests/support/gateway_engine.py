@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,25 @@ from chat_templates import renderer
 from shoal.engine.pool import EnginePool
 from shoal.errors import EngineUnavailable
 from shoal.gateway.server import Gateway
-from shoal.interfaces import EngineInfo
+from shoal.interfaces import Engine, EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.model.chat_template import ChatRenderer
 from shoal.types import Completion, FinishReason, Sampling
 from until import until
 
 CONTEXT = 4096
+
+
+async def streamed(
+    engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, every: int, token_s: float = 0.0
+) -> AsyncGenerator[ServedTokens, None]:
+    """The completion of an engine, `every` tokens at a time."""
+    (whole,) = await engine.generate(prompt_ids, sampling)
+    tokens = [ServedToken(*row) for row in zip(whole.token_ids, whole.logprobs, strict=True)]
+    step = every or max(len(tokens), 1)
+    for start in range(0, max(len(tokens), 1), step):
+        await asyncio.sleep(token_s)
+        reason = whole.finish_reason if start + step >= len(tokens) else None
+        yield ServedTokens(tuple(tokens[start : start + step]), reason)
 
 
 @dataclass
@@ -33,6 +46,11 @@ class ScriptedEngine:
     delay_s: float = 0.0
     version: int = 0
     aborts: int = 0
+    token_s: float = 0.0
+    """Seconds between two tokens of a stream."""
+    streamed: int = 0
+    """Tokens that streams have given."""
+    seen_rules: list[LogitRules] = field(default_factory=list)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
@@ -55,6 +73,17 @@ class ScriptedEngine:
         self.drawn.append(completion)
         self.version += 1
         return [completion]
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
+    ) -> AsyncGenerator[ServedTokens, None]:
+        self.seen_rules.append(rules)
+        async for tokens in streamed(self, prompt_ids, sampling, every, self.token_s):
+            self.streamed += len(tokens.tokens)
+            yield tokens
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
+        return [ServedToken(token, -1.0, ((token, -1.0),) * min(top, 1)) for token in token_ids[1:]]
 
     def spelt(self, char: str) -> list[int]:
         return self.renderer.token_ids(char)
@@ -88,9 +117,15 @@ class Served:
 async def served(
     *script: str | None, style: str = "qwen3", delay_s: float = 0.0, pooled: bool = False, **options: Any
 ) -> AsyncIterator[Served]:
-    """A gateway on a free port, before a scripted engine, `pooled` as in a run; `options` are the gateway's."""
+    """A gateway on a free port, before a scripted engine, `pooled` as in a run; `options` are the gateway's.
+
+    `is_open` has it answer the model `m` without a session; `token_s` is the time between two tokens of a stream.
+    """
     made = renderer(style)
-    engine = ScriptedEngine(made, list(script), delay_s=delay_s)
+    token_s = options.pop("token_s", 0.0)
+    engine = ScriptedEngine(made, list(script), delay_s=delay_s, token_s=token_s)
+    if options.pop("is_open", False):
+        options = {"model": "m", "model_server": engine, **options}
     pool = EnginePool()
     await pool.join("engine", engine)
     gateway = Gateway(

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -182,7 +182,7 @@ def evaluate(
 
 @app.command()
 def serve(
-    model: Annotated[list[str], typer.Option(help="A Hugging Face directory or hub name; tinker takes several.")],
+    model: Annotated[list[str], typer.Option(help="Directory, hub name, GGUF file, demo or smollm2; tinker takes several.")],
     api: Annotated[Api, typer.Argument(help="Clients to answer: OpenAI's and Anthropic's, or the tinker package.")] = (
         Api.OPENAI
     ),
@@ -193,17 +193,22 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     folder: Annotated[Path, typer.Option(help="Where tinker's models and requests are kept.")] = Path("runs/tinker"),
     engines: Annotated[int, typer.Option(min=1, help="Weights that tinker's clients sample from at once.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="File that gets a line of JSON per request.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line per request in the terminal.")] = False,
 ) -> None:
     """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops."""
     import uvloop
 
     from shoal.config import parse
     from shoal.errors import ConfigError
+    from shoal.gateway.request_log import RequestLog, RequestRecord
     from shoal.net.process import cores
     from shoal.run.devices import devices_of, gpus_present, visible_gpus
     from shoal.run.serve import serve as serve_model
 
     if api is Api.TINKER:
+        if log is not None:
+            raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
         from shoal.run.serve_tinker import serve_tinker
 
         def announce_tinker(url: str, key: str, names: Sequence[str]) -> None:
@@ -234,7 +239,17 @@ def serve(
         curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{known} -d '{body}'"
         print(f"{url}/v1", curl, sep="\n", flush=True)
 
-    uvloop.run(serve_model(config.model, host=host, port=port, threads=cores(), announce=announce))
+    with closing(RequestLog(log)) if log else nullcontext() as file:
+
+        def on_request(record: RequestRecord) -> None:
+            if not quiet:
+                print(record.line, file=sys.stderr, flush=True)
+            if file is not None:
+                file.write(record)
+
+        uvloop.run(
+            serve_model(config.model, host=host, port=port, threads=cores(), announce=announce, on_request=on_request)
+        )
 
 
 @app.command()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.kv_cache import KVCache
+from shoal.engine.logit_rules import reported
 from shoal.engine.request import Draft
 from shoal.engine.scheduler import Chunk, StepPlan
 from shoal.types import Sampling
@@ -134,6 +135,23 @@ class StepBatch:
         self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
         self.seeded = any(draft.uniforms is not None for draft in self.drafts)
+        self._ruled = [(row, d, d.rules) for row, d in enumerate(self.drafts) if d.rules is not None and d.max_sampled]
+
+    def ruled(self, logits_BV: Tensor) -> Tensor:
+        """Logits [B, V] to sample from: those of the model, but for rows with rules."""
+        if not self._ruled:
+            return logits_BV
+        left_BV = logits_BV.float().clone()
+        for row, _, rules in self._ruled:
+            left_BV[row] = rules.changed(left_BV[row])
+        return left_BV
+
+    def note_ruled(self, logits_BV: Tensor, tokens: Sequence[int], logprobs: list[float]) -> None:
+        """Adds the tokens to the rows with rules, and puts the model's own logprobs in the place of theirs."""
+        for row, draft, rules in self._ruled:
+            (logprobs[row],), (top,) = reported(logits_BV[row : row + 1], tokens[row : row + 1], rules.top)
+            draft.tops.append(top)
+            rules.note(tokens[row])
 
     def logits(self, forward: "Forward") -> Tensor:
         """Logits [K, V] of the kept rows."""

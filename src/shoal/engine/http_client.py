@@ -1,12 +1,13 @@
 """Client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 
 from shoal.engine import protocol
 from shoal.errors import EngineUnavailable
-from shoal.interfaces import EngineInfo
+from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.client import Client, words
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -54,6 +55,29 @@ class HttpEngine:
         """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
         body = protocol.LogprobsRequest(list(token_ids), others)
         return await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
+    ) -> AsyncGenerator[ServedTokens, None]:
+        """Implements `interfaces.ModelServer`."""
+        body = protocol.StreamRequest(list(prompt_ids), protocol.SamplingParams(**asdict(sampling)), rules, every)
+        async with aclosing(self._client.lines("/stream", ServedTokens, body)) as lines:
+            async for tokens in lines:
+                yield tokens
+                if tokens.finish_reason is not None:
+                    return
+        raise EngineUnavailable(f"{self._url} ended an answer without a reason")
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
+        """Implements `interfaces.ModelServer`."""
+        body = protocol.LogprobsRequest(list(token_ids), top)
+        scored = await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
+        tops = scored.others or [[]] * len(scored.logprobs)
+        if not len(scored.logprobs) == len(tops) == len(token_ids) - 1:
+            raise EngineUnavailable(f"{self._url} gave {len(scored.logprobs)} logprobs for {len(token_ids)} tokens")
+        # One value for a token that is among the most likely: harnesses compare the two for equality.
+        rows = zip(token_ids[1:], scored.logprobs, tops, strict=True)
+        return [ServedToken(token, dict(best).get(token, logprob), tuple(best)) for token, logprob, best in rows]
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the safetensors file (or directory) at `path`; returns once the engine serves it or a newer version."""

@@ -71,6 +71,7 @@ async def _serve(engine: StepEngine, listening: socket.socket, options: argparse
         crashed=crashed,
         token=token,
         weights=[*options.weights, *_folders_of(Path(options.model))],
+        model_dir=Path(options.model),
     )
     uvicorn_server = _Uvicorn(uvicorn_config(server.app, idle_s=600, grace_s=1))
     uvicorn_server.on_stop = server.stop

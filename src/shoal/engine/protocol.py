@@ -1,12 +1,15 @@
 """JSON bodies of an engine's HTTP routes: vLLM's `/inference/v1/generate` and the routes that control it.
 
-Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/score`, `/info` and `/update_weights`.
+Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/stream`, `/score`, `/info` and
+`/update_weights`.
 """
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
+
+from shoal.interfaces import LogitRules
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +37,15 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     """Name accepted for vLLM's clients; the engine has one model."""
     stream: Literal[False] = False
+
+
+class StreamRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /stream`, whose answer has a line of JSON, `ServedTokens`, for at least `every` tokens."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    rules: LogitRules = LogitRules()
+    every: int = 1
 
 
 class TokenLogprob(msgspec.Struct):

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shoal.engine.logit_rules import RuledLogits, Top
 from shoal.engine.scheduler import SequenceState
 from shoal.types import FinishReason, Sampling
 
@@ -51,6 +52,10 @@ class Draft(SequenceState):
     ranked: list[list[tuple[int, float]]] = field(default_factory=list)
     """Tokens other than the target with their logprobs, for each target."""
     logprobs: list[float] = field(default_factory=list)
+    rules: RuledLogits | None = None
+    """Rules of a client that trains nothing; logprobs are then those of the model itself."""
+    tops: list[Top] = field(default_factory=list)
+    """Most likely tokens for each sampled or scored token, where the rules ask for them."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
@@ -73,6 +78,7 @@ class Request:
     score_ids: Sequence[int] = ()
     """Tokens to score without sampling; the prompt is all of them but the last."""
     others: Others = 0
+    rules: RuledLogits | None = None
     drafts: list[Draft] = field(default_factory=list)
 
     @property

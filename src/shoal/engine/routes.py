@@ -10,26 +10,30 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shoal.engine import protocol
+from shoal.engine.logit_rules import Grammars, RuledLogits, check_rules
 from shoal.engine.options import PauseMode
 from shoal.engine.request import Draft, Request, scoring
 from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
+from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
-from shoal.net.server import HANDLERS, body, decoded, exposition, guarded, json, refusal
+from shoal.interfaces import LogitRules
+from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
 T = TypeVar("T")
@@ -129,20 +133,27 @@ class EngineServer:
         crashed: Callable[[BaseException], None],
         token: str = "",
         weights: Sequence[Path] = (),
+        model_dir: Path = Path(),
         hung_s: float = HUNG_S,
     ) -> None:
-        """`weights` are the folders that new weights load from; a step longer than `hung_s` counts as hung."""
+        """`weights` are the folders that new weights load from; a step longer than `hung_s` counts as hung.
+
+        `model_dir` has the tokenizer, which only answers under a schema need.
+        """
         self._engine = engine
         self._hung_s = hung_s
         self._ready = ready
         self._crashed = crashed
         self._waiters: dict[Request, asyncio.Future[None]] = {}
+        self._streams: set[TokenStream] = set()
+        self._grammars = Grammars(model_dir, engine.vocabulary)
         self._refused = self._failed_updates = 0
         self._failure = ""
         self._weights = tuple(folder.resolve() for folder in weights)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         routes = [
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/stream", self._stream, methods=["POST"]),
             Route("/score", self._score, methods=["POST"]),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
@@ -167,7 +178,7 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         self._thread = EngineThread(
             self._engine,
-            deliver=lambda finished: _soon(loop, self._settle, finished) if finished else None,
+            deliver=partial(self._deliver, loop),
             crashed=lambda error: _soon(loop, self._crashed, error),
         )
         self._thread.start()
@@ -175,6 +186,14 @@ class EngineServer:
         yield
         self._thread.stop()
         self._reading.shutdown(cancel_futures=True)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, finished: list[Request]) -> None:
+        """Hands what a step brought to the event loop; in the engine's thread."""
+        if finished:
+            _soon(loop, self._settle, finished)
+        if news := [(stream, new) for stream in list(self._streams) if (new := stream.news()) is not None]:
+            _soon(loop, pass_on, news)
+            self._streams.difference_update([stream for stream, _ in news if stream.ended])
 
     def _settle(self, finished: list[Request]) -> None:
         for request in finished:
@@ -194,10 +213,41 @@ class EngineServer:
             return Response(status_code=CLIENT_GONE)
         return json(protocol.GenerateResponse([_choice(draft) for draft in request.drafts], request.name))
 
+    async def _stream(self, http: HttpRequest) -> Response:
+        """Answers with a line of JSON for each piece of the answer; an error before the first has its own status."""
+        asked = await self._body(http, protocol.StreamRequest)
+        check_rules(asked.rules, self._engine.vocabulary)
+        request = _request(protocol.GenerateRequest(asked.token_ids, asked.sampling_params))
+        self._engine.check(request)
+        if request.n != 1:
+            raise RequestRefused(f"sampling_params.n: expected 1 in a stream, got {request.n}")
+        stops, matcher = request.sampling.stop_token_ids, None
+        if asked.rules.schema:
+            compiled = partial(self._grammars.matcher, asked.rules.schema, stops)
+            matcher = await asyncio.get_running_loop().run_in_executor(self._reading, compiled)
+        request.rules = RuledLogits(asked.rules, matcher)
+        stream = TokenStream(request, asked.every)
+        self._streams.add(stream)
+        try:
+            await self._call(lambda: self._engine.submit(request))
+        except BaseException:
+            self._streams.discard(stream)
+            raise
+        return StreamingResponse(self._lines(stream), media_type="application/x-ndjson")
+
+    async def _lines(self, stream: TokenStream) -> AsyncIterator[bytes]:
+        try:
+            async for tokens in stream:
+                yield msgspec.json.encode(tokens) + b"\n"
+        finally:
+            self._streams.discard(stream)
+            if not stream.request.finished:
+                self._thread.call(lambda: self._engine.abort([stream.request]))
+
     async def _answered(self, http: HttpRequest, request: Request) -> None:
         """Returns when a request has ended, or its client has disconnected."""
         ended = self._waiters[request] = asyncio.get_running_loop().create_future()
-        gone = asyncio.ensure_future(_disconnected(http))
+        gone = asyncio.ensure_future(disconnected(http))
         try:
             await self._call(lambda: self._engine.submit(request))
             await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -292,15 +342,6 @@ def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argume
     """Calls `function` on the loop; a closed loop needs no call."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, argument)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    """Returns when the client has disconnected. The body must have been read."""
-    receive: Callable[[], Awaitable[object]] = http.receive
-    while True:
-        message = await receive()
-        if isinstance(message, dict) and message["type"] == "http.disconnect":
-            return
 
 
 def _request(body: protocol.GenerateRequest) -> Request:

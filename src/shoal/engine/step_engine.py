@@ -69,7 +69,7 @@ class StepEngine:
         self._forward = forward_of(self.model, limits.max_model_len)
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
         room_tokens = limits.max_running * limits.max_model_len
         self._cache = KVCache(limits.max_model_len, limits.kv_tokens or 2 * room_tokens)
@@ -106,8 +106,8 @@ class StepEngine:
         """Raises `RequestRefused` for tokens that the model cannot read. Safe in any thread: reads only constants."""
         if not 0 < len(token_ids) <= longest:
             raise RequestRefused(f"token_ids: expected 1 to {longest} tokens, got {len(token_ids)}")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
-            raise RequestRefused(f"token_ids: expected ids from 0 to {self._vocabulary - 1}")
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
+            raise RequestRefused(f"token_ids: expected ids from 0 to {self.vocabulary - 1}")
 
     def submit(self, request: Request) -> None:
         """Queues a request that `check` accepts. Raises `EngineUnavailable` when paused or full."""
@@ -141,6 +141,7 @@ class StepEngine:
                 index=index,
                 max_sampled=room,
                 stop_ids=stop_ids,
+                rules=None if request.rules is None else request.rules.copy(),
                 uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
             )
             for index in range(request.n)
@@ -271,8 +272,10 @@ class StepEngine:
         if batch.sampling is None:
             return
         logits_BV = logits_KV if batch.expand is None else logits_KV.index_select(0, batch.expand)
-        self._token_B, logp_B = sample(logits_BV, batch.sampling, self._uniforms(batch))
-        self._record(batch.drafts, self._token_B.tolist(), logp_B.tolist())
+        self._token_B, logp_B = sample(batch.ruled(logits_BV), batch.sampling, self._uniforms(batch))
+        tokens, logprobs = self._token_B.tolist(), logp_B.tolist()
+        batch.note_ruled(logits_BV, tokens, logprobs)
+        self._record(batch.drafts, tokens, logprobs)
 
     def _next_batch(self) -> StepBatch:
         plan = self._scheduler.plan()
@@ -317,7 +320,9 @@ class StepEngine:
             draft.sampled.append(token)
             draft.logprobs.append(logprob)
             draft.versions.append(self.version)
-            if token in draft.stop_ids:
+            if draft.rules is not None and draft.rules.failed:
+                self._finish(draft, FinishReason.ABORT)
+            elif token in draft.stop_ids:
                 self._finish(draft, FinishReason.STOP)
             elif len(draft.sampled) >= draft.max_sampled:
                 self._finish(draft, FinishReason.LENGTH)

@@ -109,7 +109,7 @@ def messages_body(reply: Reply[MessagesRequest]) -> Body:
     """Body of the answer to a request."""
     stopped = ("tool_use" if reply.message.tool_calls else "end_turn") if reply.stopped else "max_tokens"
     return {
-        "id": f"msg_{reply.generation.id}",
+        "id": f"msg_{reply.id}",
         "type": "message",
         "role": "assistant",
         "model": reply.request.model,

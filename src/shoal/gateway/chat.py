@@ -185,7 +185,7 @@ def tokens_body(reply: Reply[TokensRequest]) -> Body:
 
 
 def _head(prefix: str, kind: str, reply: Reply[R]) -> Body:
-    name = f"{prefix}-{reply.generation.id}"
+    name = f"{prefix}-{reply.id}"
     return {"id": name, "object": kind, "created": reply.created, "model": reply.request.model}
 
 

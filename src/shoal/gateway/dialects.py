@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Generic, TypeAlias, TypeVar
 
@@ -32,7 +33,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ModelRequest(SamplingRequest, kw_only=True):
-    """Fields that the requests of all APIs share. Unknown fields are ignored, unserved values refused."""
+    """Fields that the requests of all APIs share; unserved values are refused."""
 
     model: str | None = ""
     stream: bool | None = False
@@ -48,6 +49,22 @@ class TextPart(msgspec.Struct):
 
 
 R = TypeVar("R", bound=ModelRequest)
+K = TypeVar("K", bound=msgspec.Struct)
+SAMPLING: Mapping[str, Sequence[object]] = {
+    **dict.fromkeys(("top_k", "typical_p", "top_a"), (0, -1)),
+    **dict.fromkeys(("min_p", "min_tokens", "no_repeat_ngram_size"), (0,)),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+}
+"""Sampling parameters of vLLM and its like that a session does not know: the values that change nothing."""
+WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
+    | {"store", "include", "betas", "reasoning", "thinking", "cache_control"}
+)
+"""Fields of OpenAI's and Anthropic's clients that change no answer here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,13 @@ class Reply(Generic[R]):
     prompt_ids: tuple[int, ...]
     created: int
     """Time of the request in seconds since 1970."""
+    session: str = ""
+    """Name of the session's token tree."""
+
+    @property
+    def id(self) -> str:
+        """Id of the answer, unique among all sessions."""
+        return f"{self.session}-{self.generation.id}"
 
     @property
     def message(self) -> Message:
@@ -117,16 +141,36 @@ class Dialect(Generic[R]):
     named: bool = False
     """Whether events carry their type as name, and no mark ends the stream."""
 
-    def request(self, data: bytes) -> R:
-        """Request of a body. Raises `SessionError` or `Refused`, naming the field."""
-        fields = decoded(data, dict[str, object])
-        for name, allowed in self.served.items():
-            if (value := fields.get(name)) is not None and value not in allowed:
-                raise Refusal(name, f"none or {allowed[-1]!r}" if allowed else "none", value)
-        try:
-            return msgspec.convert(fields, self.kind)
-        except (msgspec.ValidationError, RecursionError) as error:
-            raise SessionError(f"body: {error}") from error
+    def request(self, data: bytes, *, strict: bool = False) -> R:
+        """Request of a body. Raises `SessionError` or `Refused`, naming the field.
+
+        Fields that would change the sampling are refused, and so are unknown ones when `strict`: an agent may send
+        whatever its library adds, but a typing error of a person must not go unseen.
+        """
+        return converted(fields_of(data, (self.kind,), {**SAMPLING, **self.served}, strict=strict), self.kind)
+
+
+def fields_of(
+    data: bytes, kinds: Sequence[type[msgspec.Struct]], served: Mapping[str, Sequence[object]], *, strict: bool
+) -> dict[str, object]:
+    """Fields of a body for `kinds`; the `served` ones have one of their values. Raises as `Dialect.request` does."""
+    fields = decoded(data, dict[str, object])
+    known = [one.encode_name for kind in kinds for one in msgspec.structs.fields(kind)]
+    for name, value in fields.items():
+        if name in served and value is not None and value not in (allowed := served[name]):
+            raise Refusal(name, f"none or {allowed[-1]!r}" if allowed else "none", value)
+        if strict and name not in known and name not in served and name not in WITHOUT_EFFECT:
+            near = get_close_matches(name, [*known, *served], 1)
+            raise Refusal(name, f"a known field{f', such as {near[0]!r}' if near else ''}", "an unknown one")
+    return fields
+
+
+def converted(fields: dict[str, object], kind: type[K]) -> K:
+    """Request of these fields. Raises `SessionError`, naming the field."""
+    try:
+        return msgspec.convert(fields, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise SessionError(f"body: {error}") from error
 
 
 def unicode(where: str, text: str) -> str:

@@ -91,8 +91,8 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
 
 def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
     """Conversation that ends in a response of this session. Raises `Refusal`."""
-    mark, _, number = response_id.partition("_")
-    if mark == "resp" and number.isascii() and number.isdigit() and len(number) < 20:
+    name, _, number = response_id.rpartition("-")
+    if name == f"resp_{tree.name}" and number.isascii() and number.isdigit() and len(number) < 20:
         try:
             return tree.conversation(int(number))
         except KeyError:
@@ -137,7 +137,7 @@ def responses_body(reply: Reply[ResponsesRequest]) -> Body:
     """Body of the answer to a request."""
     prompt, sampled, fields = len(reply.prompt_ids), len(reply.token_ids), msgspec.to_builtins(reply.request)
     return {
-        "id": f"resp_{reply.generation.id}",
+        "id": f"resp_{reply.id}",
         "object": "response",
         "created_at": reply.created,
         "status": _status(reply),
@@ -169,7 +169,7 @@ def _status(reply: Reply[ResponsesRequest]) -> str:
 
 def _output(reply: Reply[ResponsesRequest]) -> Iterator[tuple[Body, Body | None]]:
     """Output items with their part of text: reasoning, text and calls; an empty answer still has a message."""
-    message, name, status = reply.message, reply.generation.id, _status(reply)
+    message, name, status = reply.message, reply.id, _status(reply)
     if message.reasoning:
         part: Body = {"type": "reasoning_text", "text": message.reasoning}
         yield {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [part], "status": status}, part

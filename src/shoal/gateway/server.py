@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -23,11 +23,13 @@ from shoal.errors import ContextOverflow, SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
+from shoal.gateway.plain_server import LateError, PlainServer
 from shoal.gateway.registry import SessionBounds, Sessions, export
+from shoal.gateway.request_log import FREE_PATHS, RequestRecord
 from shoal.gateway.responses import RESPONSES
 from shoal.gateway.sessions import DEFAULTS, OpenRequest, Session, SessionContext, SessionOver
 from shoal.gateway.token_tree import Generation
-from shoal.interfaces import Engine
+from shoal.interfaces import Engine, ModelServer
 from shoal.net.client import RETRY_HEADER
 from shoal.net.server import body, decoded, exposition, guarded, json
 
@@ -56,6 +58,18 @@ DIALECTS: Mapping[str, Dialect[Any]] = {
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
+class ModelNotFound(SessionError):
+    """Error of a request for a model that is not served (HTTP 404)."""
+
+    http_status = 404
+
+
+class _Named(msgspec.Struct):
+    """Field of all requests that names the model."""
+
+    model: str | None = None
+
+
 class Unauthorized(SessionError):
     """Error of a token that names no session (HTTP 401)."""
 
@@ -72,8 +86,12 @@ class Gateway:
     max_model_len: int
     """Most tokens, prompt and answer together, that the engine takes."""
     model: str = "shoal"
-    is_open: bool = False
-    """Whether each request without a session gets a session of its own; otherwise such requests get 401."""
+    also_called: Collection[str] = ()
+    """Further names by which a request without a session may call the model."""
+    model_server: ModelServer | None = None
+    """Engine that answers requests without a session; without it they get 401."""
+    on_request: Callable[[RequestRecord], None] | None = None
+    """Gets each request once it is answered."""
     admin_key: str = ""
     """Key that a request must send to open sessions, read metrics, or ask without a session; empty for no key."""
     bounds: SessionBounds = field(default_factory=SessionBounds)
@@ -87,6 +105,10 @@ class Gateway:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
         context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
         self.sessions = Sessions(context, self.bounds)
+        self._plain: dict[str, Callable[[Request, bytes, RequestRecord, LateError], Awaitable[Response]]] = {}
+        if self.model_server is not None:
+            plain = PlainServer(self.model_server, context, self.model, self.keep_alive_s)
+            self._plain = {"/v1/chat/completions": plain.chat, "/v1/completions": plain.text}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
@@ -123,12 +145,20 @@ class Gateway:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
-        http = Request(scope, receive, send)
+        http, record = Request(scope, receive, send), RequestRecord(str(scope["method"]), _shown(str(scope["path"])))
+        scope["shoal.record"], began_s = record, self.clock()
         try:
             response = await self._endpoint(scope)(http)
         except (ShoalError, HTTPException, ClientDisconnect) as error:
             response = self._refusal(http, error)
-        await response(scope, receive, send)
+            record.error = str(error) or type(error).__name__
+        try:
+            await response(scope, receive, send)
+            record.status = response.status_code
+        finally:
+            record.duration_s = self.clock() - began_s
+            if self.on_request is not None and record.path not in FREE_PATHS:
+                self.on_request(record)
 
     def _endpoint(self, scope: Scope) -> Endpoint:
         """Endpoint of a path, by lookup: Starlette's router would try one pattern after the other."""
@@ -158,14 +188,21 @@ class Gateway:
 
     async def _generate(self, dialect: Dialect[R], http: Request) -> Response:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
-        session = self._session(http)
+        session, record = self._session(http), http.scope["shoal.record"]
         data = await body(http, self.max_body_bytes)
-        request, created = dialect.request(data), int(time.time())
+        if is_plain := self.sessions.get(session.token) is None:
+            record.model = self._check_model(data)
+            if (plain := self._plain.get(http.url.path.rstrip("/"))) is not None:
+                return await plain(http, data, record, partial(_late_body, http.url.path))
+        request, created = dialect.request(data, strict=is_plain), int(time.time())
         digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
         ask = replace(dialect.ask(request, session.tree), digest=digest, is_retry=_is_retry(http))
 
         def reply(generation: Generation) -> Reply[R]:
-            return Reply(request, generation, session.tree.prompt_ids(generation), created)
+            prompt = session.tree.prompt_ids(generation)
+            record.prompt_tokens, record.completion_tokens = len(prompt), len(generation.completion.token_ids)
+            record.finish = generation.completion.finish_reason
+            return Reply(request, generation, prompt, created, session.tree.name)
 
         if not request.stream:
             generation = await session.generation(ask)
@@ -250,10 +287,17 @@ class Gateway:
             return session
         if token in self.sessions.closed:
             raise SessionOver(self.sessions.closed[token])
-        if named is None and self.is_open:
+        if named is None and self.model_server is not None:
             self._admit(http)
             return Session(self.sessions.context, DEFAULTS)
         raise Unauthorized(UNKNOWN)
+
+    def _check_model(self, data: bytes) -> str:
+        """Model that a request without a session names, if any. Raises `ModelNotFound`."""
+        asked = decoded(data, _Named).model or self.model
+        if asked != self.model and asked not in self.also_called:
+            raise ModelNotFound(f"model: expected {self.model!r}, got {asked!r}; GET /v1/models lists what is served")
+        return asked
 
     def _admit(self, http: Request) -> None:
         """Raises `Unauthorized` for a request without the admin key, where one is set."""
@@ -279,12 +323,26 @@ def _error_body(error: Exception, status: int, path: str) -> Body:
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": said}}
     kind = "invalid_request_error" if status < 500 else "server_error"
-    param = error.field if isinstance(error, Refusal) else None
+    param = error.field if isinstance(error, Refusal) else "model" if isinstance(error, ModelNotFound) else None
     return {"error": {"message": said, "type": kind, "param": param, "code": _code(error)}}
 
 
+def _late_body(path: str, error: ShoalError) -> Body:
+    return _error_body(error, error.http_status, path)
+
+
 def _code(error: Exception) -> str | None:
+    if isinstance(error, ModelNotFound):
+        return "model_not_found"
     return "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+
+
+def _shown(path: str) -> str:
+    """Path for the log: a session's key is in its path."""
+    if not path.startswith(SESSION):
+        return path
+    key, slash, rest = path.removeprefix(SESSION).partition("/")
+    return f"{SESSION}{key[:8]}...{slash}{rest}"
 
 
 def _event(event: Body, named: bool) -> bytes:

@@ -124,7 +124,7 @@ class Session:
     def __init__(self, context: SessionContext, asked: OpenRequest, priority: int = 0) -> None:
         """`priority` is the priority of its requests."""
         self.token = secrets.token_urlsafe(18)
-        self.tree = TokenTree(asked.history_policy)
+        self.tree = TokenTree(asked.history_policy, secrets.token_hex(8))
         self.ended = ""
         """Reason why the session answers no more; empty while it answers."""
         self.tokens_held = 0

@@ -111,8 +111,10 @@ class TokenTree:
     trainable in exactly one row; tokens of undelivered duplicates are in none.
     """
 
-    def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE) -> None:
+    def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE, name: str = "") -> None:
+        """`name` begins the ids of its answers, and is no secret."""
         self.policy = policy
+        self.name = name
         self.truncated = False
         """Whether the newest request did not fit the context; the caller sets it."""
         self._generations: dict[int, Generation] = {}

@@ -3,14 +3,16 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import jinja2
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from shoal.errors import SessionError
 from shoal.model.answer import BODY, CHANNEL, MARKS, THINK, Parted, harmony, in_channels, in_form, parted
+from shoal.model.token_bytes import TokenBytes
 from shoal.model.tool_calls import CallFormat, SampledCall, call_format, split_calls
 from shoal.types import Json, Message, Role, ToolCall
 
@@ -68,6 +70,24 @@ class ChatRenderer:
     def takes_tools(self) -> bool:
         """Whether the template can show tools and the parser can read its model's calls."""
         return self.call_format is not CallFormat.NONE
+
+    def parts_thoughts(self, template: str = "") -> bool:
+        """Whether answers under these template arguments may have thoughts apart from them."""
+        return self._channels or self._marks is not None or self._opens_thought(template)
+
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """Marks that open and close a thought in an answer's text."""
+        return self._marks or THINK
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Function from a token to its bytes."""
+        return TokenBytes(self._backend)
+
+    def next_text(self, decoder: DecodeStream, token: int) -> str:
+        """Text that a token adds to those that the decoder has seen; empty for the first bytes of a character."""
+        return decoder.step(self._backend, token) or ""
 
     def prompt_ids(self, messages: Sequence[Message], tools: str = "", template: str = "") -> list[int]:
         """Tokens of the conversation up to and including the header of the assistant's turn.

@@ -6,7 +6,7 @@ connection it holds. An event loop with other work sends an engine hundreds of r
 
 import asyncio
 import itertools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import AsyncGenerator, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -134,13 +134,10 @@ class Client:
 
         Raises `EngineUnavailable` without an answer.
         """
-        if self._closed:
-            raise EngineUnavailable(f"{self.url} is no longer asked: the client was closed")
-        if self._session is None:  # it belongs to the running loop, so it cannot be made earlier
-            self._session = session()
+        opened = self._opened()
         data = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
         return await exchange(
-            self._session,
+            opened,
             method,
             self.url + path,
             data,
@@ -148,6 +145,13 @@ class Client:
             timeout_s=self._timeout_s,
             retry=self._retry,
         )
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineUnavailable(f"{self.url} is no longer asked: the client was closed")
+        if self._session is None:  # it belongs to the running loop, so it cannot be made earlier
+            self._session = session()
+        return self._session
 
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
         """Sends a request and returns the answer as `kind`.
@@ -161,6 +165,28 @@ class Client:
         if status in self._refusals:
             raise RequestRefused(message)
         raise EngineUnavailable(message)
+
+    async def lines(self, path: str, kind: type[T], body: object) -> AsyncGenerator[T, None]:
+        """Posts `body` and yields each line of the answer as `kind`, as it comes; never tried again.
+
+        Leaving the iterator closes the connection. Raises as `ask` does.
+        """
+        headers = {"Content-Type": "application/json", **self._headers}
+        try:
+            async with self._opened().post(self.url + path, data=msgspec.json.encode(body), headers=headers) as reply:
+                if reply.status != 200:
+                    message = f"{path}: HTTP {reply.status}: {words(await _bounded(reply, MOST_ANSWER_BYTES))}"
+                    raise RequestRefused(message) if reply.status in self._refusals else EngineUnavailable(message)
+                async with asyncio.timeout(self._timeout_s):
+                    rest = b""
+                    async for part in reply.content.iter_any():
+                        *lines, rest = (rest + part).split(b"\n")
+                        for line in lines:
+                            yield decoded(line, kind, self.url + path)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"no whole answer from {self.url} in {self._timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"no answer from {self.url}: {error or type(error).__name__}") from error
 
     async def post(self, path: str, body: object = None) -> None:
         """Posts `body` where only success matters. Raises as `ask` does."""

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 from importlib.resources import files
 from typing import TypeVar
@@ -132,6 +132,15 @@ def decoded(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data or b"{}", type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"body: {error}") from error
+
+
+async def disconnected(http: Request) -> None:
+    """Returns when the client has disconnected. The body must have been read."""
+    receive: Callable[[], Awaitable[object]] = http.receive
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message["type"] == "http.disconnect":
+            return
 
 
 class guarded:  # noqa: N801 - an ASGI middleware, used as a function

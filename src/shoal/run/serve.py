@@ -12,15 +12,18 @@ from pathlib import Path
 import uvicorn
 
 from shoal.config import EngineConfig, ModelConfig
+from shoal.config.settings import EMBEDDED
 from shoal.engine.launch import engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ModelError, SessionError
+from shoal.gateway.request_log import OnRequest
 from shoal.gateway.server import Gateway
-from shoal.model.renderer_loading import load_renderer, local_directory
+from shoal.model.renderer_loading import load_renderer
 from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.process import Child, collect_rarely
 from shoal.net.server import uvicorn_config
 from shoal.run.engines import START_TIMEOUT_S
+from shoal.run.plan import model_directory
 from shoal.types import Message, Role
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
@@ -29,15 +32,22 @@ PATIENCE_S = 10.0
 
 
 async def serve(
-    model: ModelConfig, *, host: str, port: int, threads: int, announce: Callable[[str, str, str], None]
+    model: ModelConfig,
+    *,
+    host: str,
+    port: int,
+    threads: int,
+    announce: Callable[[str, str, str], None],
+    on_request: OnRequest | None = None,
 ) -> None:
     """Serves OpenAI and Anthropic clients until SIGTERM or SIGINT. Raises a `ShoalError`.
 
     `announce` gets URL, model name and API key once requests are answered. The key is empty on loopback; elsewhere it
-    comes from the environment, or is new.
+    comes from the environment, or is new. `on_request` gets each request once it is answered.
     """
     admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
-    directory = local_directory(model.path)
+    directory = model_directory(model.path)
+    name = _served_name(model.path)
     renderer = load_renderer(directory)
     try:
         renderer.prompt_ids([Message(Role.USER, "question")])
@@ -54,14 +64,22 @@ async def serve(
                 pool,
                 renderer,
                 max_model_len=longest,
-                model=directory.name,
-                is_open=True,
+                model=name,
+                also_called=(model.path,),
+                model_server=engine,
+                on_request=on_request,
                 admin_key=admin_key,
                 host=host,
             )
             collect_rarely()
-            announce(url_of(listening), directory.name, admin_key)
+            announce(url_of(listening), name, admin_key)
             await _until_told_to_stop(gateway, listening, child)
+
+
+def _served_name(path: str) -> str:
+    """Name by which clients call a model: its folder's or file's, or the one by which it was asked for."""
+    given = Path(path).expanduser()
+    return given.resolve().name if given.exists() and path not in EMBEDDED else path
 
 
 async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
