@@ -182,7 +182,9 @@ def evaluate(
 
 @app.command()
 def serve(
-    model: Annotated[list[str], typer.Option(help="Directory, hub name, GGUF file, demo or smollm2; tinker takes several.")],
+    model: Annotated[
+        list[str], typer.Option(help="Directory, hub name, GGUF file, demo or smollm2; tinker takes several.")
+    ],
     api: Annotated[Api, typer.Argument(help="Clients to answer: OpenAI's and Anthropic's, or the tinker package.")] = (
         Api.OPENAI
     ),

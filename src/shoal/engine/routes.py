@@ -32,7 +32,6 @@ from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
-from shoal.interfaces import LogitRules
 from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
 from shoal.types import FinishReason, Sampling
 
