@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from enum import StrEnum
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +19,8 @@ from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, 
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.page import ViewFlag, page_beside
 from shoal.cli.runs import RunArgument, run_at, run_names
+from shoal.cli.serving import serve
 from shoal.errors import ShoalError
-
-
-class Api(StrEnum):
-    """Clients that `shoal serve` answers."""
-
-    OPENAI = "openai"
-    TINKER = "tinker"
-
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
 for _commands in (swarm_commands.app, services.rewards, judge_commands.app, services.tasks):
@@ -180,78 +172,7 @@ def evaluate(
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)
 
 
-@app.command()
-def serve(
-    model: Annotated[
-        list[str], typer.Option(help="Directory, hub name, GGUF file, demo or smollm2; tinker takes several.")
-    ],
-    api: Annotated[Api, typer.Argument(help="Clients to answer: OpenAI's and Anthropic's, or the tinker package.")] = (
-        Api.OPENAI
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Beyond loopback an API key is wanted: SHOAL_ADMIN_KEY, or a new one.")
-    ] = "127.0.0.1",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    folder: Annotated[Path, typer.Option(help="Where tinker's models and requests are kept.")] = Path("runs/tinker"),
-    engines: Annotated[int, typer.Option(min=1, help="Weights that tinker's clients sample from at once.")] = 1,
-    log: Annotated[Path | None, typer.Option(help="File that gets a line of JSON per request.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No line per request in the terminal.")] = False,
-) -> None:
-    """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops."""
-    import uvloop
-
-    from shoal.config import parse
-    from shoal.errors import ConfigError
-    from shoal.gateway.request_log import RequestLog, RequestRecord
-    from shoal.net.process import cores
-    from shoal.run.devices import devices_of, gpus_present, visible_gpus
-    from shoal.run.serve import serve as serve_model
-
-    if api is Api.TINKER:
-        if log is not None:
-            raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
-        from shoal.run.serve_tinker import serve_tinker
-
-        def announce_tinker(url: str, key: str, names: Sequence[str]) -> None:
-            print(f"TINKER_BASE_URL={url} TINKER_API_KEY={key}", f"base_model: {', '.join(names)}", sep="\n")
-            sys.stdout.flush()
-
-        share = max(cores() // 2, 1)
-        serving = serve_tinker(
-            model,
-            folder.absolute(),
-            host=host,
-            port=port,
-            engines=engines,
-            threads=share,
-            device=device,
-            announce=announce_tinker,
-        )
-        uvloop.run(serving)
-        return
-    if len(model) > 1:
-        raise ConfigError(f"--model: expected one, got {len(model)}; only tinker serves several")
-    config = parse({"model": {"path": model[0], "device": device}, "tasks": [{"name": "chain_sum"}]})
-    devices_of(config, visible_gpus(os.environ, gpus_present()), trains=False)
-
-    def announce(url: str, name: str, key: str) -> None:
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-        known = f" -H 'Authorization: Bearer {key}'" if key else ""
-        curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{known} -d '{body}'"
-        print(f"{url}/v1", curl, sep="\n", flush=True)
-
-    with closing(RequestLog(log)) if log else nullcontext() as file:
-
-        def on_request(record: RequestRecord) -> None:
-            if not quiet:
-                print(record.line, file=sys.stderr, flush=True)
-            if file is not None:
-                file.write(record)
-
-        uvloop.run(
-            serve_model(config.model, host=host, port=port, threads=cores(), announce=announce, on_request=on_request)
-        )
+app.command()(serve)
 
 
 @app.command()
