@@ -33,7 +33,7 @@ CHAT_VALUES: Mapping[str, Sequence[object]] = {
 TEXT_VALUES: Mapping[str, Sequence[object]] = {**NOT_TAKEN, "suffix": ("",), "best_of": (1,)}
 
 
-class Format(msgspec.Struct):
+class ResponseFormat(msgspec.Struct):
     """Response format; see `response_format` in OpenAI's reference."""
 
     type: str
@@ -62,7 +62,7 @@ class PlainRules(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
@@ -84,8 +84,8 @@ class PlainTextRequest(TextRequest, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Logprobs that a request asks for."""
+class WantedLogprobs:
+    """WantedLogprobs that a request asks for."""
 
     wanted: bool
     top: int
@@ -125,7 +125,9 @@ def chat_request(data: bytes) -> tuple[PlainChatRequest, PlainOptions]:
         raise Refusal("top_logprobs", "logprobs = true beside it", body.logprobs)
     if body.reasoning_effort is not None:
         body.chat_template_kwargs = {"reasoning_effort": body.reasoning_effort, **(body.chat_template_kwargs or {})}
-    return body, _options(body, converted(fields, PlainRules), Logprobs(bool(body.logprobs), body.top_logprobs or 0))
+    return body, _options(
+        body, converted(fields, PlainRules), WantedLogprobs(bool(body.logprobs), body.top_logprobs or 0)
+    )
 
 
 def text_request(data: bytes) -> tuple[PlainTextRequest, PlainOptions]:
@@ -136,7 +138,7 @@ def text_request(data: bytes) -> tuple[PlainTextRequest, PlainOptions]:
         raise Refusal("logprobs", "0 or more", body.logprobs)
     if body.echo and body.stream:
         raise Refusal("echo", "false in a stream", True)
-    logprobs = Logprobs(body.logprobs is not None, body.logprobs or 0, bool(body.echo))
+    logprobs = WantedLogprobs(body.logprobs is not None, body.logprobs or 0, bool(body.echo))
     return body, _options(body, converted(fields, PlainRules), logprobs)
 
 
@@ -155,7 +157,7 @@ def prompts_of(body: PlainTextRequest) -> list[str | tuple[int, ...]]:
     return found
 
 
-def _options(body: ModelRequest, asked: PlainRules, logprobs: Logprobs) -> PlainOptions:
+def _options(body: ModelRequest, asked: PlainRules, logprobs: WantedLogprobs) -> PlainOptions:
     n, most, lowest = asked.n or 1, body.max_tokens, 0 if logprobs.echo else 1
     if not 1 <= (asked.n if asked.n is not None else 1) <= MOST_CHOICES:
         raise Refusal("n", f"1 to {MOST_CHOICES}", asked.n)

@@ -45,7 +45,7 @@ NO_TREE = TokenTree()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlainJob:
     """A plain request with its choices."""
 
     answering: Answering
@@ -93,7 +93,7 @@ class PlainServer:
         read = partial(AnswerText, renderer, options.stops, chat=False)
         return await self._response(self._job(options, prompts, read, chat=False), http, record, late)
 
-    def _job(self, options: PlainOptions, prompts: Sequence[tuple[int, ...]], read: Reader, *, chat: bool) -> Job:
+    def _job(self, options: PlainOptions, prompts: Sequence[tuple[int, ...]], read: Reader, *, chat: bool) -> PlainJob:
         if (many := len(prompts) * options.n) > MOST_CHOICES:
             raise SessionError(f"prompt: expected at most {MOST_CHOICES} choices of all prompts together, got {many}")
         longest = self.context.max_model_len
@@ -106,9 +106,9 @@ class PlainServer:
         answering = Answering(name, self.model, int(time.time()), options, self.context.renderer.token_bytes)
         repeated = [prompt for prompt in prompts for _ in range(options.n)]
         choices = tuple(Choice(index, prompt, read()) for index, prompt in enumerate(repeated))
-        return Job(answering, tuple(prompts), choices, chat)
+        return PlainJob(answering, tuple(prompts), choices, chat)
 
-    async def _response(self, job: Job, http: Request, record: RequestRecord, late: LateError) -> Response:
+    async def _response(self, job: PlainJob, http: Request, record: RequestRecord, late: LateError) -> Response:
         record.id, record.prompt_tokens = job.answering.id, sum(map(len, job.prompts))
         if job.answering.options.stream:
             chunks = self._chunks(job, record, late)
@@ -120,7 +120,7 @@ class PlainServer:
         head = job.answering.head("chat.completion" if job.chat else "text_completion")
         return json({**head, "choices": choices, "usage": job.answering.usage(job.choices, job.prompts)})
 
-    async def _all_answered(self, job: Job, http: Request, record: RequestRecord) -> None:
+    async def _all_answered(self, job: PlainJob, http: Request, record: RequestRecord) -> None:
         """Waits for all choices, whose answers end when one fails or the client disconnects."""
         tasks = [asyncio.create_task(self._answered(choice, job), name="plain choice") for choice in job.choices]
         answered, left = asyncio.gather(*tasks), asyncio.create_task(disconnected(http))
@@ -135,19 +135,19 @@ class PlainServer:
             await asyncio.gather(*tasks, left, return_exceptions=True)
             self._record(job, record)
 
-    def _record(self, job: Job, record: RequestRecord) -> None:
+    def _record(self, job: PlainJob, record: RequestRecord) -> None:
         record.completion_tokens = sum(len(choice.tokens) for choice in job.choices)
         record.finish = ",".join(
             sorted({"stop" if one.text.stopped else one.finish_reason or "unfinished" for one in job.choices})
         )
         self.context.counted["drawn_tokens"] += record.completion_tokens
 
-    async def _answered(self, choice: Choice, job: Job) -> None:
+    async def _answered(self, choice: Choice, job: PlainJob) -> None:
         async with aclosing(self._pieces(choice, job)) as pieces:
             async for _ in pieces:
                 pass
 
-    async def _pieces(self, choice: Choice, job: Job) -> AsyncGenerator[None, None]:
+    async def _pieces(self, choice: Choice, job: PlainJob) -> AsyncGenerator[None, None]:
         """Adds tokens to a choice until it ends; one step for each piece of it."""
         options = job.answering.options
         if options.echo and options.logprobs and len(choice.prompt_ids) > 1:
@@ -176,7 +176,7 @@ class PlainServer:
                 if choice.finish_reason is not None:
                     return
 
-    async def _chunks(self, job: Job, record: RequestRecord, late: LateError) -> AsyncIterator[bytes]:
+    async def _chunks(self, job: PlainJob, record: RequestRecord, late: LateError) -> AsyncIterator[bytes]:
         """Events of a stream: comments while nothing comes, then the chunks of all choices as they come."""
         queue: asyncio.Queue[Choice | ShoalError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(choice, job, queue), name="plain choice") for choice in job.choices]
@@ -216,7 +216,7 @@ class PlainServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self, choice: Choice, job: Job, queue: "asyncio.Queue[Choice | ShoalError | None]") -> None:
+    async def _feed(self, choice: Choice, job: PlainJob, queue: "asyncio.Queue[Choice | ShoalError | None]") -> None:
         """Puts a choice into the queue whenever it has grown, then None or its error."""
         try:
             async with aclosing(self._pieces(choice, job)) as pieces:
@@ -238,18 +238,18 @@ def _event(body: Body) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _chunk_head(job: Job) -> Body:
+def _chunk_head(job: PlainJob) -> Body:
     return job.answering.head("chat.completion.chunk" if job.chat else "text_completion")
 
 
-def _opening(job: Job) -> Iterator[bytes]:
+def _opening(job: PlainJob) -> Iterator[bytes]:
     """First chunk of each choice of a chat."""
     for choice in job.choices if job.chat else ():
         delta: Body = {"role": "assistant", "content": ""}
         yield _event({**_chunk_head(job), "choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]})
 
 
-def _news(job: Job, choice: Choice, shown: dict[int, tuple[str, str]]) -> Iterator[bytes]:
+def _news(job: PlainJob, choice: Choice, shown: dict[int, tuple[str, str]]) -> Iterator[bytes]:
     """Chunks with what a choice shows more than before, and with its end."""
     reasoning, content = shown[choice.index]
     shown[choice.index] = choice.text.reasoning, choice.text.content

@@ -23,7 +23,6 @@ from shoal.errors import ContextOverflow, SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
-from shoal.gateway.plain_server import LateError, PlainServer
 from shoal.gateway.registry import SessionBounds, Sessions, export
 from shoal.gateway.request_log import FREE_PATHS, RequestRecord
 from shoal.gateway.responses import RESPONSES
@@ -56,6 +55,8 @@ DIALECTS: Mapping[str, Dialect[Any]] = {
 }
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+PlainEndpoint: TypeAlias = Callable[[Request, bytes, RequestRecord, Callable[[ShoalError], Body]], Awaitable[Response]]
+"""Answers a request with this body; the last argument is the body that reports an error late in a stream."""
 
 
 class ModelNotFound(SessionError):
@@ -105,8 +106,10 @@ class Gateway:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
         context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
         self.sessions = Sessions(context, self.bounds)
-        self._plain: dict[str, Callable[[Request, bytes, RequestRecord, LateError], Awaitable[Response]]] = {}
+        self._plain: dict[str, PlainEndpoint] = {}
         if self.model_server is not None:
+            from shoal.gateway.plain_server import PlainServer  # the gateway of a training run has no use for it
+
             plain = PlainServer(self.model_server, context, self.model, self.keep_alive_s)
             self._plain = {"/v1/chat/completions": plain.chat, "/v1/completions": plain.text}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
