@@ -43,7 +43,7 @@ class RuledLogits:
         self._changes = bool(rules.bias or rules.presence_penalty or rules.frequency_penalty or matcher)
 
     def copy(self) -> "RuledLogits":
-        """The same rules for another answer that has no token yet."""
+        """Copies the rules for another answer, which has no token yet."""
         return RuledLogits(self._rules, self._matcher.deep_copy() if self._matcher is not None else None)
 
     def note(self, token: int) -> None:

@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What all choices of a request share."""
+    """Fields that all choices of a request share."""
 
     id: str
     model: str

@@ -95,7 +95,7 @@ class WantedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PlainOptions:
-    """What a plain request asks for, apart from its prompts."""
+    """Options of a plain request; its prompts are elsewhere."""
 
     n: int
     max_tokens: int | None
