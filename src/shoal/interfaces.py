@@ -62,7 +62,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """Rules that a client of a model server may ask of the logits; training never does, since no loss would know them."""
+    """Rules that a client of a model server may ask of the logits; training never does: no loss would know them."""
 
     top: int = 0
     """Number of most likely tokens reported beside each token."""
