@@ -57,7 +57,7 @@ services: $(VENV)/dev-installed
 # Real verifiers and OpenEnv, which want versions of packages that Shoal's own environment has not.
 adapters: $(VENV)/dev-installed
 	for name in verifiers openenv-core; do \
-		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer; } || exit 1; \
+		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer google-re2 jsonschema; } || exit 1; \
 	done
 	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
 

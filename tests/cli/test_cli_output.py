@@ -93,3 +93,11 @@ def test_the_time_of_a_node_s_status_is_a_date(tmp_path: Path) -> None:
     shown = shoal("swarm", "status", str(tmp_path)).stdout
     assert re.search(r"^time_s +2026-11-\d\d \d\d:\d\d:\d\d$", shown, re.MULTILINE)
     assert json.loads(shoal("swarm", "status", str(tmp_path), "--json").stdout)["time_s"] == 1.795e9
+
+
+def test_the_command_line_loads_only_what_a_task_s_worker_in_an_environment_of_its_own_has() -> None:
+    script = (
+        "import sys, shoal.cli, shoal.tasks.remote_worker; print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "pydantic", "zstandard", "cryptography", "nats", "starlette"} & set(loaded)

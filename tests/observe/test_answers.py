@@ -24,7 +24,7 @@ def test_each_question_is_shown_with_its_first_and_its_last_answer(tmp_path: Pat
     run = read_run(tmp_path)
     assert [(one.before["answer"], one.after["answer"]) for one in changes(run)] == [("ervir", "revir"), ("x", "revir")]
     assert list(change_lines(run, 80))[:3] == [
-        "'reverse river'",
+        "'reverse river'  right: 'revir'",
         "  before  'ervir'  reward 0",
         "  after   'revir'  reward 1",
     ]

@@ -97,6 +97,21 @@ def test_an_async_function_with_openai_s_client_trains_on_one_row_of_what_was_dr
     assert {version for version, m in zip(row.versions, row.mask, strict=True) if m} == {0, 1}
 
 
+def test_the_rollouts_of_an_environment_share_the_connections_of_one_openai_client() -> None:
+    clients: list[openai.AsyncOpenAI] = []
+
+    async def rollout(task: Task, model: Model) -> Outcome:
+        clients.append(model.openai())
+        await clients[-1].chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+        return Outcome(reward=1.0)
+
+    done = played(contextlib.nullcontext(rollout), "a", "b", n=2)
+    assert [one.status for one in done] == [RolloutStatus.FINISHED] * 2
+    assert clients[0]._client is clients[1]._client
+    assert clients[0].base_url != clients[1].base_url
+    assert clients[0].is_closed(), "the run closes the connections"
+
+
 async def one_answer(task: Task, client: openai.AsyncOpenAI) -> Outcome:
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
     return Outcome(reward=0.5, turn_rewards=(0.25,))

@@ -70,16 +70,20 @@ def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
                 node.start()
             for node in nodes:
                 node.join()
+            joined = shoal("swarm", "join", "run.toml", f"--server={url}", "--rule=truth", "--groups=1", cwd=folder)
         finally:
             server.terminate()
     assert [one.returncode for one in done.values()] == [0, 0], [one.stderr for one in done.values()]
+    assert joined.returncode == 0, joined.stderr
+    assert f" answers for {url}; Ctrl-C ends" in joined.stderr
+    assert (folder / "runs" / "node-join" / "swarm" / "status.json").is_file(), "a run of its configuration can begin"
     status = shoal("swarm", "status", "node-a", cwd=folder)
     assert status.returncode == 0, status.stderr
     assert "shared" in status.stdout
 
 
 def test_the_starter_of_verifiers_is_a_task_for_a_process_of_its_own() -> None:
-    """`make adapters` runs the starter with the real verifiers, which wants other releases of packages."""
+    """Its run wants verifiers 0.4, which wants other releases of packages; `make adapters` tries such a taskset."""
     folder = starter_folder("verifiers")
     (task,) = load(folder / "run.toml").tasks
     assert (task.name, task.service, task.path) == ("words", "remote", "127.0.0.1:8200")

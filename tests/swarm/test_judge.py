@@ -22,7 +22,8 @@ import pytest
 import uvicorn
 
 from shoal import wire
-from shoal.errors import ConfigError, EngineUnavailable, JudgeError, WireError
+from shoal.errors import ConfigError, EngineUnavailable, JudgeError, RequestRefused, WireError
+from shoal.net.chat import ChatChoice
 from shoal.net.listening import listening_socket
 from shoal.net.server import Refused
 from shoal.run.serve_judge import NINE
@@ -48,7 +49,7 @@ from shoal.swarm.judge.messages import (
 from shoal.swarm.judge.server import JudgeServer, leaderboard_html
 from shoal.swarm.judge.store import FILE, JudgeStore, Record, Standing
 from shoal.tasks.procedural_client import ProceduralClient, Spec
-from shoal.types import Reward, RewardStatus, Task
+from shoal.types import Message, Reward, RewardStatus, Task
 
 SUMS = Spec("chain_sum", '{"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}')
 GCD = Spec("gcd", "{}")
@@ -459,6 +460,30 @@ def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) 
 
     asyncio.run(main())
     assert judge.store.standings(judge.now_s()) == []
+
+
+class Fussy(ChatModel):
+    """Refuses the first question, as a server does with one that is longer than its context."""
+
+    asked = 0
+
+    async def ask(self, messages: Sequence[Message], tries: int, pause_s: float) -> ChatChoice:
+        Fussy.asked += 1
+        if Fussy.asked == 1:
+            raise RequestRefused("HTTP 400: this model's context is 512 tokens")
+        return await super().ask(messages, tries, pause_s)
+
+
+def test_a_question_that_the_model_refuses_counts_as_wrong_and_the_others_are_answered(
+    judge: Judge, model_url: str
+) -> None:
+    async def main() -> None:
+        async with served(judge) as url:
+            fussy = Fussy(model_url, "m")
+            _, verdict, silent = await take(url, fussy, ME, arm=Condition.SOLO, round_=1, clock=judge.now_s)
+            assert (len(verdict.marks), silent, Fussy.asked) == (4, 1, 4)
+
+    asyncio.run(main())
 
 
 def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal import wire
 from shoal.config import Config, TaskConfig
+from shoal.run.join_swarm import report_connection
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.identity import Identity
@@ -67,3 +68,23 @@ def test_why_a_peer_cannot_reach_its_swarm_is_in_its_status(tmp_path: Path) -> N
     assert (alone.status()["connected"], alone.status()["failure"]) == (True, "")
     hub._peers[0].here.clear()
     assert (alone.status()["connected"], alone.status()["failure"]) == (False, "this peer is cut off")
+
+
+def test_a_run_reports_once_that_its_swarm_is_away_and_that_it_is_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, events = MemorySwarm(), list[tuple[str, str]]()
+        alone = peer(hub, tmp_path, Identity.fresh(), Clock())
+
+        def on_event(name: str, reason: str = "") -> None:
+            events.append((name, reason))
+
+        reporting = asyncio.create_task(report_connection(alone, on_event, every_s=0.001))
+        hub._peers[0].here.clear()
+        await until(lambda: bool(events))
+        hub._peers[0].here.set()
+        await until(lambda: len(events) == 2)
+        reporting.cancel()
+        await asyncio.wait([reporting])
+        assert events == [("swarm_away", "this peer is cut off"), ("swarm_back", "")]
+
+    asyncio.run(main())

@@ -11,10 +11,23 @@ from test_swarm_exchange import collected, free_port, published, with_server
 
 from shoal.errors import ConfigError
 from shoal.interfaces import Exchange
+from shoal.net.listening import listening_socket
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions, server_config
 from until import until
+
+
+def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        with listening_socket("127.0.0.1", 0) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"port: expected a free one on 127.0.0.1, got {port}"):
+                async with NatsServer(ServerOptions(tmp_path / "server", port=port)):
+                    pass
+
+    asyncio.run(main())
+    assert not (tmp_path / "server").exists()
 
 
 async def gathered(exchange: Exchange, frames: list[bytes]) -> None:

@@ -276,6 +276,24 @@ def test_the_library_of_a_configuration_waits_for_workers_at_its_address() -> No
     asyncio.run(main(port))
 
 
+def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_serves_it() -> None:
+    async def main(port: int) -> None:
+        heard: list[str] = []
+        worker = RemoteWorker(service_tasks.Fast, f"http://127.0.0.1:{port}")
+        serving = asyncio.create_task(worker.run(lambda: heard.append("serves"), lambda: heard.append("waits")))
+        await until(lambda: bool(heard))
+        config = Config.model_validate({"tasks": [{"name": "fast", "service": "remote", "path": f"127.0.0.1:{port}"}]})
+        library = await asyncio.to_thread(library_of, config)
+        assert heard == ["waits", "serves"]
+        await asyncio.to_thread(library.__exit__)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    asyncio.run(main(port))
+
+
 def test_a_process_that_is_stopped_loses_its_jobs() -> None:
     with TaskServer(["slow"], lease_s=1.0) as server, serving("service_tasks:Slow", server.url) as other:
         service = RemoteEnvironment("slow", server)

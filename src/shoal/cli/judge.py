@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,9 @@ import typer
 
 from shoal.cli.output import JsonFlag, announce, printable, show
 from shoal.errors import ConfigError, RunDirError
-from shoal.swarm.judge.messages import Condition
+
+TrainedBy = StrEnum("TrainedBy", ["swarm", "solo"])
+"""Values of `swarm.judge.messages.Condition`, which loads what a task's worker need not have."""
 
 app = typer.Typer(name="judge", help="Challenge models and grade their answers.", no_args_is_help=True)
 
@@ -52,7 +55,7 @@ def take(
     identity: Annotated[Path, typer.Option(help="The peer's key; made when there is none.")] = Path(
         "runs/taker/identity.pem"
     ),
-    arm: Annotated[Condition, typer.Option(help="How it is trained.")] = Condition.SOLO,
+    arm: Annotated[TrainedBy, typer.Option(help="How it is trained.")] = TrainedBy.solo,
     round_: Annotated[int, typer.Option("--round", min=0, help="Training rounds that it has behind it.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 1024,
     temperature: Annotated[float | None, typer.Option(min=0, help="The server's own when unset.")] = None,
@@ -65,11 +68,12 @@ def take(
     from shoal.swarm.answerers import ChatModel
     from shoal.swarm.identity import Identity
     from shoal.swarm.judge.client import take as take_challenge
+    from shoal.swarm.judge.messages import Condition
 
     chat = ChatModel(checked_url("--engine", engine), model, os.environ.get(key_env, ""), max_tokens, temperature)
     key = Identity.load(identity)
     challenge, verdict, unanswered = asyncio.run(
-        take_challenge(judge_url.rstrip("/"), chat, key, arm=arm, round_=round_, judge=judge)
+        take_challenge(judge_url.rstrip("/"), chat, key, arm=Condition(arm.value), round_=round_, judge=judge)
     )
     passed: dict[str, list[bool]] = {}
     for answer in verdict.marks:

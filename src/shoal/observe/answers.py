@@ -36,7 +36,8 @@ def changes(run: RunRecords) -> list[AnswerChange]:
 def change_lines(run: RunRecords, width: int) -> Iterator[str]:
     """Lines of at most `width` columns that show each question with its two answers; none before training."""
     for one in changes(run):
-        yield quoted(one.question, width)
+        right = f"  right: {quoted(one.truth, width // 2 - 8)}" if one.truth else ""
+        yield quoted(one.question, width - len(right)) + right
         for label, record in (("before", one.before), ("after", one.after)):
             yield f"  {label:<6}  {quoted(str(record['answer']), max(8, width - BESIDE))}  {reward_text(record)}"
 

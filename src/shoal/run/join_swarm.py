@@ -24,7 +24,7 @@ from shoal.swarm.human.server import HumanServer
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.peer import Joined
+from shoal.swarm.peer import Joined, Peer
 from shoal.tasks.library import library_of
 from shoal.types import Split
 
@@ -118,17 +118,17 @@ async def generate(
             reporting.cancel()
 
 
-async def report_connection(node: Node, on_event: Callable[..., None]) -> None:
+async def report_connection(peer: Peer, on_event: Callable[..., None], every_s: float = AWAY_S) -> None:
     """Reports for ever that no server of the swarm is reached, once it has lasted, and that one is reached again."""
     reached = True
     while True:
-        await asyncio.sleep(AWAY_S)
-        if node.connected != reached:
-            reached = node.connected
+        await asyncio.sleep(every_s)
+        if peer.connected != reached:
+            reached = peer.connected
             if reached:
                 on_event("swarm_back")
             else:
-                on_event("swarm_away", reason=str(node.status()["failure"]) or "no server of the swarm answers")
+                on_event("swarm_away", reason=str(peer.status()["failure"]) or "no server of the swarm answers")
 
 
 def _because(failure: str) -> str:
