@@ -1,21 +1,31 @@
-"""The swarm bench measures the cost of being in a swarm: admitting offers, and a thousand nodes at once.
+"""The swarm bench measures the cost of being in a swarm: admitting offers, and up to 10,000 nodes at once.
 
 offers_per_s      frames of about 8 KB per second of one core's time through the ingress filter: size, schema,
                   signature, sequence, rate, decompression, decoding
 intake_core_share largest share of a core that a node spends in the ingress filter, under any flood
 with_receipt_per_s  offers per second, with the question drawn again from its receipt by a child process
-simulated_nodes   nodes that share and take for a while in one process, on a clock that jumps
-simulated_cpu_s   processor time of the simulation; `simulated_groups` counts the external groups taken
+simulated         one row per size of a swarm whose nodes share and take in one process, on a clock that jumps, with
+                  the real node, trust and strategy: nodes, processor time, external groups taken, bytes per step
+nodes             size of the largest swarm
+bytes_per_step    bytes that one of its nodes sent and read per step
+cpu_s_per_node_hour  processor time of one of its nodes in an hour of simulated time
+growth_exponent   slope of log(cpu_s) over log(nodes) from the smallest swarm to the largest: 1 is linear, 2 quadratic
+quadratic_share   share of the largest swarm's time in the quadratic term of a least-squares fit of a n + b n^2
 """
 
 import asyncio
+import math
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import linear_regression
 from string import ascii_letters
 
+from benchmarks import say
 from benchmarks.clock import run_virtual
 from benchmarks.work import coin
 from shoal import wire
@@ -25,7 +35,7 @@ from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import INTAKE_PER_S, Joined
 from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
@@ -36,8 +46,11 @@ ROLLOUTS = 8
 FRAME_BYTES = 8192
 UNLIMITED = TrustLimits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9, author_burst_s=1e9)
 AUTHORS = 16
-NODES = 1000
+SIZES = (100, 1000, 10_000)
+QUICK_SIZES = (10, 30, 90)
 SIMULATED_S = 40.0
+READ_PER_S = 2.0
+"""Frames that a simulated node reads per second, however many others there are."""
 STEP_S = 10.0
 """Seconds between two groups of a simulated node."""
 
@@ -46,16 +59,55 @@ def measure(quick: bool) -> Report:
     """Measures all figures of the list above."""
     count = 500 if quick else 10_000
     offers_per_s, frame_bytes = _admission(count)
-    cpu_s, groups = _simulation(50 if quick else NODES)
+    sizes = [_simulation(count) for count in (QUICK_SIZES if quick else SIZES)]
+    largest = sizes[-1]
     return {
         "offers_per_s": offers_per_s,
         "frame_bytes": frame_bytes,
         "intake_core_share": INTAKE_PER_S / offers_per_s,
         "with_receipt_per_s": _with_receipts(200 if quick else 2000),
-        "simulated_nodes": 50 if quick else NODES,
-        "simulated_cpu_s": cpu_s,
-        "simulated_groups": groups,
+        "simulated": [asdict(one) for one in sizes],
+        "nodes": largest.nodes,
+        "bytes_per_step": largest.bytes_per_step,
+        "cpu_s_per_node_hour": largest.cpu_s / largest.nodes * 3600 / SIMULATED_S,
+        "growth_exponent": growth_exponent([(one.nodes, one.cpu_s) for one in sizes]),
+        "quadratic_share": quadratic_share([(one.nodes, one.cpu_s) for one in sizes]),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Figures of one swarm."""
+
+    nodes: int
+    cpu_s: float
+    groups: int
+    """External groups that its nodes took."""
+    bytes_per_step: float
+    """Bytes that a node sent and read per step."""
+
+
+def growth_exponent(points: Sequence[tuple[int, float]]) -> float:
+    """Least-squares slope of log(seconds) over log(nodes).
+
+    >>> round(growth_exponent([(10, 1.0), (100, 10.0), (1000, 100.0)]), 6)
+    1.0
+    """
+    return linear_regression([math.log(n) for n, _ in points], [math.log(cpu_s) for _, cpu_s in points]).slope
+
+
+def quadratic_share(points: Sequence[tuple[int, float]]) -> float:
+    """Share of b n^2 in the largest n, of the fit of seconds = a n + b n^2 by relative least squares; 0 for b < 0.
+
+    >>> round(quadratic_share([(10, 1.0), (100, 10.0), (1000, 100.0)]), 6)
+    0.0
+    >>> round(quadratic_share([(1, 2.0), (10, 110.0)]), 6)
+    0.909091
+    """
+    each = [(n, cpu_s / n) for n, cpu_s in points]  # seconds per node = a + b n
+    fit = linear_regression([n for n, _ in each], [value for _, value in each])
+    largest = max(n for n, _ in points)
+    return max(0.0, fit.slope * largest / (fit.intercept + fit.slope * largest))
 
 
 def _texts(rng: random.Random, size: int) -> tuple[OfferedRollout, ...]:
@@ -128,6 +180,9 @@ class _Characters:
 class _Coins:
     """Recogniser and scorer that knows every question, and rewards half of all answers."""
 
+    async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
+        return Course()
+
     async def claim(self, task: Task) -> Claim:
         return Claim(task.service, task.messages[-1].content, task.answer)
 
@@ -138,24 +193,46 @@ class _Coins:
         return [Reward(coin(answer)) for answer in answers]
 
 
-def _simulation(count: int) -> tuple[float, int]:
-    """Processor time (s) of `count` nodes, and the groups that they took of one another."""
+def _simulation(count: int) -> Simulated:
+    """A swarm of `count` nodes."""
+    say(f"{count} simulated nodes")
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.process_time()
-        groups = run_virtual(_swarm(count, Path(folder)))
-        return time.process_time() - began_s, groups
+        groups, steps, moved_bytes = run_virtual(_swarm(count, Path(folder)))
+        return Simulated(count, time.process_time() - began_s, groups, moved_bytes / steps)
 
 
-async def _swarm(count: int, folder: Path) -> int:
+async def _swarm(count: int, folder: Path) -> tuple[int, int, int]:
+    """External groups taken, steps made, and bytes sent and read, of all nodes together."""
     swarm = MemorySwarm()
-    nodes = [_peer(swarm.join(), folder / str(i), i) for i in range(count)]
+    exchanges = [_Counted(swarm) for _ in range(count)]
+    nodes = [_peer(exchange, folder / str(i), i) for i, exchange in enumerate(exchanges)]
+    made = Counter[int]()
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(node.run()) for node in nodes]
-        steps = [tasks.create_task(_steps(node, i)) for i, node in enumerate(nodes)]
+        steps = [tasks.create_task(_steps(node, i, made)) for i, node in enumerate(nodes)]
         await asyncio.sleep(SIMULATED_S)
         for task in (*running, *steps):
             task.cancel()
-    return sum(node.tally.taken for node in nodes)
+    moved_bytes = sum(exchange.moved_bytes for exchange in exchanges)
+    return sum(node.tally.taken for node in nodes), made.total(), moved_bytes
+
+
+class _Counted(MemoryExchange):
+    """An exchange that counts the bytes that its node sends and reads."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        super().__init__(swarm)
+        self.moved_bytes = 0
+
+    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+        self.moved_bytes += len(frame)
+        await super().publish(kind, author, frame)
+
+    async def receive(self, most: int) -> list[bytes]:
+        frames = await super().receive(most)
+        self.moved_bytes += sum(map(len, frames))
+        return frames
 
 
 def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
@@ -170,12 +247,12 @@ def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
         Config(seed=i, tasks=[TaskConfig(name="coins")], swarm=SwarmConfig(external_groups=2)),
         clock=lambda: 1.8e9 + loop.time(),
         timer=lambda: 0.0,
-        frames_per_s=2.0,
+        frames_per_s=READ_PER_S,
     )
     return Node(joined, coins, _Characters(), 4096, threads=False)
 
 
-async def _steps(node: Node, i: int) -> None:
+async def _steps(node: Node, i: int, made: Counter[int]) -> None:
     """Repeats an own group and a step."""
     await asyncio.sleep(STEP_S * random.Random(i).random())
     step = 0
@@ -183,6 +260,7 @@ async def _steps(node: Node, i: int) -> None:
         node.offer(_own_group(i, step))
         await node.take(step, _uniform)
         step += 1
+        made[i] = step
         await asyncio.sleep(STEP_S)
 
 

@@ -1,58 +1,56 @@
-"""`python -m experiments.sapo [--quick] [--only KEY] [--results D]`: what sharing is worth, and when; see claim.md."""
+"""`python -m experiments.sapo [--quick] [--only KEY] [--cells N] [--results D]`: real nodes; see claim.md."""
 
 import argparse
+import asyncio
 import json
+import shutil
 import sys
+import tempfile
 import tomllib
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from experiments.grid import Record, complete, finished
-from experiments.sapo.picture import draw
-from experiments.sapo.questions import Question, drawn, split
-from experiments.sapo.rounds import Cell, Scale, run_cell, warm_weights
-from experiments.sapo.verdict import comparisons, summary, table
+from experiments.sapo.node import Scale, run_cell
+from experiments.sapo.warm import warm_model
+from experiments.sapo_stacked.picture import draw
+from experiments.sapo_stacked.verdict import comparisons, summary, table
 
 HERE = Path(__file__).parent
-QUICK = Scale(nodes=3, rounds=3, each=4, eval_every=3, warm_steps=3)
+QUICK = Scale(nodes=2, rounds=2, each=4, questions=9, warm_steps=2, width=32)
 
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment, or what is left of it."""
     parser = argparse.ArgumentParser(prog="experiments.sapo")
     parser.add_argument("--only")
+    parser.add_argument("--cells", type=int, help="how many of the missing cells to run now")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    scale = QUICK if options.quick else Scale()
+    plan, scale = tomllib.loads((HERE / "experiment.toml").read_text()), QUICK if options.quick else Scale()
+    with tempfile.TemporaryDirectory(prefix="shoal-sapo-") as made:
 
-    @cache
-    def questions() -> tuple[list[Question], list[Question]]:
-        training, held_out = split(drawn(200 if options.quick else 3000))
-        return training, fewer(held_out, plan["held_out_per_task"])
+        @cache
+        def warm(regime: str) -> Path:
+            return warm_model(Path(made) / regime, plan["regimes"][regime], scale)
 
-    @cache
-    def warm(regime: str) -> dict[str, torch.Tensor]:
-        return warm_weights(scale, questions()[0], plan["regimes"][regime])
+        def measure(key: str) -> Record:
+            regime, cell, seed = key.rsplit(":", 2)
+            folder = Path(made) / key.replace("/", "-").replace(":", "-")
+            folder.mkdir(parents=True)
+            record = asyncio.run(run_cell(folder, warm(regime), cell, int(seed), scale))
+            shutil.rmtree(folder)
+            return record
 
-    def measure(key: str) -> Record:
-        regime, cell, seed = key.rsplit(":", 2)
-        return run_cell(Cell.of(cell), int(seed), scale, warm(regime), *questions())
-
-    planned = keys_of(plan, quick=options.quick)
-    complete(options.results, [options.only] if options.only else planned, measure)
+        planned = keys_of(plan, quick=options.quick)
+        missing = [key for key in planned if key not in finished(options.results)]
+        complete(options.results, [options.only] if options.only else missing[: options.cells], measure)
     found = finished(options.results)
-    runs = {
-        key: found[key]
-        for regime in plan["regimes"]
-        for key in planned
-        if key in found and key.startswith(f"{regime}:")
-    }
+    runs = {key: found[key] for key in planned if key in found}
     cells = summary(runs)
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
     (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
@@ -60,22 +58,15 @@ def main(arguments: list[str]) -> None:
 
 
 def keys_of(plan: Record, *, quick: bool) -> list[str]:
-    """Regime, cell and seed; the paper's cells of all regimes before the controls."""
+    """Regime, cell and seed; a seed's cells of the paper, then its controls, then the next seed."""
+    regimes, cells, controls = plan["regimes"], plan["cells"], plan["controls"]
+    assert isinstance(regimes, dict)
+    assert isinstance(cells, list)
+    assert isinstance(controls, list)
     if quick:
-        return [f"{next(iter(plan['regimes']))}:{cell}:0" for cell in ("8/0", "4/4", "adaptive", "8/0-dynamic")]
-    return [
-        f"{regime}:{cell}:{seed}"
-        for cells, regimes in ((plan["cells"], plan["regimes"]), (plan["controls"], plan["controls_in"]))
-        for seed in plan["seeds"]
-        for regime in regimes
-        for cell in cells
-    ]
-
-
-def fewer(held_out: Sequence[Question], per_task: int) -> list[Question]:
-    """The first few of every specialty."""
-    tasks = sorted({one.task for one in held_out})
-    return [one for task in tasks for one in [other for other in held_out if other.task == task][:per_task]]
+        return [f"{next(iter(regimes))}:{cell}:0" for cell in ("4/4",)]
+    assert isinstance(plan["seeds"], list)
+    return [f"{regime}:{cell}:{seed}" for seed in plan["seeds"] for regime in regimes for cell in (*cells, *controls)]
 
 
 if __name__ == "__main__":

@@ -240,6 +240,16 @@ class Exchange(Protocol):
         """
 
 
+class Attachments(Protocol):
+    """Keeps bytes beside the frames of a swarm, by a digest that the caller checks."""
+
+    async def attach(self, digest: str, data: bytes) -> None:
+        """Keeps bytes under a digest. Raises `ExchangeUnavailable`."""
+
+    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
+        """The bytes kept under a digest; None where they are missing or too many. Raises `ExchangeUnavailable`."""
+
+
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from shoal import wire
 from shoal.swarm.external import external_rows, own_likelihood
-from shoal.swarm.offer import OfferedRollout
+from shoal.swarm.offer import OfferedRollout, OfferedTurn
 from shoal.trainer.advantage import rows
 from shoal.types import (
     Completion,
@@ -71,6 +71,8 @@ def test_a_text_that_the_node_says_as_often_as_its_own_is_pushed_down_in_full() 
 
 def test_nothing_that_an_offer_claims_beside_its_texts_reaches_what_is_trained() -> None:
     """The size of a gradient comes of the node's own rewards, logprobs and means."""
-    assert {field.name for field in fields(OfferedRollout)} == {"text", "complete"}
+    assert {field.name for field in fields(OfferedRollout)} == {"text", "complete", "turns"}
+    said = {"role", "content", "tool_calls", "tool_call_id", "sampled", "complete"}
+    assert {field.name for field in fields(OfferedTurn)} == said
     claimed = wire.encode({"text": "a", "logprob": -1e30, "skill": 0.0})
     assert wire.decode(claimed, OfferedRollout) == OfferedRollout("a")

@@ -5,7 +5,7 @@ import pytest
 from chat_templates import ANSWERING, renderer_of
 from shoal.model.answer import parted
 from shoal.swarm.encoding import encode_offer
-from shoal.swarm.offer import Claim, Offer, offer_of
+from shoal.swarm.offer import Claim, Course, Offer, offer_of
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 TASK = Task("t", "sums", (Message(Role.USER, "3 + 4?"),), "7")
@@ -33,12 +33,14 @@ def offered(author: str) -> Offer:
 def test_a_thought_is_rendered_with_the_marks_of_whoever_takes_it(author: str, taker: str) -> None:
     offer = offered(author)
     assert [parted(one.text).thought for one in offer.rollouts] == ["3, then 4"]
-    source, refused = encode_offer(offer, TASK, made := renderer_of(ANSWERING[taker]), 1024)
+    rollouts = [(one, Course()) for one in offer.rollouts]
+    source, refused = encode_offer(rollouts, TASK, made := renderer_of(ANSWERING[taker]), 1024)
     assert not refused
-    said = made.message(source.answer_ids[0], source.prompt_ids)
+    (turn,) = source.kept[0].turns
+    said = made.message(turn.completion.token_ids, turn.rendered_ids)
     if taker in DRAWN or taker == "magistral":
         assert (said.reasoning, said.content) == ("3, then 4", "7")
     else:  # its template knows no thoughts: they are text
         assert said.content == "<think>\n3, then 4\n</think>\n\n7"
     if taker in DRAWN:
-        assert source.answer_ids[0] == (*made.token_ids(DRAWN[taker]), made.stop_token_ids[0])
+        assert turn.completion.token_ids == (*made.token_ids(DRAWN[taker]), made.stop_token_ids[0])

@@ -115,14 +115,26 @@ def join(
 
 
 @app.command()
-def status(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Show a node's state in its swarm: connection, peers, and the offers shared, taken and refused."""
+def status(
+    run: RunArgument,
+    page: Annotated[bool, typer.Option("--page", help="Show it as a web page that follows the peer.")] = False,
+    host: Annotated[str, typer.Option(help="Address of the page.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 8410,
+    json_: JsonFlag = False,
+) -> None:
+    """Show a peer's state in its swarm: connection, peers, and the offers shared, taken and refused."""
     values = status_of(run)
     if values is None:
         raise RunDirError(f"{run} is not the run of a swarm's node: it has no swarm/status.json")
-    if not json_ and isinstance(written_s := values.get("time_s"), int | float):
-        values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
-    show(values, json_)
+    if not page:
+        if not json_ and isinstance(written_s := values.get("time_s"), int | float):
+            values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
+        show(values, json_)
+        return
+    from shoal.net.server import serve_app
+    from shoal.swarm.status_page import status_page
+
+    asyncio.run(serve_app(status_page(lambda: status_of(run)), host, port, announce))
 
 
 def status_of(run: Path) -> dict[str, object] | None:
@@ -137,6 +149,47 @@ def status_of(run: Path) -> dict[str, object] | None:
         return None
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise RunDirError(f"{path}: expected a node's status: {error}") from error
+
+
+@app.command(cls=WithSettings, epilog=HELP)
+def invite(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of a node of the swarm.")],
+    server: Annotated[list[str] | None, typer.Option(help="Address for guests, instead of swarm.servers.")] = None,
+    token: Annotated[str, typer.Option(help="Token of the server.", envvar="SHOAL_SWARM_TOKEN")] = "",
+    nkey: Annotated[Path | None, typer.Option(help="Make a key for the guest in this file.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Print the line with which another node joins: address, key, and the digests of this node's task packages."""
+    from shoal.config import load
+    from shoal.run.join_swarm import invite as invited
+
+    settings = load(config, [*([f"--swarm.servers={json.dumps(server)}"] if server else []), *context.obj])
+    made = invited(settings, token, nkey)
+    if json_:
+        print(json.dumps(made))
+        return
+    print(made["line"])
+    if made["public_key"]:
+        print(f"give the guest {nkey}, and the server's accounts the user {{ nkey: {made['public_key']} }}")
+
+
+@app.command()
+def pack(
+    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task of the Python SDK; or file.py:TASK.")],
+    out: Annotated[Path, typer.Option(help="Where the package is written.")],
+    identity: Annotated[Path, typer.Option(help="Key that signs; made when there is none.")] = Path(
+        "runs/publisher/identity.pem"
+    ),
+) -> None:
+    """Pack a task into a signed file; prints the NAME@DIGEST by which nodes accept it (swarm.packages)."""
+    from shoal.swarm.identity import Identity
+    from shoal.swarm.task_package import package_of, sealed
+    from shoal.tasks.sdk import definition_at
+
+    made = package_of(definition_at(task))
+    out.write_bytes(sealed(made, Identity.load(identity)))
+    print(made.reference)
 
 
 @app.command()

@@ -188,9 +188,20 @@ class SwarmConfig(Section):
         description="Procedural tasks taken of peers: the node's own tasks with its own settings (mine); any "
         "dataset with the peer's settings; or these datasets.",
     )
-    draw_s: float = Field(5.0, gt=0, description="Seconds in which a peer's question must be drawn again.")
+    packages: list[str] = Field(
+        [], description="Task packages of peers that are taken besides those of the node's own tasks: NAME@DIGEST."
+    )
+    thoughts: Literal["keep", "strip"] = Field(
+        "keep", description="Thoughts before answers, in what the node shares and in what it takes."
+    )
+    draw_s: float = Field(
+        5.0, gt=0, description="Seconds in which a peer's question must be drawn again, or a conversation played."
+    )
     draw_characters: int = Field(
         8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
+    )
+    attachment_bytes: int = Field(
+        65536, ge=1, le=262144, description="Size up to which images and other attachments of peers are fetched."
     )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
     reuse: int = Field(1, ge=1, description="Number of times that one group of a peer may be trained.")

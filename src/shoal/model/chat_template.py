@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from shoal.errors import SessionError
-from shoal.model.answer import BODY, CHANNEL, MARKS, THINK, Parted, harmony, in_channels, in_form, parted
+from shoal.model.answer import BODY, CHANNEL, MARKS, THINK, Parted, harmony, in_channels, in_form, parted, written
 from shoal.model.token_bytes import TokenBytes
 from shoal.model.tool_calls import CallFormat, SampledCall, call_format, split_calls
 from shoal.types import Json, Message, Role, ToolCall
@@ -172,6 +172,34 @@ class ChatRenderer:
         back = self.message(ids, prompt_ids)
         return ids if (back.reasoning, back.content) == (said.thought, said.answer) else None
 
+    def message_ids(
+        self, message: Message, before: Sequence[Message], tools: str, prompt_ids: Sequence[int]
+    ) -> list[int] | None:
+        """Tokens of an assistant's message after a conversation, as this template's model would write it.
+
+        The stop token is left out. None for a message that does not parse back to itself, and for calls that the
+        template cannot show.
+        """
+        if not message.tool_calls:
+            return self.completion_ids(written(message), prompt_ids)
+        said = [text for one in message.tool_calls for text in (one.name, one.arguments)]
+        parts = [message.content, message.reasoning, *said]
+        if not self.takes_tools or any(self._plain(part) != part for part in parts):
+            return None
+        try:
+            prompt = self._rendered(before, tools, "")
+            whole = self._rendered([*before, message], tools, "", prompt=False)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return None
+        closes = [at for stop in self._stops if (at := whole.find(stop, len(prompt))) >= 0]
+        if not whole.startswith(prompt) or not closes:
+            return None
+        ids = self.token_ids(whole[len(prompt) : min(closes)])
+        back = self.answer(ids, tools=True)
+        same = (back.content.strip(), back.reasoning) == (message.content.strip(), message.reasoning)
+        calls = [(one.name, _arguments(one.arguments)) for one in message.tool_calls]
+        return ids if same and [(one.name, _arguments(one.arguments)) for one in back.calls] == calls else None
+
     def _rendered(self, messages: Sequence[Message], tools: str, template: str, *, prompt: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
             [template_entry(message) for message in messages],
@@ -265,9 +293,14 @@ def template_entry(message: Message) -> dict[str, Json]:
 
 
 def _call_entry(call: ToolCall) -> Json:
-    """Call in the form that templates read: arguments are an object, or text when they are not JSON."""
+    """Call in the form that templates read."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+
+
+def _arguments(text: str) -> Json:
+    """Arguments of a call: an object, or text when they are not JSON."""
     try:
-        arguments: Json = json.loads(call.arguments or "{}")
-    except ValueError:
-        arguments = call.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        arguments: Json = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return arguments

@@ -121,6 +121,9 @@ class Child:
     taken for the next answer.
     """
 
+    most_frame_bytes = MAX_FRAME_BYTES
+    """Bytes of a frame that the child may send; a child that sends more is taken for dead."""
+
     def __init__(
         self,
         name: str,
@@ -229,6 +232,8 @@ class Child:
             if self._header is None:
                 self._header = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
             size, number = self._header
+            if size > self.most_frame_bytes:
+                raise ConnectionError(f"a frame of {size} bytes")
             frame = await self._reader.readexactly(size)
             self._header = None
             if number == self._asked:

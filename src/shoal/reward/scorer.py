@@ -19,10 +19,9 @@ from shoal import wire
 from shoal.checker import Spec
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied, SandboxUnavailable
-from shoal.net.process import Child
 from shoal.reward.messages import Batch, exhausted
-from shoal.sandbox.command import WORK_FOLDER, installed_packages, module_command, own_package
-from shoal.sandbox.program import Backend, Program
+from shoal.sandbox.boxed_child import BoxedChild
+from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import strongest
 from shoal.types import Reward, RewardStatus, Task
 
@@ -248,24 +247,11 @@ class WorkerScorer:
         raise why
 
 
-class _Worker(Child):
-    """A running `python -m shoal.reward.worker` without the environment of this process."""
+class _Worker(BoxedChild):
+    """A running `python -m shoal.reward.worker`."""
 
     def __init__(self, log: Path, backend: Backend | None) -> None:
-        env = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__("reward worker", WORKER, [], log, env)
-        self._backend = backend
-
-    def command(self, fd: int) -> list[str]:
-        """The worker's command, within namespaces where the machine has them; elsewhere the worker confines itself."""
-        if self._backend not in (Backend.BUBBLEWRAP, Backend.NAMESPACES):
-            return super().command(fd)
-        module = Program(
-            argv=("python", "-s", "-S", "-B", "-P", "-m", WORKER, "--boxed", "--fd", str(fd)),
-            packages=(*installed_packages(), own_package().parent),
-            environment={**self._env, "HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER},
-        )
-        return module_command(self._backend, module)
+        super().__init__("reward worker", WORKER, [], log, backend)
 
     @property
     def was_killed(self) -> bool:

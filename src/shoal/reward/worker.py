@@ -17,11 +17,11 @@ from shoal import checker, wire
 from shoal.checker import Spec, compiled
 from shoal.errors import TaskError
 from shoal.net.process import from_parent, send_frame, serve
-from shoal.reward.confinement import confine
 from shoal.reward.mathematics import last_number, mathematics
 from shoal.reward.messages import Batch, exhausted
 from shoal.reward.reasoning import scorer_of
 from shoal.reward.schema import complaint_of, json_in
+from shoal.sandbox.confinement import confine
 from shoal.types import Reward, RewardStatus
 
 AGAIN_S = 0.1

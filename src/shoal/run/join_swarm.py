@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from shoal.reward.service import RewardService
 from shoal.run.prepared import Prepared
 from shoal.run.rewards import own_scorer
 from shoal.swarm.answerers import ChatModel, RuleSolver
+from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
 from shoal.swarm.identity import Identity
+from shoal.swarm.invitation import guest_key, invitation
 from shoal.swarm.node import Node
 from shoal.swarm.options import NatsOptions
+from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.peer import Joined, Peer
 from shoal.tasks.library import library_of
 from shoal.types import Split
@@ -49,10 +53,13 @@ async def _joined(config: Config, folder: Path, services: Sequence[Environment])
 
         options = NatsOptions(config.swarm.servers, config.swarm.name)
         exchange = await stack.enter_async_context(NatsExchange(options))
-        own = OwnTasks(services, config.swarm)
+        identity = Identity.load(folder / "identity.pem")
+        packages = PackageTasks(services, config.swarm, folder / "packages", exchange, identity)
+        reader = AttachmentReader(services, config.swarm, packages, exchange)
+        own = OwnTasks(services, config.swarm, await stack.enter_async_context(packages), reader)
         stack.callback(own.close)
         await asyncio.to_thread(own.check)
-        yield Joined(exchange, own, Identity.load(folder / "identity.pem"), folder, config)
+        yield Joined(exchange, own, identity, folder, config)
 
 
 @asynccontextmanager
@@ -89,6 +96,14 @@ def answerer_of(
         return RuleSolver(str(rule), config.seed)
     url, rollout = checked_url("--model-url", model_url), config.rollout
     return ChatModel(url, model, key, rollout.max_tokens, rollout.temperature)
+
+
+def invite(config: Config, token: str, nkey: Path | None) -> dict[str, object]:
+    """Figures of an invitation, with its `line`; makes the guest's key if so asked. Raises a `ShoalError`."""
+    with library_of(config) as library:
+        made = invitation(config, library.services, token, str(nkey or ""))
+    public_key = guest_key(nkey) if nkey is not None else ""
+    return {**asdict(made), "line": made.line, "public_key": public_key}
 
 
 async def generate(

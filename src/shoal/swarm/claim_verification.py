@@ -6,6 +6,8 @@ Question and truth come from that draw. A claim that differs is a signed lie, un
 By default a node draws only its own datasets with its own settings, so a peer can choose nothing but a seed.
 `swarm.datasets` allows others.
 
+A task of the Python SDK is a package, which its own sandbox draws and plays (`package_tasks`).
+
 A task without a receipt is looked up by its question among the node's own. Tasks with a user's function or a judge as
 scorer are never matched, so peers' text does not reach those scorers.
 """
@@ -18,7 +20,9 @@ from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
-from shoal.swarm.offer import Claim
+from shoal.swarm.attachments import AttachmentReader
+from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
+from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
@@ -28,9 +32,18 @@ from shoal.types import Message, Receipt, Role, Split, Task
 class OwnTasks:
     """Tasks of some services, matched with peers' claims. Use as a context manager: a child process may draw for it."""
 
-    def __init__(self, services: Iterable[Environment], bounds: SwarmConfig | None = None) -> None:
-        """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws."""
-        services = list(services)
+    def __init__(
+        self,
+        services: Iterable[Environment],
+        bounds: SwarmConfig | None = None,
+        packages: PackageTasks | None = None,
+        reader: AttachmentReader | None = None,
+    ) -> None:
+        """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws.
+
+        Without `packages`, tasks of the Python SDK are neither shared nor taken; without a `reader`, no attachments.
+        """
+        services, self._packages, self._reader = list(services), packages, reader
         self._bounds = bounds or SwarmConfig()
         self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
@@ -55,6 +68,10 @@ class OwnTasks:
 
     async def claim(self, task: Task) -> Claim:
         """Builds the claim of an own task. Raises `TaskError` for a task that cannot be shared."""
+        if self._reader is not None and (attached := await self._reader.claim(task)) is not None:
+            return attached
+        if self._packages is not None and self._packages.package(task.service) is not None:
+            return await self._packages.claim(task)
         if task.receipt is None:
             if _question(task) not in self._listed:
                 raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
@@ -69,8 +86,18 @@ class OwnTasks:
 
     async def task(self, claim: Claim) -> Task | Reason:
         """Finds the training task with the claim's question; prompt, truth and scorer are this node's own."""
+        if claim.modality != TEXT or claim.attachments:
+            return Reason.OTHER_MODALITY if self._reader is None else await self._reader.task(claim)
+        if claim.package:
+            return Reason.UNKNOWN_TASK if self._packages is None else await self._packages.task(claim)
         found = await self._found(claim)
         return found if isinstance(found, Reason) or is_confined(task_spec(found)) else Reason.UNKNOWN_TASK
+
+    async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
+        """Plays a rollout of a task package again; any other task has one question and one answer."""
+        if claim.package and self._packages is not None:
+            return await self._packages.course(claim, task, rollout)
+        return Reason.OTHER_COURSE if rollout.turns else Course()
 
     async def _found(self, claim: Claim) -> Task | Reason:
         if claim.receipt is None:

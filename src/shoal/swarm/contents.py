@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from shoal.model.answer import written
 from shoal.swarm.trust import Recent
-from shoal.types import Group, Task
+from shoal.types import Group, Message, Role, Task
 
 MOST = 1 << 17
 """Entries of each table; the oldest are forgotten."""
@@ -23,7 +23,8 @@ class Contents:
         self._answers: Recent[bytes, None] = Recent(MOST)
         self._asked: Recent[bytes, float] = Recent(MOST)  # when, of a clock that is never set
         for group in trained:
-            self._remember(group.task, [written(rollout.messages[-1]) for rollout in group.rollouts])
+            prompt = len(group.task.messages)
+            self._remember(group.task, [_said(rollout.messages[prompt:]) for rollout in group.rollouts])
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
         """Tells whether all texts were given before, or the author's question was taken after `since_s`.
@@ -45,6 +46,13 @@ class Contents:
     def _remember(self, task: Task, texts: Sequence[str]) -> None:
         for text in texts:
             self._answers[_digest(task, _plain(text))] = None
+
+
+def _said(answers: Sequence[Message]) -> str:
+    """All that was sampled, as `OfferedRollout.said` has it."""
+    sampled = [one for one in answers if one.role is Role.ASSISTANT]
+    calls = [call.name + call.arguments for one in sampled for call in one.tool_calls]
+    return "\n".join([*map(written, sampled), *calls])
 
 
 def _plain(text: str) -> str:

@@ -1,39 +1,72 @@
 """Encoding turns peers' text into rows of this node's tokenizer and into a trainable group. Pure.
 
-The prompt is the node's own. An answer is kept only if its token ids decode to the same text. Names of special tokens
-and characters unknown to the tokenizer would otherwise be trained as tokens that no model sampled.
+The prompt is the node's own, and so is every request of a conversation: `Course` has them. A sampled text is kept only
+if its token ids decode to the same text. Names of special tokens and characters unknown to the tokenizer would
+otherwise be trained as tokens that no model sampled.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from shoal.errors import SessionError
+from shoal.gateway.token_tree import Cause, Conversation, TokenTree
 from shoal.interfaces import Renderer
-from shoal.swarm.offer import Offer, OfferedRollout
+from shoal.model.chat_template import ChatRenderer
+from shoal.swarm.offer import Course, OfferedRollout
 from shoal.swarm.trust import Reason, VerifiedMessage
+from shoal.turn_tree import prompt_ids, turns_of_rows
 from shoal.types import Completion, External, FinishReason, Message, Reward, Role, Rollout, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """Rollouts of an offer that this node can read, as token ids."""
+class EncodedRollout:
+    """One rollout that this node can read. Its turns have no logprobs and no Versions yet."""
 
-    task: Task
-    prompt_ids: tuple[int, ...]
-    kept: tuple[OfferedRollout, ...]
-    answer_ids: tuple[tuple[int, ...], ...]
-    """Token ids of each kept answer, with the stop token if the answer is complete."""
-
-    @property
-    def answers(self) -> list[str]:
-        """Texts of the kept rollouts."""
-        return [rollout.text for rollout in self.kept]
+    offered: OfferedRollout
+    course: Course
+    messages: tuple[Message, ...]
+    """Messages after the question's."""
+    turns: tuple[Turn, ...]
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """Token ids of prompt and answer, one row per kept rollout."""
-        return [self.prompt_ids + ids for ids in self.answer_ids]
+        """Token ids of each row, in the order of the trainer's rows."""
+        turns = self.turns
+        return [
+            prompt_ids(turns, indices[-1]) + turns[indices[-1]].completion.token_ids for indices in turns_of_rows(turns)
+        ]
+
+    def sampled_under(self, version: int, logprobs: Sequence[Sequence[float]]) -> tuple[Turn, ...]:
+        """The turns as if this node had sampled them; `logprobs` are of each row's tokens but the first, in nats."""
+        turns = list(self.turns)
+        for indices, row in zip(turns_of_rows(self.turns), logprobs, strict=True):
+            for index in indices:
+                ids = self.turns[index].completion.token_ids
+                start = len(prompt_ids(self.turns, index)) - 1
+                own = tuple(min(0.0, value) for value in row[start : start + len(ids)])
+                reason = self.turns[index].completion.finish_reason
+                turns[index] = replace(turns[index], completion=Completion(ids, own, (version,) * len(ids), reason))
+        return tuple(turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Rollouts of an offer that this node can read."""
+
+    task: Task
+    kept: tuple[EncodedRollout, ...]
+
+    @property
+    def answers(self) -> list[str]:
+        """All that was sampled in each kept rollout."""
+        return [rollout.offered.said for rollout in self.kept]
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Token ids of all rows."""
+        return [row for rollout in self.kept for row in rollout.rows]
 
 
 @dataclass(slots=True)
@@ -46,47 +79,80 @@ class ReadyOffer:
     uses: int = 0
 
 
-def encode_offer(offer: Offer, task: Task, renderer: Renderer, max_model_len: int) -> tuple[Encoded, Counter[Reason]]:
-    """Encodes an offer as answers to the node's own `task`; counts the other rollouts by the reason of refusal."""
+def encode_offer(
+    rollouts: Sequence[tuple[OfferedRollout, Course]], task: Task, renderer: Renderer, max_model_len: int
+) -> tuple[Encoded, Counter[Reason]]:
+    """Encodes rollouts as answers to the node's own `task`; counts the others by the reason of refusal."""
     refused: Counter[Reason] = Counter()
-    kept, answers = [], []
-    try:
-        prompt_ids = tuple(renderer.prompt_ids(task.messages))
-    except SessionError:
-        refused[Reason.UNREADABLE] += len(offer.rollouts)
-        return Encoded(task, (), (), ()), refused
-    for rollout in offer.rollouts:
-        found = renderer.completion_ids(rollout.text, prompt_ids)
-        stop = renderer.stop_token_ids[:1] if rollout.complete else ()
-        ids = () if found is None else (*found, *stop)
-        if not ids:
+    kept = []
+    prompt = cache(lambda: tuple(renderer.prompt_ids(task.messages)))
+    for rollout, course in rollouts:
+        try:
+            turns = _conversation(rollout, course, renderer) if rollout.turns else _answer(rollout, prompt(), renderer)
+        except SessionError:
+            turns = None
+        if turns is None:
             refused[Reason.UNREADABLE] += 1
-        elif len(prompt_ids) + len(ids) > max_model_len:
+            continue
+        said = tuple(turn.message for turn in rollout.turns) or (Message(Role.ASSISTANT, rollout.text),)
+        found = EncodedRollout(rollout, course, said, turns)
+        if max(map(len, found.rows)) > max_model_len:
             refused[Reason.TOO_LONG] += 1
         else:
-            kept.append(rollout)
-            answers.append(ids)
-    return Encoded(task, prompt_ids, tuple(kept), tuple(answers)), refused
+            kept.append(found)
+    return Encoded(task, tuple(kept)), refused
+
+
+def _answer(rollout: OfferedRollout, asked: tuple[int, ...], renderer: Renderer) -> tuple[Turn, ...] | None:
+    """The turn of one answer; None for a text that does not read back."""
+    completion = _completion(renderer.completion_ids(rollout.text, asked), rollout.complete, renderer)
+    return None if completion is None else (Turn(asked, completion),)
+
+
+def _conversation(rollout: OfferedRollout, course: Course, renderer: Renderer) -> tuple[Turn, ...] | None:
+    """The turns of a conversation, as a session would have them. Raises `SessionError`."""
+    if not isinstance(renderer, ChatRenderer):
+        return None
+    tree = TokenTree()
+    sampled = [turn for turn in rollout.turns if turn.sampled]
+    for asked, turn in zip(course.asked, sampled, strict=True):
+        attachment, rendered = tree.attach(Conversation(asked.messages, asked.tools)), None
+        if attachment.cause is None:
+            rendered = [] if attachment.continues else renderer.bridge_ids(attachment.tail, asked.tools)
+            if rendered is None:
+                attachment = tree.detached(attachment, Cause.NO_BRIDGE)
+        if rendered is None:
+            rendered = renderer.prompt_ids(asked.messages, asked.tools)
+        call = tree.open(attachment, rendered)
+        ids = renderer.message_ids(turn.message, asked.messages, asked.tools, call.prompt_ids)
+        completion = _completion(ids, turn.complete, renderer)
+        if completion is None:
+            return None
+        tree.commit(call, completion, turn.message)
+    rewards = (*course.turn_rewards, *[0.0] * len(sampled))
+    return tuple(replace(turn, reward=own) for turn, own in zip(tree.turns(), rewards, strict=False))
+
+
+def _completion(ids: Sequence[int] | None, complete: bool, renderer: Renderer) -> Completion | None:
+    """Token ids of a sampled text, with the stop token if it is complete; None without any token."""
+    stop = renderer.stop_token_ids[:1] if complete else ()
+    found = () if ids is None else (*ids, *stop)
+    reason = FinishReason.STOP if complete else FinishReason.LENGTH
+    return Completion(found, (0.0,) * len(found), (0,) * len(found), reason) if found else None
 
 
 def rollouts_of(
-    source: Encoded,
-    rewards: Sequence[Reward],
-    logprobs: Sequence[Sequence[float]],
-    version: int,
-    external: External,
+    source: Encoded, rewards: Sequence[Reward], logprobs: Iterator[Sequence[float]], version: int, external: External
 ) -> tuple[Rollout, ...]:
     """Builds rollouts of the kept answers as if this node had sampled them under `version`.
 
-    `rewards` are the node's own, one per kept rollout. `logprobs` are the node's own too: nats at the rollout
-    temperature, for every token of a row but the first. The behaviour policy is therefore the node at the time of
-    encoding. The log keeps `external`.
+    `rewards` are the node's own, one per kept rollout. `logprobs` are the node's own too, one list per row of the
+    source: nats at the rollout temperature, for every token of a row but the first. The behaviour policy is therefore
+    the node at the time of encoding. The log keeps `external`.
     """
     rollouts, task = list[Rollout](), source.task
-    for offered, ids, reward, row in zip(source.kept, source.answer_ids, rewards, logprobs, strict=True):
-        own = tuple(min(0.0, value) for value in row[-len(ids) :])
-        reason = FinishReason.STOP if offered.complete else FinishReason.LENGTH
-        turn = Turn(source.prompt_ids, Completion(ids, own, (version,) * len(ids), reason))
-        messages, id_ = (*task.messages, Message(Role.ASSISTANT, offered.text)), f"{task.id}#{len(rollouts)}"
-        rollouts.append(Rollout(id_, messages, (turn,), reward, external=external))
+    for encoded, reward in zip(source.kept, rewards, strict=True):
+        turns = encoded.sampled_under(version, [next(logprobs) for _ in encoded.rows])
+        messages, id_ = (*task.messages, *encoded.messages), f"{task.id}#{len(rollouts)}"
+        rollouts.append(Rollout(id_, messages, turns, reward, external=external))
     return tuple(rollouts)

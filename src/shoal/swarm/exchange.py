@@ -13,6 +13,8 @@ from shoal.errors import ExchangeUnavailable
 MOST_BEHIND = 1024
 """Frames of arrears that an exchange reads. One further behind skips to the newest half: old offers are worth little,
 and a large swarm sends more than a node can read."""
+MAX_ATTACHMENT_BYTES = 256 * 1024
+"""Bytes of one attachment: a task package, or an image."""
 KEPT_PER_AUTHOR = 128
 """Frames of one author and kind; a flooding author pushes out only its own."""
 
@@ -23,15 +25,15 @@ class MemorySwarm:
     def __init__(self) -> None:
         self._kept: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
         self.frames: dict[int, bytes] = {}
+        self.attachments: dict[str, bytes] = {}
         self.end = 0
         """Number of the next frame."""
-        self._peers: list[MemoryExchange] = []
+        self.waiting = set[MemoryExchange]()
+        """Exchanges that have read everything: a frame costs nothing for those that have not."""
 
     def join(self) -> "MemoryExchange":
         """Adds an exchange; it receives all kept frames, its own included."""
-        member = MemoryExchange(self)
-        self._peers.append(member)
-        return member
+        return MemoryExchange(self)
 
     def put(self, kind: str, author: str, frame: bytes) -> None:
         """Delivers a frame to every exchange."""
@@ -41,8 +43,9 @@ class MemorySwarm:
         self.end += 1
         if len(kept) > KEPT_PER_AUTHOR:
             del self.frames[kept.popleft()]
-        for member in self._peers:
+        for member in self.waiting:
             member.news.set()
+        self.waiting.clear()
 
 
 class MemoryExchange:
@@ -71,6 +74,19 @@ class MemoryExchange:
             raise ExchangeUnavailable(self.failure)
         self._swarm.put(kind, author, frame)
 
+    async def attach(self, digest: str, data: bytes) -> None:
+        """Keeps bytes under a digest. Raises `ExchangeUnavailable` while this exchange is away."""
+        if not self.connected:
+            raise ExchangeUnavailable(self.failure)
+        self._swarm.attachments[digest] = data
+
+    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
+        """The bytes kept under a digest; None where they are missing or too many."""
+        if not self.connected:
+            raise ExchangeUnavailable(self.failure)
+        found = self._swarm.attachments.get(digest)
+        return None if found is None or len(found) > most_bytes else found
+
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and returns up to `most`, oldest first."""
         while True:
@@ -83,4 +99,5 @@ class MemoryExchange:
                 self._next = found[-1] + 1
                 return [self._swarm.frames[number] for number in found]
             self.news.clear()
+            self._swarm.waiting.add(self)
             await self.news.wait()

@@ -33,7 +33,7 @@ from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import ReadyOffer, encode_offer, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.offer import MAX_WANTED, Offer, Want, offer_of
+from shoal.swarm.offer import MAX_WANTED, TEXT, Course, Offer, OfferedRollout, Want, offer_of, without_thought
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
@@ -90,6 +90,7 @@ class Node(Peer):
         self._scorer, self._settings, self._threads = scorer, settings, threads
         self._renderer, self._max_model_len = renderer, max_model_len
         self._model = Path(config.model.path).name or "model"
+        self._thoughts = settings.thoughts == "keep"
         self._most_answers = max(config.rollout.group_size, 2)
         self._split: AdaptiveSplit | None = None
         if settings.external_groups == "adaptive":
@@ -145,8 +146,8 @@ class Node(Peer):
         own = iter(await logprobs([row for ready in chosen for row in ready.source.rows]))
         groups = []
         for ready in chosen:
-            source, message, computed = ready.source, ready.message, [next(own) for _ in ready.source.kept]
-            rollouts = rollouts_of(source, ready.rewards, computed, version, self._external(source.task.service))
+            source, message = ready.source, ready.message
+            rollouts = rollouts_of(source, ready.rewards, own, version, self._external(source.task.service))
             origin = Origin(message.peer_id, message.id)
             groups.append(Group(f"{message.id}/{ready.uses}", source.task, rollouts, version, origin))
         self.tally.taken += len(groups)
@@ -268,12 +269,18 @@ class Node(Peer):
             return Reason.BANNED
         if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
-        task = await self._own.task(content.claim)
+        task = await self._own.task(content.claim) if content.answers == TEXT else Reason.OTHER_MODALITY
         if isinstance(task, Reason):
             return task
         if len(content.rollouts) > self._most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
-        encode = partial(encode_offer, content, task, self._renderer, self._max_model_len)
+        courses = list[tuple[OfferedRollout, Course]]()
+        for rollout in content.rollouts if self._thoughts else map(without_thought, content.rollouts):
+            course = await self._own.course(content.claim, task, rollout)
+            if isinstance(course, Reason):
+                return course
+            courses.append((rollout, course))
+        encode = partial(encode_offer, courses, task, self._renderer, self._max_model_len)
         source, refused = await asyncio.to_thread(encode) if self._threads else encode()
         if len(source.kept) < (2 if self._skill(task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
@@ -282,8 +289,10 @@ class Node(Peer):
         if self._contents.repeats(task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
         rewards: tuple[Reward, ...] = ()
-        for answer in source.answers:  # one at a time: at most one hangs
-            (reward,) = await self._scorer.score(task, [answer])
+        for one in source.kept:  # one at a time: at most one hangs
+            reward = one.course.reward
+            if reward is None:
+                (reward,) = await self._scorer.score(task, [one.course.answer or one.offered.text])
             if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
                 return Reason.HANGS
             if reward.status is not RewardStatus.SCORED:
@@ -355,7 +364,7 @@ class Node(Peer):
             group, made_s = await self._outbox.get()
             try:
                 claim = await self._own.claim(group.task)
-                await self._share_offer(offer_of(group, claim, self._model, made_s))
+                await self._share_offer(offer_of(group, claim, self._model, made_s, thoughts=self._thoughts))
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
 

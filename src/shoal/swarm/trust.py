@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.offer import Claim, Offer, Want
+from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
 from shoal.types import Task
 
 PRIOR = 1.0
@@ -65,6 +65,11 @@ class Reason(StrEnum):
     """This node has no such dataset, or not with these settings, or another release of it."""
     HELD_OUT = "held out"
     """The question is one that this node evaluates with."""
+    OTHER_MODALITY = "of no modality that this node reads"
+    NOT_SENT = "attachment not sent"
+    """Nobody sends an accepted task package or an attachment, or it has another hash or type."""
+    OTHER_COURSE = "the environment goes on otherwise"
+    """The conversation is not the one that its environment has with these answers."""
     NOT_DRAWN = "receipt gives no question"
     TIMED_OUT = "not drawn in time"
     """The process that draws took too long or died, for the claim's sake or for this machine's."""
@@ -96,6 +101,10 @@ class Recogniser(Protocol):
 
     async def task(self, claim: Claim) -> Task | Reason:
         """Finds the own training task that asks the same, with this node's own prompt, truth and scorer."""
+        ...
+
+    async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
+        """Plays an offered rollout of the task again, where an environment holds or scores it."""
         ...
 
 

@@ -16,12 +16,17 @@
         def scores(self, task, answers):                  # instead of `score`: a whole group, to compare its answers
             return [len(set(answers)) / len(answers)] * len(answers)
 
+        media = ("image/png",)                            # optional: types of peers' attachments that `read` reads
+        def read(self, question, attachments):            # optional: a question of one's own for a peer's
+            return Question(as_text(attachments[0]))      # attachments are bytes; ValueError refuses them
+
 `draw` gets a generator whose seed is the hash of the task's name, the split and the index. A question that belongs to
 the other split by its text is drawn again. Draws are therefore repeatable, and held-out questions stay held out.
 Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
 import asyncio
+import base64
 import dataclasses
 import inspect
 import itertools
@@ -68,6 +73,8 @@ class Question:
     receipt: Receipt | None = None
     split_by: str = ""
     """The text that decides the split; the question's text, as it is asked, when empty."""
+    attachments: tuple[tuple[str, bytes], ...] = ()
+    """Media type and bytes of each part of the question that is no text, for the nodes of a swarm."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,16 @@ class Definition(Environment):
         """True if the author wrote `score` or `scores`."""
         return self._wrote("score") or self._wrote("scores")
 
+    @property
+    def media(self) -> frozenset[str]:
+        """Media types of attachments that the author's `read` turns into questions; none without it."""
+        return frozenset(map(str, getattr(self.author, "media", ()))) if self._wrote("read") else frozenset()
+
+    def read(self, question: str, attachments: Sequence[bytes]) -> Question:
+        """The author's own question for a peer's question with attachments. Raises what the author's `read` raises."""
+        given = self.author.read(question, list(attachments))
+        return given if isinstance(given, Question) else Question(str(given))
+
     def check(self) -> None:
         """Calls the author's `check`, if there is one."""
         if self._wrote("check"):
@@ -132,16 +149,28 @@ class Definition(Environment):
         if list(inspect.signature(self.author.draw).parameters)[:2] == ["split", "index"]:
             task: Task = self.author.draw(split, index)
             return dataclasses.replace(task, service=self.name)
+        return self.task_of(self.origin(split, index)[1], f"{self.name}/{split}/{index}")
+
+    def origin(self, split: Split, index: int) -> tuple[int, Question]:
+        """The question at an index, and the seed from which `question_of` draws it again. Raises `TaskError`."""
         run = (self.seed,) if self.seed and split is Split.TRAIN else ()
 
-        def drawn() -> Iterator[tuple[str, Question]]:
+        def drawn() -> Iterator[tuple[str, tuple[int, Question]]]:
             for attempt in itertools.count():
-                given = self.author.draw(random.Random(seed_for("task", self.name, *run, split, index, attempt)))
-                question = given if isinstance(given, Question) else Question(str(given))
-                question = dataclasses.replace(question, text=rewritten(question.text, self.rewrite))
-                yield question.split_by or question.text, question
+                seed = seed_for("task", self.name, *run, split, index, attempt)
+                question = self.question_of(seed)
+                yield self.split_text(question), (seed, question)
 
-        return self._task(first_of(split, self.eval_share, drawn(), self.name), split, index)
+        return first_of(split, self.eval_share, drawn(), self.name)
+
+    def question_of(self, seed: int) -> Question:
+        """The author's question for a seed, before it is rewritten."""
+        given = self.author.draw(random.Random(seed))
+        return given if isinstance(given, Question) else Question(str(given))
+
+    def split_text(self, question: Question) -> str:
+        """The text that decides the split of a question."""
+        return question.split_by or rewritten(question.text, self.rewrite)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Runs the author's rollout, and scores it here when it gives only the answer."""
@@ -173,15 +202,18 @@ class Definition(Environment):
         except Exception as error:  # an author's code may raise anything: its failure is a status
             return [Reward(0.0, RewardStatus.FAILED, evidence=f"{self.name}: {described(error)}")] * n
 
-    def _task(self, question: Question, split: Split, index: int) -> Task:
+    def task_of(self, question: Question, task_id: str) -> Task:
+        """The task of a question, rewritten and with this task's system prompt. Raises `TaskError`."""
         info: dict[str, Json] = {} if question.info is None else {"info": question.info}
         if question.scorer is not None:
             spec = checker.spec_of(question.scorer, f"{self.name}: scorer")
             info["scorer"] = checker.to_json(spec)
+        if question.attachments:
+            info["attachments"] = [[kind, base64.b64encode(data).decode()] for kind, data in question.attachments]
         return Task(
-            f"{self.name}/{split}/{index}",
+            task_id,
             self.name,
-            prompt(question.system or self.system_prompt, question.text),
+            prompt(question.system or self.system_prompt, rewritten(question.text, self.rewrite)),
             question.answer,
             json.dumps(info),
             question.receipt,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.sapo.questions import MOST_ANSWER, MOST_QUESTION
+from experiments.sapo_stacked.questions import MOST_ANSWER, MOST_QUESTION
 
 CHARACTERS = "".join(map(chr, range(32, 127)))
 PAD, END = 0, 1

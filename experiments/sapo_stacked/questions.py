@@ -82,7 +82,7 @@ def shortened(question: str) -> str:
 
 def drawn(count: int = POOL) -> list[Question]:
     """The questions of all specialties, each once; from a process of its own, as reasoning-gym wants it."""
-    command = [sys.executable, "-m", "experiments.sapo.questions", str(count)]
+    command = [sys.executable, "-m", "experiments.sapo_stacked.questions", str(count)]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, check=True)
     return [Question(*row) for row in json.loads(done.stdout.splitlines()[-1])]
 

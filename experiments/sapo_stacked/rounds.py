@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from experiments.grid import Record
-from experiments.sapo.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
-from experiments.sapo.questions import Question, lesson
+from experiments.sapo_stacked.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
+from experiments.sapo_stacked.questions import Question, lesson
 from shoal.swarm.external_share import AdaptiveSplit, most_external
 from shoal.swarm.strategy import Candidate, differ, uniform
 from shoal.trainer.advantage import advantages

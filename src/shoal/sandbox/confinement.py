@@ -23,8 +23,11 @@ _REFUSED = (
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def confine(*, boxed: bool) -> None:
-    """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already."""
+def confine(*, boxed: bool, sets_variables: bool = False) -> None:
+    """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already.
+
+    Some libraries set variables of their own process when they are imported; `sets_variables` lets them.
+    """
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
     sys.dont_write_bytecode = True
@@ -44,7 +47,7 @@ def confine(*, boxed: bool) -> None:
     os.close(nowhere)
     if not boxed:
         _enter_sandbox()
-    sys.addaudithook(_refuse)
+    sys.addaudithook(_refuse if not sets_variables else _refuse_but_variables)
 
 
 def _enter_sandbox() -> None:
@@ -60,3 +63,8 @@ def _refuse(event: str, arguments: tuple[object, ...]) -> None:
         raise PermissionError(f"{event} is refused while scoring")
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING:
         raise PermissionError("writing to files is refused while scoring")
+
+
+def _refuse_but_variables(event: str, arguments: tuple[object, ...]) -> None:
+    if event not in ("os.putenv", "os.unsetenv"):
+        _refuse(event, arguments)

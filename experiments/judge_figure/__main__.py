@@ -1,0 +1,119 @@
+"""`python -m experiments.judge_figure [--quick] [--only KEY] [--results D]`: see claim.md."""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import tomllib
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.grid import Record, complete, finished, markdown
+from experiments.judge_figure.judged import Judging
+from experiments.sapo_stacked.nodes import Shape
+from experiments.sapo_stacked.questions import Question, drawn, split
+from experiments.sapo_stacked.rounds import Cell, Run, Scale, warm_weights
+from shoal.swarm.judge.comparison import Comparison, Point, compare, comparison_png
+from shoal.swarm.judge.messages import Condition
+from shoal.swarm.judge.store import Judged
+
+HERE = Path(__file__).parent
+QUICK = Scale(nodes=3, rounds=2, each=4, warm_steps=3)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the experiment, or what is left of it."""
+    parser = argparse.ArgumentParser(prog="experiments.judge_figure")
+    parser.add_argument("--only")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    plan, scale = tomllib.loads((HERE / "experiment.toml").read_text()), QUICK if options.quick else Scale()
+
+    @cache
+    def questions() -> list[Question]:
+        return split(drawn(100 if options.quick else 3000))[0]
+
+    def scale_of(size: str) -> Scale:
+        width = plan["sizes"][size]
+        return replace(scale, shape=Shape(width=width, feed_forward=3 * width))
+
+    @cache
+    def warm(size: str) -> dict[str, Tensor]:
+        return warm_weights(scale_of(size), questions(), plan["rejected"])
+
+    def measure(key: str) -> Record:
+        size, condition, seed = key.split(":")
+        cell = Cell.of(plan["conditions"][condition])
+        run = Run(cell, int(seed), scale_of(size), warm(size), questions())
+        every = 1 if options.quick else plan["every_rounds"]
+        return asyncio.run(judged(run, Condition(condition), f"{size}-{condition}-{seed}", every, plan["each"]))
+
+    keys = [f"{size}:{one}:{seed}" for seed in plan["seeds"] for size in plan["sizes"] for one in plan["conditions"]]
+    complete(options.results, [options.only] if options.only else keys, measure)
+    write(options.results, plan)
+
+
+async def judged(run: Run, condition: Condition, name: str, every: int, each: int) -> Record:
+    """Judges every node before the first round, and again after every few rounds."""
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-judge-"))
+        judging = await stack.enter_async_context(Judging(Path(folder), name, run.scale.nodes, each))
+        await judging.ask_all(run.nodes, condition, 0, run.generator)
+        own = []
+        for number in range(1, run.scale.rounds + 1):
+            own.append(sum(run.round()[0]))
+            judging.pass_time()
+            if number % every == 0:
+                await judging.ask_all(run.nodes, condition, number, run.generator)
+        return {"judged": judging.results(), "cumulative": round(sum(own), 2)}
+
+
+def write(results: Path, plan: Record) -> None:
+    """The comparison of each size: a picture, a table, and the numbers."""
+    runs, bin_rounds = finished(results), int(str(plan["bin_rounds"]))
+    tables, found = [], {}
+    assert isinstance(plan["sizes"], dict)
+    for size in plan["sizes"]:
+        scores = [
+            Judged(f"{key}/{node}", Condition(key.split(":")[1]), int(str(round_)), float(str(score)))
+            for key, run in runs.items()
+            if key.startswith(f"{size}:")
+            for node, round_, score in rows_of(run)
+        ]
+        comparison = compare(scores, bin_rounds=bin_rounds)
+        (results / f"figure3-{size}.png").write_bytes(comparison_png(comparison))
+        tables.append(f"## {size}\n\n{table(comparison)}")
+        found[size] = {key: run["cumulative"] for key, run in runs.items() if key.startswith(f"{size}:")}
+    (results / "results.md").write_text("\n".join(tables))
+    (results / "results.json").write_text(json.dumps({"cumulative": found}, indent=1) + "\n")
+
+
+def rows_of(run: Record) -> list[tuple[str, int, float]]:
+    """Node, round and score of each challenge of a run."""
+    rows: list[tuple[str, int, float]] = run["judged"]  # type: ignore[assignment]
+    return rows
+
+
+def table(comparison: Comparison) -> str:
+    """A row per bin of rounds."""
+
+    def row(point: Point) -> list[str]:
+        test = point.test
+        p, favours = ("-", "-") if test is None else (f"{test.p:.3f}", f"{test.favours:.2f}")
+        q = "-" if point.q is None else f"{point.q:.3f}"
+        return [str(point.round), str(point.swarm), str(point.solo), favours, p, q]
+
+    head = ["rounds from", "swarm pass@1 (nodes)", "solo pass@1 (nodes)", "swarm ahead", "p", "q"]
+    return markdown(head, map(row, comparison.raw))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""The nodes of a cell: `shoal train` processes that meet at a NATS server, and what they wrote."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from experiments.grid import Record
+from experiments.sapo_stacked.questions import SETTINGS, SHORTER
+from shoal.config import Config, TaskConfig, parse, to_toml
+from shoal.errors import ChildDied
+from shoal.experience.audit import audit
+from shoal.net.process import PARENT
+from shoal.observe.metrics import read_records
+from shoal.swarm.server import NatsServer, ServerOptions
+
+MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+START_APART_S = 2.0
+"""Seconds between two starts: what is imported once is in memory for the next."""
+REWRITE = [
+    (r"^\s+|\s+$", ""),
+    *((f"(?s){pattern}", replacement) for pattern, replacement in SHORTER),
+    ("base-", ""),
+    ("binary", "2"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large."""
+
+    nodes: int = 8
+    rounds: int = 40
+    each: int = 8
+    """Answers to one question."""
+    lr: float = 1e-3
+    questions: int = 90
+    """Held-out questions of each evaluation."""
+    warm_steps: int = 800
+    width: int = 64
+
+
+def tasks() -> list[dict[str, object]]:
+    """The nine specialties, each with the exact truth as its scorer."""
+    rewrite = [list(pair) for pair in REWRITE]
+    return [
+        {"name": name, "params": settings, "rewrite": rewrite, "scorer": "exact"} for name, settings in SETTINGS.items()
+    ]
+
+
+def task_configs() -> list[TaskConfig]:
+    """The specialties as the warm start draws them."""
+    return [TaskConfig.model_validate(task) for task in tasks()]
+
+
+def node_config(folder: Path, model: Path, cell: str, seed: int, scale: Scale, server: str = "") -> Config:
+    """One node: I own and J external groups a round, everything else as `preset = "sapo"` has it."""
+    own, external = map(int, cell.split("/"))
+    return parse(
+        {
+            "run_dir": str(folder),
+            "seed": seed,
+            "preset": "sapo",
+            "model": {"path": str(model)},
+            "tasks": tasks(),
+            "rollout": {"group_size": scale.each, "max_tokens": 10},
+            "engine": {"gpus": "shared"},
+            "asynchrony": {"max_staleness": 0},
+            "train": {"steps": scale.rounds, "groups_per_step": own, "lr": scale.lr, "warmup_steps": 0},
+            "eval": {"every_steps": scale.rounds, "questions": scale.questions},
+            "checkpoint": {"every_steps": scale.rounds},
+            "stall_s": 3600.0,
+            "swarm": {"servers": [server], "external_groups": external} if external else {"external_groups": 0},
+        }
+    )
+
+
+async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale) -> Record:
+    """All nodes of a cell at once; the record has the form of the stacked simulation's."""
+    runs = [folder / f"node-{i}" for i in range(scale.nodes)]
+    async with AsyncExitStack() as stack:
+        url = ""
+        if not cell.endswith("/0"):
+            url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
+        async with asyncio.TaskGroup() as group:
+            for i, run in enumerate(runs):
+                config = node_config(run, model, cell, 1000 * seed + i, scale, url)
+                path = folder / f"node-{i}.toml"
+                path.write_text(to_toml(config))
+                group.create_task(_train(path))
+                await asyncio.sleep(START_APART_S)
+    return record_of(runs, int(cell.partition("/")[0]), scale.rounds)
+
+
+async def _train(config: Path) -> None:
+    """One node, to its end. Raises `ChildDied`."""
+    with config.with_suffix(".log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", MAIN, "train", str(config), "--json"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, PARENT: str(os.getpid())},
+        )
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+    if code:
+        raise ChildDied(f"{config.stem} ended with code {code}; see {config.with_suffix('.log')}")
+
+
+def record_of(runs: Sequence[Path], own: int, rounds: int) -> Record:
+    """Own reward by round and node, held-out accuracy, groups of peers, and whether every log passes its audit."""
+    records = [read_records(run / "metrics.jsonl") for run in runs]
+    steps = [[one for one in found if one["kind"] == "step"] for found in records]
+    rewards = [[float(str(one["reward"])) for one in found] for found in steps]
+    if any(len(curve) != rounds for curve in rewards):
+        raise ChildDied(f"expected {rounds} rounds of each node, got {[len(curve) for curve in rewards]}")
+    taken = [[float(str(one.get("external", 0))) for one in found] for found in steps]
+    evals = [[float(str(one["sampled"])) for one in found if one["kind"] == "eval"] for found in records]
+    refused = [audit(run) for run in runs]
+    return {
+        "rewards": [[round(value, 4) for value in row] for row in zip(*rewards, strict=True)],
+        "own": [float(own)] * rounds,
+        "taken": [round(fmean(row), 3) for row in zip(*taken, strict=True)],
+        "evaluations": [[at, round(fmean(found[place] for found in evals), 4)] for at, place in ((0, 0), (rounds, -1))],
+        "cumulative": round(sum(map(sum, rewards)), 2),
+        "audits_clean": sum(report.ok for report in refused),
+    }

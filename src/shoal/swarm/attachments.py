@@ -1,0 +1,104 @@
+"""Questions with parts that are no text: their bytes travel by hash, and reach only nodes that read their type.
+
+A task that reads has a method `read` and the media types that it knows (`tasks.sdk`). The node fetches the attachments
+of a claim with the task's name, and checks size, hash and type. Then `read` makes a question of its own, in the sandbox
+of the task's package. Nothing else ever decodes an attachment. The truth is the peer's, and a checker compares with it.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from shoal.config import SwarmConfig
+from shoal.errors import ExchangeUnavailable, TaskError
+from shoal.interfaces import Attachments
+from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
+from shoal.swarm.offer import TEXT, Attached, Claim
+from shoal.swarm.package_tasks import PackageTasks
+from shoal.swarm.trust import Reason
+from shoal.tasks.holdout import split_of
+from shoal.tasks.sdk import Definition
+from shoal.types import Split, Task
+
+BEGINNINGS: Mapping[str, tuple[bytes, ...]] = {
+    "image/png": (b"\x89PNG\r\n\x1a\n",),
+    "image/jpeg": (b"\xff\xd8\xff",),
+    "image/gif": (b"GIF87a", b"GIF89a"),
+    "audio/wav": (b"RIFF",),
+    "audio/flac": (b"fLaC",),
+    "audio/ogg": (b"OggS",),
+}
+"""First bytes of media types; bytes that begin otherwise are not what they are called."""
+
+
+class AttachmentReader:
+    """Reads and writes claims with attachments, for the own tasks that have a reader."""
+
+    def __init__(
+        self, services: Iterable[object], bounds: SwarmConfig, packages: PackageTasks, attachments: Attachments
+    ) -> None:
+        self._bounds, self._packages, self._attachments = bounds, packages, attachments
+        tasks = [one for one in services if isinstance(one, Definition)]
+        # Peers' texts reach no code outside of a sandbox: a task that scores by itself takes none of these questions.
+        self._readers = {one.name: one for one in tasks if one.media and not (one.scores or one.converses)}
+
+    async def claim(self, task: Task) -> Claim | None:
+        """Builds the claim of a task with attachments and sends their bytes; None for a task without any.
+
+        Raises `TaskError` for attachments that are too large, or when the swarm cannot be reached.
+        """
+        parts: list[tuple[str, str]] = json.loads(task.info).get("attachments", [])
+        if not parts:
+            return None
+        attached = []
+        for media_type, text in parts:
+            data = base64.b64decode(text)
+            if len(data) > MAX_ATTACHMENT_BYTES:
+                raise TaskError(f"{task.id}: expected attachments of at most {MAX_ATTACHMENT_BYTES} bytes")
+            attached.append(Attached(hashlib.sha256(data).hexdigest(), media_type, len(data)))
+            try:
+                await self._attachments.attach(attached[-1].digest, data)
+            except ExchangeUnavailable as error:
+                raise TaskError(f"{task.id}: its attachment was not sent: {error}") from error
+        modality = attached[0].media_type.partition("/")[0]
+        question = task.messages[-1].content
+        return Claim(task.service, question, task.answer, modality=modality, attachments=tuple(attached))
+
+    async def task(self, claim: Claim) -> Task | Reason:
+        """Makes an own training task of a peer's question with attachments. Fetches nothing that it would not read."""
+        reader = self._readers.get(claim.service)
+        types = {one.media_type for one in claim.attachments}
+        if reader is None or claim.modality == TEXT or not types <= reader.media:
+            return Reason.OTHER_MODALITY
+        if claim.truth is None or not claim.attachments:
+            return Reason.UNKNOWN_TASK
+        if max(one.size_bytes for one in claim.attachments) > self._bounds.attachment_bytes:
+            return Reason.OUT_OF_BOUNDS
+        parts = []
+        for attached in claim.attachments:
+            data = await self._fetched(attached)
+            if data is None:
+                return Reason.NOT_SENT
+            parts.append(data)
+        question = await self._packages.read(reader.name, claim.question, parts)
+        if isinstance(question, Reason):
+            return question
+        if len(question.text) + len(claim.truth) > self._bounds.draw_characters:
+            return Reason.OUT_OF_BOUNDS
+        if split_of(reader.split_text(question), reader.eval_share) is Split.EVAL:
+            return Reason.HELD_OUT
+        asked = replace(question, answer=claim.truth, scorer=question.scorer or "exact", attachments=())
+        digest = hashlib.sha256("".join(one.digest for one in claim.attachments).encode()).hexdigest()
+        return reader.task_of(asked, f"{reader.name}/{digest[:32]}")
+
+    async def _fetched(self, attached: Attached) -> bytes | None:
+        """The bytes of an attachment; None unless size, hash and beginning are as stated."""
+        try:
+            data = await self._attachments.fetch(attached.digest, attached.size_bytes)
+        except ExchangeUnavailable:
+            return None
+        if data is None or hashlib.sha256(data).hexdigest() != attached.digest:
+            return None
+        return data if data.startswith(BEGINNINGS.get(attached.media_type, ())) else None

@@ -1,0 +1,83 @@
+"""An invitation is the line with which another node joins: address, key, and the tasks that the swarm shares."""
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.interfaces import Environment
+from shoal.swarm.options import CREDENTIALS
+from shoal.swarm.task_package import TaskPackage, package_of
+from shoal.tasks.procedural_client import ReasoningGymService
+from shoal.tasks.sdk import Definition
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Address, key and tasks of a swarm."""
+
+    servers: tuple[str, ...]
+    """URLs, with the token if there is one."""
+    name: str
+    datasets: tuple[str, ...]
+    packages: tuple[str, ...]
+    """References of task packages, as `swarm.packages` lists them."""
+    credentials: str = ""
+    """File with the seed of the guest's nkey; empty where a token is the key, or none is needed."""
+
+    @property
+    def line(self) -> str:
+        """The command of a node that joins; `RUN.toml` is its own configuration.
+
+        >>> Invitation(("nats://127.0.0.1:4222",), "reef", (), ()).line.endswith("--swarm.name='\"reef\"'")
+        True
+        """
+        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets, "packages": self.packages}
+        words = [f"--swarm.{name}={shlex.quote(json.dumps(value))}" for name, value in settings.items() if value]
+        before = f"{CREDENTIALS}={shlex.quote(self.credentials)} " if self.credentials else ""
+        return " ".join([f"{before}shoal train RUN.toml", "--swarm.external_groups=4", *words])
+
+
+def invitation(config: Config, services: Sequence[Environment], token: str, credentials: str = "") -> Invitation:
+    """Builds the invitation to the swarm of a configuration. Raises `ConfigError` and `TaskError`."""
+    if not config.swarm.servers:
+        raise ConfigError("swarm.servers: expected the address at which guests reach the swarm, got none")
+    servers = tuple(_with_token(url, token) for url in config.swarm.servers)
+    datasets = tuple(one.spec.dataset for one in services if isinstance(one, ReasoningGymService))
+    packages = tuple(one.reference for one in packages_of(services))
+    return Invitation(servers, config.swarm.name, datasets, packages, credentials)
+
+
+def packages_of(services: Sequence[Environment]) -> list[TaskPackage]:
+    """The packages of the tasks of the Python SDK. Raises `TaskError` for a task that cannot be packed."""
+    return [package_of(one) for one in services if isinstance(one, Definition)]
+
+
+def guest_key(path: Path) -> str:
+    """Makes an nkey for a guest and writes its seed, readable by its owner only; returns the public key.
+
+    The server's accounts list the public key. Raises `ConfigError` for a file that exists.
+    """
+    import nkeys  # type: ignore[import-untyped]
+
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(seed + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--nkey {path}: expected a file that can be made, got {error.strerror}") from None
+    public: bytes = nkeys.from_seed(bytearray(seed)).public_key
+    return public.decode()
+
+
+def _with_token(url: str, token: str) -> str:
+    """A server's URL with the token, unless it names somebody already."""
+    parts = urlsplit(url)
+    if not token or "@" in parts.netloc:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{quote(token, safe='')}@{parts.netloc}"))

@@ -1,0 +1,232 @@
+"""Questions about images reach nodes that read them, in a sandbox; other nodes ignore exactly those."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hostile.images import images
+from examples.modalities.glyphs import Grids, Pictures, asked, drawn, grid_of, png_of
+from shoal import wire
+from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
+from shoal.interfaces import Environment
+from shoal.model.renderer_loading import load_renderer
+from shoal.reward.service import RewardService
+from shoal.swarm.answerers import RuleSolver
+from shoal.swarm.attachments import AttachmentReader
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Signer
+from shoal.swarm.exchange import MemoryExchange, MemorySwarm
+from shoal.swarm.generator import Generator, GeneratorPace
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.package_tasks import PackageTasks
+from shoal.swarm.peer import Joined
+from shoal.swarm.trust import Reason
+from shoal.tasks.jsonl import JsonlService
+from shoal.types import Split, Task
+from until import until
+
+CONFIG = Config(tasks=[TaskConfig(name="glyphs")], swarm=SwarmConfig(external_groups=4, take="uniform"))
+
+
+class Watched(MemoryExchange):
+    """An exchange that notes what was fetched."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        super().__init__(swarm)
+        self.fetched: list[str] = []
+
+    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
+        self.fetched.append(digest)
+        return await super().fetch(digest, most_bytes)
+
+
+@asynccontextmanager
+async def joined(
+    exchange: MemoryExchange, services: Sequence[Environment], folder: Path, bounds: SwarmConfig | None = None
+) -> AsyncIterator[Joined]:
+    bounds, identity = bounds or SwarmConfig(), Identity.fresh()
+    async with PackageTasks(services, bounds, folder, exchange, identity) as packages:
+        own = OwnTasks(services, bounds, packages, AttachmentReader(services, bounds, packages, exchange))
+        yield Joined(exchange, own, identity, folder, CONFIG)
+        own.close()
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+def test_a_reader_learns_from_pictures_of_a_rule_and_a_text_node_ignores_exactly_those(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    words = tmp_path / "words.jsonl"
+    words.write_text("\n".join(f'{{"prompt": "say {c}", "answer": "{c}"}}' for c in "abcdefghijklmnop"))
+    letters = JsonlService(TaskConfig(name="words", service="jsonl", path=str(words), scorer="exact"), 0)
+
+    async def main() -> None:
+        hub = MemorySwarm()
+        reading, texting = Watched(hub), Watched(hub)
+        async with (
+            RewardService(RewardConfig()) as scorer,
+            joined(hub.join(), [Pictures], tmp_path / "rule") as rule,
+            joined(hub.join(), [letters], tmp_path / "words") as other,
+            joined(reading, [Grids], tmp_path / "reader") as reader,
+            joined(texting, [letters], tmp_path / "text") as text,
+        ):
+            # The sandbox starts now: its start is no time that an offer takes.
+            assert isinstance(await reader.own.task(await rule.own.claim(Pictures.draw(Split.TRAIN, 99))), Task)
+            pace = GeneratorPace(rollouts=4, every_s=0.01, groups=6)
+            drawing = Generator(rule, [Pictures], RuleSolver("truth", 0), pace)
+            spelling = Generator(other, [letters], RuleSolver("truth", 0), pace)
+            nodes = [Node(one, scorer, load_renderer(tiny_model_dir), 1024) for one in (reader, text)]
+            running = [asyncio.ensure_future(one.run()) for one in (*nodes, drawing, spelling)]
+            await asyncio.gather(*running[2:])
+            pictured, texted = nodes
+            await until(lambda: pictured.ready >= 2 and texted.ready >= 2, 150)
+            await until(lambda: texted.ingress.refused[Reason.OTHER_MODALITY] == 6, 150)
+            groups = await pictured.take(0, logprobs)
+            words_groups = await texted.take(0, logprobs)
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        assert groups
+        for group in groups:
+            assert set(group.task.messages[-1].content) == set(".#\n")
+            assert {rollout.reward.value for rollout in group.rollouts} == {0.0, 1.0}
+            right = {one.messages[-1].content for one in group.rollouts if one.reward.value}
+            assert right == {group.task.answer}
+        assert {group.task.service for group in words_groups} == {"words"}
+        assert texting.fetched == []
+        assert len(set(reading.fetched)) >= 2
+
+    asyncio.run(main())
+
+
+def test_a_picture_reads_back() -> None:
+    import random
+
+    grid, _ = drawn(random.Random(3))
+    assert grid_of(png_of(grid)) == grid
+
+
+@pytest.mark.parametrize("name", images())
+def test_a_hostile_image_is_no_picture(name: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        grid_of(images()[name])
+
+
+CARELESS = """
+import io
+from PIL import Image
+from shoal.tasks.sdk import Question, task
+
+
+@task("glyphs")
+class careless:
+    media = ("image/png", "text/html")
+
+    def draw(self, rng):
+        return Question(f"{rng.random()}", "1", scorer="exact")
+
+    def read(self, question, attachments):
+        Image.MAX_IMAGE_PIXELS = None
+        with Image.open(io.BytesIO(attachments[0])) as image:
+            image.load()
+            return Question(f"{image.size} {list(image.getdata())[:64]}")
+"""
+
+
+def test_hostile_images_cost_even_a_careless_reader_nothing_but_time(tmp_path: Path) -> None:
+    """The reader opens whatever it gets, with every guard off: its sandbox bounds what that costs."""
+    from shoal.tasks.sdk import definition_at
+
+    (tmp_path / "careless.py").write_text(CARELESS)
+    task = definition_at(f"{tmp_path / 'careless.py'}:careless")
+
+    async def main() -> None:
+        hub = MemorySwarm()
+        bounds = SwarmConfig(draw_s=3.0, attachment_bytes=200_000)
+        async with joined(hub.join(), [task], tmp_path, bounds) as node:
+            found = {}
+            for name, data in images().items():
+                claim = await attach(hub, data)
+                found[name] = await node.own.task(claim)
+            png = png_of(["." * 8] * 8)
+            for claim, reason in (
+                (await attach(hub, png, media_type="image/gif"), Reason.OTHER_MODALITY),
+                (await attach(hub, png, modality="smell"), None),
+                (await attach(hub, png, modality="text"), Reason.OTHER_MODALITY),
+                (await attach(hub, png, size=300_000), Reason.OUT_OF_BOUNDS),
+                (await attach(hub, png, size=10), Reason.NOT_SENT),
+                (await attach(hub, png_of(["#" * 8] * 8), kept=png), Reason.NOT_SENT),
+                (await attach(hub, png, truth=None), Reason.UNKNOWN_TASK),
+                (await attach(hub, png), None),
+            ):
+                decided = await node.own.task(claim)
+                assert (decided if isinstance(decided, Reason) else None) is reason, claim
+        called_png = [name for name in found if name.endswith("called png")]
+        assert len(called_png) == 4
+        assert all(found[name] is Reason.NOT_SENT for name in called_png)
+        assert isinstance(found["filters"], Task)  # a right PNG, of another kind
+        for name in ("bomb in many dots", "largest size", "cut in its head", "noise", "wrong checksum"):
+            assert found[name] in (Reason.UNREADABLE, Reason.TIMED_OUT), (name, found[name])
+
+    asyncio.run(main())
+
+
+async def attach(
+    hub: MemorySwarm,
+    data: bytes,
+    *,
+    kept: bytes | None = None,
+    size: int | None = None,
+    media_type: str = "image/png",
+    modality: str = "image",
+    truth: str | None = "1",
+) -> Claim:
+    """A claim about an image that the swarm keeps."""
+    digest = hashlib.sha256(data).hexdigest()
+    hub.attachments[digest] = kept or data
+    attached = Attached(digest, media_type, size or len(data))
+    return Claim("glyphs", "Which digit?", truth, modality=modality, attachments=(attached,))
+
+
+def test_answers_of_another_modality_are_counted_and_never_looked_at(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def main() -> None:
+        hub = MemorySwarm()
+        watched, peer = Watched(hub), Identity.fresh()
+        async with RewardService(RewardConfig()) as scorer, joined(watched, [Grids], tmp_path) as one:
+            node = Node(one, scorer, load_renderer(tiny_model_dir), 1024)
+            running = asyncio.ensure_future(node.run())
+            claim = await attach(hub, png_of(["." * 8] * 8))
+            said = (OfferedRollout("1"), OfferedRollout("2"))
+            offer = Offer(claim, said, GeneratorKind.RULE, "m", time.time(), answers="audio")
+            frame = Signer(peer, "reef", session=1).frame(Kind.OFFER, wire.encode(offer), time.time())
+            await hub.join().publish(Kind.OFFER, peer.peer_id, frame)
+            await until(lambda: node.ingress.refused[Reason.OTHER_MODALITY] == 1)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        assert watched.fetched == []
+
+    asyncio.run(main())
+
+
+def test_a_drawn_picture_is_sent_by_its_hash(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub = MemorySwarm()
+        async with joined(hub.join(), [Pictures], tmp_path) as rule:
+            task = Pictures.draw(Split.TRAIN, 0)
+            claim = await rule.own.claim(task)
+        (attached,) = claim.attachments
+        data = hub.attachments[attached.digest]
+        assert hashlib.sha256(data).hexdigest() == attached.digest
+        assert (claim.modality, attached.media_type, attached.size_bytes) == ("image", "image/png", len(data))
+        assert len(asked(grid_of(data))) == 8 * 9 - 1
+
+    asyncio.run(main())

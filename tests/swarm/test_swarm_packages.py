@@ -1,0 +1,375 @@
+"""Conversations and tasks of the Python SDK travel by the digest of their package, and are played again."""
+
+import asyncio
+import json
+import textwrap
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chat_templates import ANSWERING, renderer_of
+from shoal import wire
+from shoal.config import Config, SwarmConfig, TaskConfig
+from shoal.environments.calculator import calculator
+from shoal.environments.guess_number import guess_number
+from shoal.errors import ConfigError, WireError
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.identity import Identity
+from shoal.swarm.node import Node
+from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
+from shoal.swarm.package_tasks import PackageTasks
+from shoal.swarm.peer import Joined
+from shoal.swarm.task_package import TaskPackage, package_of, sealed, unsealed
+from shoal.swarm.trust import Reason
+from shoal.tasks.sdk import Definition, definition_at
+from shoal.trainer.advantage import rows
+from shoal.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Message,
+    Outcome,
+    Reward,
+    Role,
+    Rollout,
+    Split,
+    Task,
+    ToolCall,
+    Turn,
+)
+from until import until
+
+DRAWN = Completion((5, 6), (-1.0, -1.0), (0, 0), FinishReason.STOP)
+CONFIG = Config(tasks=[TaskConfig(name="gcd")], swarm=SwarmConfig(external_groups=2, take="uniform"))
+
+
+class Scripted:
+    """A model that says what it is told to, and notes the conversation."""
+
+    base_url = anthropic_base_url = api_key = ""
+
+    def __init__(self, answers: Sequence[Message]) -> None:
+        self._answers, self.messages = list(answers), tuple[Message, ...]()
+
+    async def answer(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> Message:
+        said = self._answers.pop(0)
+        self.messages = (*messages, said)
+        return said
+
+
+async def played(task: Definition, drawn: Task, answers: Sequence[Message], name: str) -> Rollout:
+    """A rollout of the real environment with these answers."""
+    model = Scripted(answers)
+    outcome: Outcome = await task.rollout(drawn, model)
+    sampled = sum(message.role is Role.ASSISTANT for message in model.messages)
+    turns = tuple(Turn((1,), DRAWN, parent=number - 1 if number else None) for number in range(sampled))
+    return Rollout(name, model.messages, turns, Reward(outcome.reward or 0.0))
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message(Role.ASSISTANT, text, calls)
+
+
+async def guessed(game: Definition, index: int = 0) -> Group:
+    """One group: the number is found at the second try, or never."""
+    task = game.draw(Split.TRAIN, index)
+    hidden = json.loads(task.info)["info"]
+    wrong = hidden["low"] if hidden["number"] != hidden["low"] else hidden["high"]
+    right = [said(f"{wrong}"), said(f"{hidden['number']}")]
+    never = [said("hm"), said(f"{wrong}"), said("no idea")]
+    rollouts = [await played(game, task, answers, f"{i}") for i, answers in enumerate((right, never))]
+    return Group("g", task, tuple(rollouts), 0)
+
+
+@asynccontextmanager
+async def own_tasks(
+    hub: MemorySwarm, services: Sequence[Definition], folder: Path, **settings: object
+) -> AsyncIterator[OwnTasks]:
+    bounds = SwarmConfig.model_validate(settings)
+    async with PackageTasks(services, bounds, folder, hub.join(), Identity.fresh()) as packages:
+        own = OwnTasks(services, bounds, packages)
+        yield own
+        own.close()
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-0.5 - i / 100 for i in range(len(row) - 1)] for row in rows]
+
+
+class Nobody:
+    """A scorer that is never asked."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        raise AssertionError("the environment scores")
+
+
+@pytest.mark.parametrize("taker_has_the_task", [True, False])
+def test_a_conversation_is_played_again_by_a_node_that_takes_its_package(
+    tmp_path: Path, taker_has_the_task: bool
+) -> None:
+    game = replace(guess_number, name="mine", seed=3)
+    theirs = [replace(guess_number, name="theirs")] if taker_has_the_task else []
+    accepted = [] if taker_has_the_task else [package_of(game).reference]
+    renderer = renderer_of(ANSWERING["qwen3"])
+
+    async def main() -> None:
+        hub = MemorySwarm()
+        async with (
+            own_tasks(hub, [game], tmp_path / "a") as author_tasks,
+            own_tasks(hub, theirs, tmp_path / "b", packages=accepted) as taker_tasks,
+        ):
+            author, taker = (
+                Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / name, CONFIG), Nobody(), renderer, 2048)
+                for own, name in ((author_tasks, "a"), (taker_tasks, "b"))
+            )
+            running = [asyncio.ensure_future(node.run()) for node in (author, taker)]
+            group = await guessed(game)
+            author.offer(group)
+            await until(lambda: taker.ready == 1 or bool(taker.ingress.refused.total()))
+            assert not taker.ingress.refused, taker.ingress.refused
+            (taken,) = await taker.take(4, logprobs)
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        assert taken.task.service == ("theirs" if taker_has_the_task else "guess_number")
+        assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
+        for mine, own in zip(group.rollouts, taken.rollouts, strict=True):
+            assert own.messages == mine.messages
+            (row,) = rows(own, 1.0)  # one row: every turn goes on from the one before
+            sampled = [token for token, mask in zip(row.tokens, row.mask, strict=True) if mask]
+            answers = [message.content for message in mine.messages if message.role is Role.ASSISTANT]
+            stop = renderer.stop_token_ids[0]
+            expected = [token for text in answers for token in (*renderer.token_ids(text), stop)]
+            assert sampled == expected
+            assert all(
+                value == -0.5 - (place - 1) / 100
+                for place, (value, mask) in enumerate(zip(row.logprobs, row.mask, strict=True))
+                if mask
+            )
+
+    asyncio.run(main())
+
+
+def turned(offer: Offer, rollout: int, place: int, **changes: object) -> OfferedRollout:
+    """A rollout of an offer with one message changed."""
+    one = offer.rollouts[rollout]
+    turns = list(one.turns)
+    turns[place] = replace(turns[place], **changes)  # type: ignore[arg-type]
+    return replace(one, turns=tuple(turns))
+
+
+def test_a_conversation_that_its_environment_would_not_have_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub, game = MemorySwarm(), replace(guess_number, seed=5)
+        async with own_tasks(hub, [game], tmp_path) as own:
+            group = await guessed(game)
+            claim = await own.claim(group.task)
+            offer = offer_of(group, claim, "m", 1.0)
+            task = await own.task(claim)
+            assert isinstance(task, Task)
+            found = await own.course(claim, task, offer.rollouts[0])
+            assert isinstance(found, Course)
+            assert found.reward == Reward(1.0)
+            cheats = [
+                turned(offer, 0, 1, content="Higher: it is 7."),
+                turned(offer, 0, 1, sampled=True, role=Role.ASSISTANT),
+                turned(offer, 1, 0, content=group.task.answer),  # found at once, and then it goes on
+                replace(offer.rollouts[1], turns=offer.rollouts[1].turns[:1]),  # the end is cut off
+                replace(offer.rollouts[0], turns=(*offer.rollouts[0].turns, OfferedTurn(Role.USER, "well done"))),
+                replace(offer.rollouts[0], turns=(OfferedTurn(Role.USER, "hi"),)),
+            ]
+            for cheat in cheats:
+                assert await own.course(claim, task, cheat) is Reason.OTHER_COURSE, cheat
+            for lie, reason in (
+                (replace(claim, truth="99"), Reason.WRONG_TRUTH),
+                (replace(claim, question="?"), Reason.WRONG_QUESTION),
+                (replace(claim, receipt=None), Reason.UNKNOWN_TASK),
+                (replace(claim, package="0" * 64), Reason.UNKNOWN_TASK),
+                (with_config(claim, '{"size": 1000}'), Reason.NOT_DRAWN),
+                (with_config(claim, "[" * 4000), Reason.NOT_DRAWN),
+                (with_config(claim, "{" + " " * 5000 + "}"), Reason.UNKNOWN_TASK),
+            ):
+                assert await own.task(lie) is reason, lie
+            held_out = await own.claim(game.draw(Split.EVAL, 0))
+            assert await own.task(held_out) is Reason.HELD_OUT
+
+    asyncio.run(main())
+
+
+def with_config(claim: Claim, config: str) -> Claim:
+    assert claim.receipt is not None
+    receipt = replace(claim.receipt, config=config)
+    return replace(claim, receipt=receipt)
+
+
+def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_does(tmp_path: Path) -> None:
+    renderer = renderer_of(ANSWERING["qwen3"])
+
+    async def main() -> None:
+        hub = MemorySwarm()
+        async with own_tasks(hub, [calculator], tmp_path) as own:
+            task = calculator.draw(Split.TRAIN, 0)
+            call = ToolCall("call_1", "calculator", json.dumps({"expression": task.messages[-1].content[8:13]}))
+            right = await played(calculator, task, [said("", call), said(task.answer or "")], "0")
+            wrong = await played(calculator, task, [said("", call), said("0.5")], "1")
+            claim = await own.claim(task)
+            offer = offer_of(Group("g", task, (right, wrong), 0), claim, "m", 1.0)
+            assert [turn.role for turn in offer.rollouts[0].turns] == [Role.ASSISTANT, Role.TOOL, Role.ASSISTANT]
+            assert [turn.sampled for turn in offer.rollouts[0].turns] == [True, False, True]
+            node = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path, CONFIG), Nobody(), renderer, 4096)
+            running = asyncio.ensure_future(node.run())
+            author = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / "b", CONFIG), Nobody(), renderer, 4096)
+            sharing = asyncio.ensure_future(author.run())
+            author.offer(Group("g", task, (right, wrong), 0))
+            await until(lambda: node.ready == 1 or bool(node.ingress.refused.total()))
+            assert not node.ingress.refused, node.ingress.refused
+            (taken,) = await node.take(0, logprobs)
+            for one in (running, sharing):
+                one.cancel()
+            await asyncio.gather(running, sharing, return_exceptions=True)
+        assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
+        answer = renderer.answer(taken.rollouts[0].turns[0].completion.token_ids, tools=True)
+        assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+            ("calculator", json.loads(call.arguments))
+        ]
+
+    asyncio.run(main())
+
+
+def package(tmp_path: Path, body: str, name: str = "odd") -> tuple[Definition, TaskPackage]:
+    """A task in a file of its own."""
+    file = tmp_path / f"{name}.py"
+    file.write_text("from shoal.tasks.sdk import Question, task\n" + textwrap.dedent(body))
+    found = definition_at(f"{file}:{name}")
+    return found, package_of(found)
+
+
+SUMS = """
+    @task("odd")
+    class odd:
+        def draw(self, rng):
+            a, b = rng.randrange(100), rng.randrange(100)
+            return Question(f"{a} + {b}?", str(a + b))
+
+        def score(self, task, answer):
+            return float(answer.strip() == task.answer)
+"""
+
+
+def test_a_package_is_accepted_by_name_and_digest_only(tmp_path: Path) -> None:
+    mine, made = package(tmp_path, SUMS)
+    assert made.name == "odd"
+    again = package_of(definition_at(f"{tmp_path / 'odd.py'}:odd"))
+    assert again.digest == made.digest
+    data = sealed(made, Identity.fresh())
+    assert unsealed(data)[0] == made
+    for forged in (data[:-1], data[:10] + b"x" + data[11:], data.replace(b"a + b", b"a - b"), b"", b"\x01"):
+        with pytest.raises(WireError):
+            unsealed(forged)
+    with pytest.raises(ConfigError, match="NAME@DIGEST"):
+        PackageTasks([], SwarmConfig(packages=["odd"]))
+
+    async def main() -> None:
+        hub = MemorySwarm()
+        async with own_tasks(hub, [mine], tmp_path / "a") as author:
+            claim = await author.claim(mine.draw(Split.TRAIN, 0))
+        sent = hub.attachments[made.digest]
+        for listed, kept, expected in (
+            ([], sent, Reason.UNKNOWN_TASK),
+            ([f"odd@{'0' * 64}"], sent, Reason.UNKNOWN_TASK),
+            ([f"even@{made.digest}"], sent, Reason.NOT_SENT),
+            ([made.reference], None, Reason.NOT_SENT),
+            ([made.reference], sealed(replace(made, name="other"), Identity.fresh()), Reason.NOT_SENT),
+            ([made.reference], b"\x00" * 100, Reason.NOT_SENT),
+        ):
+            hub.attachments = {} if kept is None else {made.digest: kept}
+            async with own_tasks(hub, [], tmp_path / "b", packages=listed) as taker:
+                assert await taker.task(claim) is expected, listed
+        hub.attachments = {made.digest: sent}
+        async with own_tasks(hub, [], tmp_path / "b", packages=[made.reference]) as taker:
+            task = await taker.task(claim)
+            assert isinstance(task, Task)
+            right = await taker.course(claim, task, OfferedRollout(f" {task.answer}"))
+            assert isinstance(right, Course)
+            assert right.reward == Reward(1.0)
+        hub.attachments = {}
+        async with own_tasks(hub, [], tmp_path / "b", packages=[made.reference]) as taker:
+            assert isinstance(await taker.task(claim), Task)  # it was kept
+
+    asyncio.run(main())
+
+
+def test_the_code_of_a_package_gets_nothing_of_this_machine(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    evil, _ = package(
+        tmp_path,
+        f"""
+        def attempts():
+            def touch():
+                open({str(touched)!r}, "w")
+            def read():
+                return open("/etc/passwd").read() and open({str(tmp_path / "odd.py")!r}).read()
+            def connect():
+                import socket
+                socket.create_connection(("127.0.0.1", 1))
+            def run():
+                import subprocess
+                subprocess.run(["true"])
+            def fork():
+                import os
+                os.fork()
+            def environment():
+                import os
+                return dict(os.environ)["PATH"]
+            return [touch, read, connect, run, fork, environment]
+
+        @task("odd")
+        class odd:
+            def draw(self, rng):
+                return Question(f"{{rng.random()}}", "x")
+
+            def score(self, task, answer):
+                if answer == "loop":
+                    while True:
+                        pass
+                if answer == "huge":
+                    return len([0] * 10**10)
+                worked = 0
+                for attempt in attempts():
+                    try:
+                        attempt()
+                        worked += 1
+                    except BaseException:
+                        pass
+                return float(worked)
+        """,
+    )
+
+    async def main() -> None:
+        async with own_tasks(MemorySwarm(), [evil], tmp_path / "a", draw_s=2.0) as own:
+            claim = await own.claim(evil.draw(Split.TRAIN, 0))
+            task = await own.task(claim)
+            assert isinstance(task, Task)
+            found = await own.course(claim, task, OfferedRollout("attempt"))
+            assert isinstance(found, Course)
+            assert found.reward == Reward(0.0)
+            assert await own.course(claim, task, OfferedRollout("loop")) is Reason.TIMED_OUT
+            assert await own.course(claim, task, OfferedRollout("huge")) in (Reason.UNSCORED, Reason.TIMED_OUT)
+            assert isinstance(await own.course(claim, task, OfferedRollout("attempt")), Course)
+
+    asyncio.run(main())
+    assert not touched.exists()
+
+
+def test_thoughts_are_stripped_where_the_node_says_so() -> None:
+    task = Task("t", "s", (Message(Role.USER, "3 + 4?"),), "7")
+    thought = Message(Role.ASSISTANT, "7", reasoning="3, then 4")
+    group = Group("g", task, (Rollout("r", (*task.messages, thought), (Turn((1,), DRAWN),), Reward(1.0)),), 0)
+    kept, stripped = (offer_of(group, Claim("s", "3 + 4?", "7"), "m", 1.0, thoughts=one) for one in (True, False))
+    assert "3, then 4" in kept.rollouts[0].text
+    assert stripped.rollouts[0].text == "7"
+    assert wire.decode(wire.encode(kept), Offer) == kept
