@@ -85,7 +85,8 @@ def test_a_reader_learns_from_pictures_of_a_rule_and_a_text_node_ignores_exactly
             drawing = Generator(rule, [Pictures], RuleSolver("truth", 0), pace)
             spelling = Generator(other, [letters], RuleSolver("truth", 0), pace)
             nodes = [Node(one, scorer, load_renderer(tiny_model_dir), 1024) for one in (reader, text)]
-            running = [asyncio.ensure_future(one.run()) for one in (*nodes, drawing, spelling)]
+            starts = [*(node.run() for node in nodes), drawing.run(), spelling.run()]
+            running = [asyncio.ensure_future(one) for one in starts]
             await asyncio.gather(*running[2:])
             pictured, texted = nodes
             await until(lambda: pictured.ready >= 2 and texted.ready >= 2, 150)

@@ -32,11 +32,7 @@ class Invitation:
 
     @property
     def line(self) -> str:
-        """The command of a node that joins; `RUN.toml` is its own configuration.
-
-        >>> Invitation(("nats://127.0.0.1:4222",), "reef", (), ()).line.endswith("--swarm.name='\"reef\"'")
-        True
-        """
+        """The command of a node that joins; `RUN.toml` is its own configuration."""
         settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets, "packages": self.packages}
         words = [f"--swarm.{name}={shlex.quote(json.dumps(value))}" for name, value in settings.items() if value]
         before = f"{CREDENTIALS}={shlex.quote(self.credentials)} " if self.credentials else ""
