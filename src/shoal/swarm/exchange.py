@@ -28,12 +28,15 @@ class MemorySwarm:
         self.attachments: dict[str, bytes] = {}
         self.end = 0
         """Number of the next frame."""
+        self._peers: list[MemoryExchange] = []
         self.waiting = set[MemoryExchange]()
         """Exchanges that have read everything: a frame costs nothing for those that have not."""
 
     def join(self) -> "MemoryExchange":
         """Adds an exchange; it receives all kept frames, its own included."""
-        return MemoryExchange(self)
+        member = MemoryExchange(self)
+        self._peers.append(member)
+        return member
 
     def put(self, kind: str, author: str, frame: bytes) -> None:
         """Delivers a frame to every exchange."""
