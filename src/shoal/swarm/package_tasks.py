@@ -33,10 +33,10 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, Course, OfferedRollout
 from shoal.swarm.package_worker import (
     DrawSeed,
-    Load,
     Loaded,
+    LoadPackage,
     PackageReply,
-    Play,
+    PlayAgain,
     QuestionReply,
     ReadAttachments,
     ScoreAnswer,
@@ -57,7 +57,7 @@ ATTACH_EVERY_S = 600.0
 MOST_SETTINGS = 4096
 """Characters of an offer's settings."""
 T = TypeVar("T")
-Request: TypeAlias = DrawSeed | Play | ScoreAnswer | ReadAttachments
+Request: TypeAlias = DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
 
 
 class _OtherCourse(TaskError):
@@ -212,7 +212,7 @@ class PackageTasks:
             loaded = await self._loaded(accepted, claim.receipt.config)
             if not rollout.turns and not loaded.converses and not loaded.scores:
                 return Course()
-            course = await self._ask(accepted, claim.receipt.config, Play(task, answers), Course)
+            course = await self._ask(accepted, claim.receipt.config, PlayAgain(task, answers), Course)
             if course.reward is None and loaded.scores:
                 scored = await self._ask(accepted, claim.receipt.config, ScoreAnswer(task, course.answer or ""), Reward)
                 course = replace(course, reward=scored)
@@ -282,7 +282,7 @@ class PackageTasks:
             try:
                 await child.ready(START_TIMEOUT_S)
                 rewrite = tuple((one, other) for one, other in accepted.named().rewrite)
-                load = wire.encode(Load(accepted.package, config, rewrite))
+                load = wire.encode(LoadPackage(accepted.package, config, rewrite))
                 loaded = _value(await child.ask(load, START_TIMEOUT_S), Loaded)
             except BaseException:
                 child.kill()

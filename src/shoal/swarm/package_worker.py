@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -38,7 +38,7 @@ class OtherCourse(Exception):
     """The environment asks for more answers than the conversation has."""
 
 
-class Load(msgspec.Struct, tag="load"):
+class LoadPackage(msgspec.Struct, tag="load"):
     """Imports a package; the first request. `params` are settings of the task as JSON, `rewrite` is this node's."""
 
     package: TaskPackage
@@ -60,7 +60,7 @@ class DrawSeed(msgspec.Struct, tag="draw"):
     seed: int
 
 
-class Play(msgspec.Struct, tag="play"):
+class PlayAgain(msgspec.Struct, tag="play"):
     """Asks for the course of a conversation in which the model gives these answers."""
 
     task: Task
@@ -171,6 +171,10 @@ class _Replay:
         self.asked.append(AskedFor(tuple(messages), tools))
         return self._answers[len(self.asked) - 1]
 
+    def openai(self) -> NoReturn:
+        """Raises `EnvironmentFailed`: there is no server to speak with."""
+        raise EnvironmentFailed("a conversation that is played again has no server")
+
 
 class PackageHost:
     """The loaded task, and the event loop on which it runs."""
@@ -182,7 +186,7 @@ class PackageHost:
 
     def reply(self, frame: bytes) -> bytes:
         """The reply to a request. An exception of the package's code is an error."""
-        requests: Any = Load | DrawSeed | Play | ScoreAnswer | ReadAttachments
+        requests: Any = LoadPackage | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
         try:
             value = self._value(wire.decode(frame, requests))
             return wire.encode(PackageReply(msgspec.Raw(msgspec.msgpack.encode(value))))
@@ -191,19 +195,19 @@ class PackageHost:
         except (Exception, SystemExit) as error:  # a package's code raises what it will
             return wire.encode(PackageReply(error=described(error) or type(error).__name__))
 
-    def _value(self, request: Load | DrawSeed | Play | ScoreAnswer | ReadAttachments) -> object:
-        if isinstance(request, Load):
+    def _value(self, request: LoadPackage | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments) -> object:
+        if isinstance(request, LoadPackage):
             return self._load(request)
         assert self._task is not None, "a package is loaded first"
         if isinstance(request, DrawSeed):
             return _replied(self._task.question_of(request.seed))
         if isinstance(request, ReadAttachments):
             return _replied(self._task.read(request.question, request.attachments))
-        if isinstance(request, Play):
+        if isinstance(request, PlayAgain):
             return self._loop.run_until_complete(self._played(self._task, request))
         return self._loop.run_until_complete(self._task.score(request.task, [request.answer]))[0]
 
-    def _load(self, request: Load) -> Loaded:
+    def _load(self, request: LoadPackage) -> Loaded:
         sys.meta_path.insert(0, _Modules(request.package.modules))
         sys.meta_path.append(_Parents(request.package.modules))
         module, _, name = request.package.entry.partition(":")
@@ -216,7 +220,7 @@ class PackageHost:
         self._task = dataclasses.replace(found, rewrite=request.rewrite).given(json.loads(request.params))
         return Loaded(self._task.converses, self._task.scores, self._task.eval_share)
 
-    async def _played(self, task: Definition, request: Play) -> Course:
+    async def _played(self, task: Definition, request: PlayAgain) -> Course:
         model = _Replay(request.answers)
         if not task.converses:
             said = request.answers[-1].content if request.answers else ""
