@@ -10,17 +10,20 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shoal.config import SwarmConfig
 from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
 from shoal.swarm.offer import TEXT, Attached, Claim
-from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.trust import Reason
 from shoal.tasks.holdout import split_of
 from shoal.tasks.sdk import Definition
 from shoal.types import Split, Task
+
+if TYPE_CHECKING:
+    from shoal.swarm.package_tasks import PackageTasks
 
 BEGINNINGS: Mapping[str, tuple[bytes, ...]] = {
     "image/png": (b"\x89PNG\r\n\x1a\n",),
@@ -37,7 +40,7 @@ class AttachmentReader:
     """Reads and writes claims with attachments, for the own tasks that have a reader."""
 
     def __init__(
-        self, services: Iterable[object], bounds: SwarmConfig, packages: PackageTasks, attachments: Attachments
+        self, services: Iterable[object], bounds: SwarmConfig, packages: "PackageTasks", attachments: Attachments
     ) -> None:
         self._bounds, self._packages, self._attachments = bounds, packages, attachments
         tasks = [one for one in services if isinstance(one, Definition)]
