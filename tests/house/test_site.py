@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_of_the_docs_is_reached_from_the_menu(site: Path) -> None:
     menu = (site / "index.html").read_text()
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert pages <= set(re.findall(r'href="([\w/.]+\.html)"', menu)) | {"index.html"}
+    assert pages <= set(re.findall(r'href="([\w/.-]+\.html)"', menu)) | {"index.html"}
 
 
 def test_the_api_page_has_the_public_names_with_their_docstrings(site: Path) -> None:
