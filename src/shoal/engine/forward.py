@@ -6,32 +6,29 @@ become one product, and a rotation becomes one complex product. The result is eq
 architecture). Both use the same tensors, so weights load in place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from shoal.model.loading import Layout
+from shoal.model import family
+from shoal.model.family import Layout
 
 if TYPE_CHECKING:  # the richest of the family stands for all of it
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3Model
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 Forward: TypeAlias = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
 """Signature: (token_T, position_T, layout, keep_K) -> logits [K, V] of the kept rows; of all rows when `keep_K` is
 None."""
 
-FAMILY = frozenset(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"))
-CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary embedding whose angles depend on the position only."""
-
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
     """Fastest known forward for a model whose sequences have at most `longest` tokens."""
-    return DirectForward(model, longest) if _is_known(model) else through_modules(model)
+    return DirectForward(model, longest) if family.is_known(model) else through_modules(model)
 
 
 def through_modules(model: PreTrainedModel) -> Forward:
@@ -81,11 +78,7 @@ class DirectForward:
         self._width: int = body.layers[0].self_attn.head_dim
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        device = self._embedding_VW.device
-        at_1L = torch.arange(longest, device=device)[None]
-        cos_1LD, sin_1LD = body.rotary_emb(torch.zeros(1, device=device), at_1L)
-        half = self._width // 2
-        self._rotation_LF = torch.complex(cos_1LD[0, :, :half].contiguous(), sin_1LD[0, :, :half].contiguous())
+        self._rotation_LF = family.rotations(model, torch.arange(longest, device=self._embedding_VW.device))
 
     def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
         """Computes logits; see `Forward`."""
@@ -110,17 +103,11 @@ class DirectForward:
         if layer.norms_D is not None:
             q, k = torch.split(qk, [heads, kv_heads], 1)
             qk = torch.cat((self._normed(q, layer.norms_D[0]), self._normed(k, layer.norms_D[1])), 1)
-        q, k = torch.split(_rotated(qk, rotation_T1F), [heads, kv_heads], 1)
+        q, k = torch.split(family.rotated(qk, rotation_T1F), [heads, kv_heads], 1)
         return q, k, v
 
     def _normed(self, x: Tensor, weight_W: Tensor) -> Tensor:
         return F.rms_norm(x, weight_W.shape, weight_W, self._eps)
-
-
-def _rotated(x_THD: Tensor, rotation_T1F: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2), stored side by side; the order does not change dot products."""
-    first, second = x_THD.float().chunk(2, -1)
-    return torch.view_as_real(torch.complex(first, second).mul_(rotation_T1F)).flatten(-2).to(x_THD.dtype)
 
 
 def _layer(layer: "Qwen3DecoderLayer") -> _Layer:
@@ -130,42 +117,12 @@ def _layer(layer: "Qwen3DecoderLayer") -> _Layer:
     return _Layer(
         norm_in_W=layer.input_layernorm.weight,
         norm_mid_W=layer.post_attention_layernorm.weight,
-        qkv_weight=_joint([linear.weight for linear in qkv]),
-        qkv_bias=None if qkv[0].bias is None else _joint([linear.bias for linear in qkv]),
+        qkv_weight=family.joint([linear.weight for linear in qkv]),
+        qkv_bias=None if qkv[0].bias is None else family.joint([linear.bias for linear in qkv]),
         norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
         out_weight_t=attention.o_proj.weight.t(),
-        gate_up_weight=_joint([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up_weight=family.joint([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down_weight_t=mlp.down_proj.weight.t(),
         scaling=attention.scaling,
-        window=_window(attention),
-    )
-
-
-def _joint(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Fuses the parameters and makes each a view of the result, so in-place updates reach the fused tensor."""
-    joint = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, torch.split(joint, [len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return joint
-
-
-def _window(attention: "Qwen3Attention") -> int | None:
-    """Attention window of a layer in tokens; Mistral's layers keep it in the config only."""
-    of_config = type(attention).__name__ == "MistralAttention"
-    window: int | None = getattr(attention.config if of_config else attention, "sliding_window", None)
-    return window
-
-
-def _is_known(model: PreTrainedModel) -> bool:
-    """Whether the model is a family member as transformers writes it, with no module replaced or added."""
-    config = model.config
-    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers."):
-        return False
-    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    biased = ("o_proj", "gate_proj", "up_proj", "down_proj")
-    return (
-        config.hidden_act == "silu"
-        and model.model.rotary_emb.rope_type in CONSTANT_ROTATIONS
-        and all(type(linear) is nn.Linear for linear in linears)
-        and not any(name.endswith(f"{part}.bias") for name, _ in model.named_parameters() for part in biased)
+        window=family.window_of(attention),
     )

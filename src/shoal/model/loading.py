@@ -7,7 +7,7 @@ name.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ModelError
+from shoal.model.family import Layout
 from shoal.model.packed import packed_logprobs
 
 ATTENTION = "shoal"
@@ -29,19 +30,6 @@ HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
 PROBE = ((5, 6, 7, 8, 9, 10), (5, 6, 4, 3))
 PROBE_BOUND_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Layout(Protocol):
-    """Attention pattern of the T tokens of one forward."""
-
-    def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attends in one layer, with H query heads and K key-value heads; the result is [T, H, D].
-
-        `window` is the number of tokens back, itself included, that a token may see; None means all.
-        """
-        ...
 
 
 def _attend(

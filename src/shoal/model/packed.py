@@ -5,18 +5,20 @@ Tokens lie end to end in one row of the batch, `input_ids` is [1, T], and common
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shoal.model import MOST_LOGITS
+from shoal.model.attention import attended
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
+from shoal.model.token_logprobs import token_logprobs
+from shoal.model.training_forward import Forward, TrainingForward
 
 
 class PackedRows:
@@ -62,20 +64,10 @@ class PackedRows:
         outs = []
         for length, index in self._buckets:
             q, k, v = (
-                (x if index is None else x.index_select(0, index)).reshape(-1, length, *x.shape[1:]).transpose(1, 2)
+                (x if index is None else x.index_select(0, index)).reshape(-1, length, *x.shape[1:])
                 for x in (query_THD, key_TKD, value_TKD)
             )
-            banded = window is not None and window < length
-            out_RHLD = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=_band(length, window, q.device) if window is not None and banded else None,
-                is_causal=not banded,
-                scale=scaling,
-                enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
-            )
-            outs.append(out_RHLD.transpose(1, 2).flatten(0, 1))
+            outs.append(attended(q, k, v, scaling, window).flatten(0, 1))
         if self._inverse_T is None:
             return outs[0]
         return torch.cat(outs).index_select(0, self._inverse_T)
@@ -92,16 +84,7 @@ def _buckets_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mask [L, L], true on visible positions: at most `window` tokens back, the token itself included."""
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i[None, :]
-    return (distance >= 0) & (distance < window)
-
-
-def packed_logprobs(
-    model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, temperature: float = 1.0
-) -> Tensor:
+def packed_logprobs(model: Forward, tokens_T: Tensor, lengths: Sequence[int], *, temperature: float = 1.0) -> Tensor:
     """Logprobs [T] (nats, float32, differentiable) of tokens given the tokens before them in their row.
 
     `tokens_T` holds rows of the given lengths end to end; the first token of each row gets 0.
@@ -126,7 +109,7 @@ class TokenOutputs:
 
 
 def packed_outputs(
-    model: PreTrainedModel,
+    model: Forward,
     tokens_T: Tensor,
     lengths: Sequence[int],
     *,
@@ -152,17 +135,10 @@ def packed_outputs(
     node_T = torch.tensor(tree.node_of, device=device)
     # One node may predict several tokens, such as the first tokens of all answers to a prompt.
     heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
-    with _hidden_states(model) as hidden:
-        model(
-            input_ids=torch.tensor(tree.tokens, device=device)[None],
-            position_ids=torch.tensor(tree.positions, device=device)[None],
-            use_cache=False,
-            logits_to_keep=heads_U,
-            layout=PackedRows(tree, device),
-        )
-    hidden_UD = hidden[0]
+    hidden_UD, head = _hidden(model, tree, heads_U)
     logp_N, entropy_N = _head_outputs(
-        model,
+        model.model if isinstance(model, TrainingForward) else model,
+        head,
         hidden_UD,
         head_N,
         tokens_T[at],
@@ -173,8 +149,27 @@ def packed_outputs(
     return TokenOutputs(logp_N, entropy_N, value_N)
 
 
+def _hidden(model: Forward, tree: PrefixTree, keep_U: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Inputs [U, D] of the language-model head at the kept nodes, and the head."""
+    layout = PackedRows(tree, keep_U.device)
+    token_M = torch.tensor(tree.tokens, device=keep_U.device)
+    position_M = torch.tensor(tree.positions, device=keep_U.device)
+    if isinstance(model, TrainingForward):
+        return model.hidden(token_M, position_M, layout, keep_U), model.head
+    with _hidden_states(model) as hidden:
+        model(
+            input_ids=token_M[None],
+            position_ids=position_M[None],
+            use_cache=False,
+            logits_to_keep=keep_U,
+            layout=layout,
+        )
+    return hidden[0], model.get_output_embeddings()
+
+
 def _head_outputs(
     model: PreTrainedModel,
+    head: Callable[[Tensor], Tensor],
     hidden_UD: Tensor,
     head_N: Tensor,
     token_N: Tensor,
@@ -187,19 +182,14 @@ def _head_outputs(
     The language-model head runs on a chunk of hidden states at a time, and again in the backward pass. So never more
     than `MOST_LOGITS` logits are kept, however many tokens there are.
     """
-    head, config = model.get_output_embeddings(), model.config
+    config = model.config
 
     def outputs(part_UD: Tensor, at_N: Tensor, wanted_N: Tensor) -> tuple[Tensor, Tensor]:
-        logits_UV = _scaled(head(part_UD), config).float()
-        if temperature != 1.0:
-            logits_UV = logits_UV / temperature
-        lse_U = logits_UV.logsumexp(-1)
-        logp_N = logits_UV[at_N, wanted_N] - lse_U[at_N]
-        if entropy is None:
-            return logp_N, logp_N.detach()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
-            entropy_U = lse_U - (torch.exp(logits_UV - lse_U[:, None]) * logits_UV).sum(-1)
-            return logp_N, entropy_U[at_N]
+        logits_UV = _scaled(head(part_UD), config)
+        logp_N, entropy_U = token_logprobs(
+            logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy is not None
+        )
+        return logp_N, (entropy_U if entropy == "gradient" else entropy_U.detach())[at_N]
 
     chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
     if len(hidden_UD) <= chunk:
@@ -266,16 +256,9 @@ def target_logprobs(
         on_nodes([token >> 32 for token in tree.tokens])
     node_T = torch.tensor([node for node in tree.node_of if node >= 0], device=device)
     heads_U, head_T = torch.unique(node_T, return_inverse=True)
-    with _hidden_states(model) as hidden:
-        model(
-            input_ids=torch.tensor([token & (1 << 32) - 1 for token in tree.tokens], device=device)[None],
-            position_ids=torch.tensor(tree.positions, device=device)[None],
-            use_cache=False,
-            logits_to_keep=heads_U,
-            layout=PackedRows(tree, device),
-        )
+    hidden_UD, head = _hidden(model, replace(tree, tokens=tuple(t & (1 << 32) - 1 for t in tree.tokens)), heads_U)
     target_TK = torch.cat([target.reshape(len(row), -1) for row, target in zip(rows, targets, strict=True)]).to(device)
     head_N = head_T.repeat_interleave(target_TK.shape[1])
-    logp_N, _ = _head_outputs(model, hidden[0], head_N, target_TK.flatten(), temperature=1.0, entropy=None)
+    logp_N, _ = _head_outputs(model, head, hidden_UD, head_N, target_TK.flatten(), temperature=1.0, entropy=None)
     parts = torch.split(logp_N.view(target_TK.shape), [len(row) for row in rows])
     return [part.reshape(target.shape) for part, target in zip(parts, targets, strict=True)]

@@ -13,6 +13,8 @@ from shoal.errors import TrainerError
 from shoal.trainer.ranks import is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+BLOCK: Final = 1 << 17
+"""Numbers of a parameter handled together, so that what is made of them stays in a core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,14 @@ class Optimizer:
                     if parameter.grad is None or not (state := self._adam.state.get(parameter)):
                         continue
                     step = float(state["step"])
-                    scale = (local(state["exp_avg_sq"]) / (1 - beta_sq**step)).sqrt_().add_(group["eps"])
-                    change = local(state["exp_avg"]) * (group["lr"] / (1 - beta**step)) / scale
-                    if shrunk != 1:
-                        change += (local(parameter) + change) * (1 / shrunk - 1)
-                    yield change
+                    tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
+                    blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
+                    for moment, square, weight in blocks:
+                        scale = (square / (1 - beta_sq**step)).sqrt_().add_(group["eps"])
+                        change = moment * (group["lr"] / (1 - beta**step)) / scale
+                        if shrunk != 1:
+                            change += (weight + change) * (1 / shrunk - 1)
+                        yield change
 
         return norm(changes(), sharded=any(is_sharded(parameter) for parameter in self._named.values()))
 

@@ -1,18 +1,17 @@
 """Trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
 
-Weights are float32 whatever `model.dtype` says. With bfloat16 the forward runs under autocast, so small updates are not
-rounded away, and written Versions hold bfloat16. Logprobs, losses and statistics are always float32.
+Weights are float32 whatever `model.dtype` says, so small updates are not rounded away. With bfloat16 the products are
+in bfloat16, by `TrainingForward` or under autocast, and written Versions hold bfloat16. Logprobs, losses and statistics
+are always float32.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, TrainConfig
@@ -20,6 +19,7 @@ from shoal.errors import ConfigError, TrainerError
 from shoal.model import checkpoint_names
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
+from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
@@ -91,6 +91,8 @@ class Trainer:
         )
         self._dtype = DTYPES[model.dtype]
         self._config = train
+        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing
+        self._forward = fastest_forward(self.model, self._dtype) if self._by_hand else self.model
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
@@ -148,6 +150,7 @@ class Trainer:
             # Without a gradient nothing is learned: moments and schedule stay unchanged.
             if minibatch.informative:
                 updates.append(self._optimizer.update())
+                lay_out(self._forward)
         totals.add_up(self._ranks)
         if totals.tokens is not None and tokens_file is not None:
             totals.tokens.write(tokens_file, [len(rows) for rows in groups], self._ranks.index)
@@ -159,10 +162,10 @@ class Trainer:
         At temperature 1 they equal `Engine.score` under the same weights, up to rounding.
         """
         result: list[list[float]] = []
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), precision(self._forward, self._dtype):
             for row in rows:
                 row_L = torch.tensor(row, dtype=torch.long, device=self.device)
-                logp_T = packed_logprobs(self.model, row_L, [len(row)], temperature=temperature)
+                logp_T = packed_logprobs(self._forward, row_L, [len(row)], temperature=temperature)
                 result.append(logp_T[1:].tolist())
         return result
 
@@ -211,17 +214,18 @@ class Trainer:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(like(weights[name], tensor))
+        lay_out(self._forward)
 
     def _trained(self) -> dict[str, Tensor]:
         """Trained tensors that no other file holds: the weights or the adapters, and the value head."""
         weights = weight_files.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
         return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
 
-    def _new_reference(self, path: Path | str) -> PreTrainedModel:
+    def _new_reference(self, path: Path | str) -> Forward:
         """Model as it is at `path`, sharded like the trained model."""
         model = load_model(path, device=self.device).requires_grad_(False)
         self._ranks.shard(model, self.device)
-        return model
+        return fastest_forward(model, self._dtype) if self._by_hand else model
 
     def _new_value_head(self) -> nn.Linear:
         """Value head with zero weights, so that the first advantages are the rewards."""
@@ -275,12 +279,10 @@ class Trainer:
             skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
         )
 
-    def _outputs(
-        self, batch: MicroBatch, *, with_entropy: bool = False, model: PreTrainedModel | None = None
-    ) -> TokenOutputs:
-        with self._precision():
+    def _outputs(self, batch: MicroBatch, *, with_entropy: bool = False, model: Forward | None = None) -> TokenOutputs:
+        with precision(model or self._forward, self._dtype):
             return packed_outputs(
-                model or self.model,
+                model or self._forward,
                 batch.tokens_T,
                 batch.lengths,
                 at=batch.at_N,
@@ -385,11 +387,6 @@ class Trainer:
         with torch.no_grad():
             ref_N = self._outputs(batch, model=self._reference).logp_N
         return kl(logp_N, ref_N, "k1" if self._config.teacher is not None else self._config.kl.estimator)
-
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(torch.device(self.device).type, dtype=self._dtype)
 
 
 def _changed(minibatch: Minibatch, change: Callable[[MicroBatch], MicroBatch]) -> Minibatch:

@@ -1,0 +1,100 @@
+"""Causal attention of rows of equal length over themselves, for training."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+LONGEST_BY_HAND = 512
+"""Tokens of a row up to which probabilities are kept on a CPU. With 9 heads of width 64, 8 rows of 95 tokens and
+bfloat16, both passes take 5 ms so and 19 ms with torch's flash attention (one core)."""
+
+
+def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Attention of H query heads over K key-value heads: [R, L, H, D]. A token sees the last `window` tokens, or all.
+
+    Under autocast its products have autocast's dtype.
+    """
+    device, length = q_RLHD.device, q_RLHD.shape[1]
+    banded = window is not None and window < length
+    mask_LL = _band(length, window if window is not None and banded else length, device)
+    if device.type == "cpu" and length <= LONGEST_BY_HAND:
+        if torch.is_autocast_enabled("cpu"):
+            q_RLHD, k_RLKD, v_RLKD = (x.to(torch.get_autocast_dtype("cpu")) for x in (q_RLHD, k_RLKD, v_RLKD))
+        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, mask_LL)  # type: ignore[no-untyped-call]
+        return result
+    q_RHLD, k_RKLD, v_RKLD = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
+    out_RHLD = F.scaled_dot_product_attention(
+        q_RHLD,
+        k_RKLD,
+        v_RKLD,
+        attn_mask=mask_LL if banded else None,
+        is_causal=not banded,
+        scale=scaling,
+        enable_gqa=q_RHLD.shape[1] != k_RKLD.shape[1],
+    )
+    return out_RHLD.transpose(1, 2)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Mask [L, L], true on visible positions: at most `window` tokens back, the token itself included."""
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+class _Attended(torch.autograd.Function):
+    """Products of whole rows, with scores and their softmax in float32.
+
+    Query heads of one key-value head lie end to end, as one matrix: X = R * K matrices, M = H / K * L queries each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_LL: Tensor) -> Tensor:
+        kv_heads = k_RLKD.shape[2]
+        q_XMD, k_XLD, v_XLD = (_matrices(x, kv_heads) for x in (q_RLHD, k_RLKD, v_RLKD))
+        groups = q_RLHD.shape[2] // kv_heads
+        hidden_ML = torch.zeros(mask_LL.shape).masked_fill_(~mask_LL, -torch.inf).repeat(groups, 1)
+        with torch.autocast("cpu", enabled=False):
+            score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
+            p_XML = score_XML.softmax(-1).to(q_XMD.dtype)
+            out_XMD = torch.bmm(p_XML, v_XLD)
+        ctx.save_for_backward(q_XMD, k_XLD, v_XLD, p_XML)
+        ctx.scaling, ctx.kv_heads, ctx.shape = scaling, kv_heads, q_RLHD.shape
+        return _rows(out_XMD, q_RLHD.shape, kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
+        q_XMD, k_XLD, v_XLD, p_XML = ctx.saved_tensors
+        grad_XMD = _matrices(grad_RLHD, ctx.kv_heads)
+        grad_v_XLD = torch.bmm(p_XML.transpose(1, 2), grad_XMD)
+        grad_p_XML = torch.bmm(grad_XMD, v_XLD.transpose(1, 2))
+        grad_score_XML = torch.ops.aten._softmax_backward_data(grad_p_XML, p_XML, -1, p_XML.dtype)
+        grad_q_XMD = torch.bmm(grad_score_XML, k_XLD).mul_(ctx.scaling)
+        grad_k_XLD = torch.bmm(grad_score_XML.transpose(1, 2), q_XMD).mul_(ctx.scaling)
+        rows, length, _, width = ctx.shape
+        of_kv = torch.Size((rows, length, ctx.kv_heads, width))
+        return (
+            _rows(grad_q_XMD, ctx.shape, ctx.kv_heads),
+            _rows(grad_k_XLD, of_kv, ctx.kv_heads),
+            _rows(grad_v_XLD, of_kv, ctx.kv_heads),
+            None,
+            None,
+        )
+
+
+def _matrices(x_RLHD: Tensor, kv_heads: int) -> Tensor:
+    """Heads of each key-value head as one matrix: [R * K, H / K * L, D]."""
+    rows, length, heads, width = x_RLHD.shape
+    split = x_RLHD.reshape(rows, length, kv_heads, heads // kv_heads, width)
+    return split.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, -1, width)
+
+
+def _rows(x_XMD: Tensor, shape: torch.Size, kv_heads: int) -> Tensor:
+    """Inverse of `_matrices`, for rows of a `shape` [R, L, H, D]."""
+    rows, length, heads, width = shape
+    split = x_XMD.view(rows, kv_heads, heads // kv_heads, length, width)
+    return split.permute(0, 3, 1, 2, 4).reshape(shape)

@@ -1,0 +1,295 @@
+"""Forward of Llama-family models for training, with gradients by hand and weights laid out once for each update.
+
+transformers' modules under autocast convert weights and activations at every product. Here activations have the dtype
+of the products throughout, and linear layers with the same input are one product. Gradients go from the products into
+the parameters' own `grad`, whose dtype is that of the parameters.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from shoal.model import family
+from shoal.model.family import Layout
+
+if TYPE_CHECKING:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
+
+
+class JointLinear:
+    """Linear layers with the same input, as one product in a dtype that may differ from the parameters'.
+
+    Parameters of that dtype become views of the joint weight; of others there is a copy, which `lay_out` makes.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        self._weights = [cast("nn.Parameter", linear.weight) for linear in linears]
+        self._biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._copied = self._weights[0].dtype != dtype
+        if self._copied:
+            rows = sum(map(len, self._weights))
+            self.weight_OI = self._weights[0].new_empty((rows, self._weights[0].shape[1]), dtype=dtype)
+            self.bias_O = self._weights[0].new_empty(rows, dtype=dtype) if self._biases else None
+        elif len(linears) > 1:
+            self.weight_OI = family.joint(self._weights)
+            self.bias_O = family.joint(self._biases) if self._biases else None
+        else:
+            self.weight_OI = self._weights[0].detach()
+            self.bias_O = self._biases[0].detach() if self._biases else None
+
+    @property
+    def first(self) -> nn.Parameter:
+        """First weight, which stands for all in questions of gradients."""
+        return self._weights[0]
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Copies the parameters."""
+        if not self._copied:
+            assert self.first.data_ptr() == self.weight_OI.data_ptr(), "the parameters have other storage now"
+            return
+        _copy(self._weights, self.weight_OI)
+        if self.bias_O is not None:
+            _copy(self._biases, self.bias_O)
+
+    def add_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """Adds to the parameters' gradients."""
+        if not self.first.requires_grad:
+            return
+        _add(self._weights, grad_TO.t() @ x_TI)
+        if self.bias_O is not None:
+            _add(self._biases, grad_TO.sum(0, dtype=torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in_W: nn.Parameter
+    norm_mid_W: nn.Parameter
+    norms_D: tuple[nn.Parameter, nn.Parameter] | None
+    """Norm weights of queries and keys, where the architecture has them."""
+    qkv: JointLinear
+    out: JointLinear
+    gate_up: JointLinear
+    down: JointLinear
+    scaling: float
+    window: int | None
+
+
+class TrainingForward:
+    """Forward of a Llama-family model with products in `dtype`.
+
+    Requires that `family.is_known` accepts the model, that its parameters keep their storage, and that `lay_out`
+    follows each change of them. Their counts of changes would not do: fused optimizers leave these alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        body = cast("Qwen3Model", model.model)
+        self.model = model
+        self._dtype = dtype
+        self._layers = [_layer(cast("Qwen3DecoderLayer", layer), dtype) for layer in body.layers]
+        self._head = JointLinear([model.get_output_embeddings()], dtype)
+        self._embedding_VW = cast("nn.Parameter", model.get_input_embeddings().weight)
+        self._norm_W = body.norm.weight
+        self._eps: float = model.config.rms_norm_eps
+        self._width: int = body.layers[0].self_attn.head_dim
+        self._heads: int = model.config.num_attention_heads
+        self._kv_heads: int = model.config.num_key_value_heads
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Takes up the present values of the parameters."""
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                linear.lay_out()
+        self._head.lay_out()
+
+    def hidden(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_U: Tensor) -> Tensor:
+        """Inputs [U, W] of the language-model head at the kept positions."""
+        rotation_T1F = family.rotations(self.model, position_T).unsqueeze(1)
+        x_TW = _Embedded.apply(self._embedding_VW, token_T, self._dtype)  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._attended(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
+            out_TW = layout.attend(index, q, k, v, layer.scaling, layer.window).flatten(1)
+            if layer is self._layers[-1]:  # the other rows need only keys and values
+                x_TW, out_TW = x_TW.index_select(0, keep_U), out_TW.index_select(0, keep_U)
+            x_TW = _linear(out_TW, layer.out, x_TW)
+            gate_up = _linear(self._normed(x_TW, layer.norm_mid_W), layer.gate_up)
+            x_TW = _linear(_Gated.apply(gate_up), layer.down, x_TW)  # type: ignore[no-untyped-call]
+        return self._normed(x_TW, self._norm_W)
+
+    def head(self, hidden_UW: Tensor) -> Tensor:
+        """Logits [U, V] before any scaling of the architecture; follows `hidden`."""
+        return _linear(hidden_UW, self._head)
+
+    def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D] and keys and values [T, K, D]."""
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = _linear(x_TW, layer.qkv).view(len(x_TW), heads + 2 * kv_heads, self._width)
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
+        if layer.norms_D is not None:
+            q, k = torch.split(qk, [heads, kv_heads], 1)
+            qk = torch.cat((self._normed(q, layer.norms_D[0]), self._normed(k, layer.norms_D[1])), 1)
+        q, k = torch.split(_Rotated.apply(qk, rotation_T1F), [heads, kv_heads], 1)  # type: ignore[no-untyped-call]
+        return q, k, v
+
+    def _normed(self, x: Tensor, weight_W: nn.Parameter) -> Tensor:
+        result: Tensor = _Normed.apply(x, weight_W, self._eps)  # type: ignore[no-untyped-call]
+        return result
+
+
+Forward: TypeAlias = PreTrainedModel | TrainingForward
+"""Forward of a model for training: the model's own modules, or by hand."""
+
+
+def fastest_forward(model: PreTrainedModel, dtype: torch.dtype) -> Forward:
+    """Forward by hand where it is known and was measured, on a CPU."""
+    return TrainingForward(model, dtype) if model.device.type == "cpu" and family.is_known(model) else model
+
+
+def lay_out(forward: Forward) -> None:
+    """Has a forward take up changed weights."""
+    if isinstance(forward, TrainingForward):
+        forward.lay_out()
+
+
+def precision(forward: Forward, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Context in which modules with float32 weights have products in `dtype`; a forward by hand needs none."""
+    if dtype is torch.float32 or isinstance(forward, TrainingForward):
+        return nullcontext()
+    return torch.autocast(forward.device.type, dtype=dtype)
+
+
+def _linear(x_TI: Tensor, linear: JointLinear, residual_TO: Tensor | None = None) -> Tensor:
+    """Product with a joint weight, added to the residual stream if that is given."""
+    # The parameter marks the result as one with a gradient; the function adds that gradient itself.
+    result: Tensor = _Linear.apply(x_TI, linear.first, linear, residual_TO)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _layer(layer: "Qwen3DecoderLayer", dtype: torch.dtype) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    normed = getattr(attention, "q_norm", None) is not None
+    return _Layer(
+        norm_in_W=layer.input_layernorm.weight,
+        norm_mid_W=layer.post_attention_layernorm.weight,
+        norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
+        qkv=JointLinear([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        out=JointLinear([attention.o_proj], dtype),
+        gate_up=JointLinear([mlp.gate_proj, mlp.up_proj], dtype),
+        down=JointLinear([mlp.down_proj], dtype),
+        scaling=attention.scaling,
+        window=family.window_of(attention),
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, _: nn.Parameter, linear: JointLinear, residual_TO: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TI)
+        ctx.linear, ctx.adds = linear, residual_TO is not None
+        if residual_TO is None:
+            return F.linear(x_TI, linear.weight_OI, linear.bias_O)
+        return torch.addmm(residual_TO, x_TI, linear.weight_OI.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TI,) = ctx.saved_tensors
+        ctx.linear.add_gradient(grad_TO, x_TI)
+        grad_TI = grad_TO @ ctx.linear.weight_OI if ctx.needs_input_grad[0] else None
+        return grad_TI, None, None, grad_TO if ctx.adds else None
+
+
+class _Embedded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table_VW: nn.Parameter, token_T: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.table_VW, ctx.token_T = table_VW, token_T
+        return table_VW.index_select(0, token_T).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TW: Tensor) -> tuple[None, ...]:
+        table_VW = ctx.table_VW
+        if table_VW.grad is None:
+            table_VW.grad = torch.zeros_like(table_VW)
+        table_VW.grad.index_add_(0, ctx.token_T, grad_TW.to(table_VW.dtype))
+        return None, None, None
+
+
+class _Normed(torch.autograd.Function):
+    """Root-mean-square norm over the last axis, in float32: y = x / rms(x) * weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_W: nn.Parameter, eps: float) -> Tensor:
+        square = torch.linalg.vecdot(x.float(), x.float()).div_(x.shape[-1])
+        scale = square.add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, scale)
+        ctx.weight_W = weight_W
+        return torch.mul(x, scale).mul_(weight_W).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        weight_W = ctx.weight_W.detach()
+        unit, grad_unit = torch.mul(x, scale), grad.float()
+        product = unit * grad_unit
+        if ctx.weight_W.requires_grad:
+            _add([ctx.weight_W], product.flatten(0, -2).sum(0))
+        along = (product @ weight_W).div_(-x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(grad_unit * weight_W, unit, along).mul_(scale)
+        return grad_x.to(x.dtype), None, None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, rotation_T1F: Tensor) -> Tensor:
+        ctx.rotation_T1F = rotation_T1F
+        return family.rotated(x_THD, rotation_T1F)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+        return family.rotated_back(grad_THD, ctx.rotation_T1F), None
+
+
+class _Gated(torch.autograd.Function):
+    """SwiGLU of a joint product: silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        result = torch.empty_like(gate_up)
+        grad_gate, grad_up = result.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return result
+
+
+def _copy(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
+    for parameter, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
+        part.copy_(parameter)
+
+
+def _add(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:
+    """Adds the rows of a joint gradient to the gradients of its parameters."""
+    for parameter, part in zip(parameters, torch.split(grad, [len(p) for p in parameters]), strict=True):
+        if parameter.grad is None:
+            parameter.grad = part.to(parameter.dtype)
+        else:
+            parameter.grad.add_(part)
