@@ -7,12 +7,13 @@ from pathlib import Path
 
 import uvicorn
 
+from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError
-from shoal.model.renderer_loading import local_directory
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import guarded, uvicorn_config
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.runs import METRICS
+from shoal.run.plan import model_directory
 
 KEYS_VARIABLE = "TINKER_API_KEY"
 KEY_BEGINS = "tml-"
@@ -32,7 +33,8 @@ async def serve_tinker(
 ) -> None:
     """Serves until SIGTERM or SIGINT. `announce` gets URL, key and model names. Raises a `ShoalError`.
 
-    Each of `models` is a directory or hub name, under which clients name it, or NAME=DIRECTORY.
+    Each of `models` is a directory, a hub name or an embedded model, or NAME= and that. Clients use NAME, the option
+    itself without it, and for an embedded model its directory.
     """
     try:
         from shoal.tinker.app import TinkerApp
@@ -72,4 +74,5 @@ def _shown(folder: Path) -> Callable[[str, int, Mapping[str, float]], None]:
 
 def _named(model: str) -> tuple[str, Path]:
     name, mark, path = model.partition("=")
-    return (name, local_directory(path)) if mark else (model, local_directory(model))
+    directory = model_directory(path if mark else model)
+    return name if mark else str(directory) if model in EMBEDDED else model, directory

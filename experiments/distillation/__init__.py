@@ -1,0 +1,1 @@
+"""On-policy distillation of the embedded model from a larger one."""
