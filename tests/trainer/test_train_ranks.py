@@ -18,6 +18,7 @@ from shoal import wire
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.net.process import Child, torch_environment
+from shoal.observe.token_files import TokensFiles
 from shoal.trainer.messages import (
     Answer,
     Done,
@@ -181,8 +182,14 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
             assert any(scratch.iterdir())  # where the ranks meet
             assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
             assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
-            first = await ask(Step(rows))
+            wish = TokensFiles(tmp_path, 1).wanted(1, [f"g{index}" for index in range(len(rows))])
+            first = await ask(Step(rows, tokens_file=wish))
             assert isinstance(first, Done)
+            # Each rank wrote the numbers of its own rows, and together they are all with an advantage.
+            written = [load_file(tmp_path / "tokens" / f"000001{rank}.safetensors") for rank in ("", ".1")]
+            every_row = [one for group in rows for one in group]
+            computed = [index for index, one in enumerate(every_row) if any(one.advantages)]
+            assert sorted(index for one in written for index in one["row_R"].tolist()) == computed
             assert isinstance(first.value, StepStats)
             refused = await ask(Step((((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))),),)))
             assert isinstance(refused, TrainerFailed)
