@@ -13,6 +13,7 @@ from benchmarks.hostile.images import images
 from examples.modalities.glyphs import Grids, Pictures, asked, drawn, grid_of, png_of
 from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
+from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Environment
 from shoal.model.renderer_loading import load_renderer
 from shoal.reward.service import RewardService
@@ -20,13 +21,16 @@ from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemorySwarm
+from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES, MemoryExchange, MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.identity import Identity
+from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.options import NatsOptions
 from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.peer import Joined
+from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Split, Task
@@ -229,5 +233,29 @@ def test_a_drawn_picture_is_sent_by_its_hash(tmp_path: Path) -> None:
         assert hashlib.sha256(data).hexdigest() == attached.digest
         assert (claim.modality, attached.media_type, attached.size_bytes) == ("image", "image/png", len(data))
         assert len(asked(grid_of(data))) == 8 * 9 - 1
+
+    asyncio.run(main())
+
+
+def test_attachments_pass_through_a_real_server_beside_the_frames(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with NatsServer(ServerOptions(tmp_path)) as server:
+            options = NatsOptions((server.url,), "reef")
+            async with NatsExchange(options) as one, NatsExchange(options) as other:
+                with pytest.raises(ExchangeUnavailable):
+                    await one.fetch("0" * 64, 100)
+                reading = [asyncio.ensure_future(exchange.receive(10)) for exchange in (one, other)]
+                await until(lambda: one.connected and other.connected)
+                data = png_of(["#" * 8] * 8)
+                digest = hashlib.sha256(data).hexdigest()
+                assert await other.fetch(digest, 10_000) is None
+                await one.attach(digest, b"an earlier one")
+                await one.attach(digest, data)
+                assert await other.fetch(digest, 10_000) == data
+                assert await other.fetch(digest, len(data) - 1) is None
+                with pytest.raises(ExchangeUnavailable, match="at most"):
+                    await one.attach(digest, bytes(MAX_ATTACHMENT_BYTES + 1))
+                await one.publish("offer", "a", b"a frame")
+                assert await asyncio.gather(*reading) == [[b"a frame"], [b"a frame"]]  # and no attachment
 
     asyncio.run(main())

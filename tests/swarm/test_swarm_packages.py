@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -59,6 +60,9 @@ class Scripted:
         said = self._answers.pop(0)
         self.messages = (*messages, said)
         return said
+
+    def openai(self) -> NoReturn:
+        raise AssertionError("no game speaks with a server")
 
 
 async def played(task: Definition, drawn: Task, answers: Sequence[Message], name: str) -> Rollout:
