@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth services adapters tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -60,6 +60,16 @@ adapters: $(VENV)/dev-installed
 		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer google-re2 jsonschema; } || exit 1; \
 	done
 	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
+
+# lm-eval and Inspect against `shoal serve`.
+harnesses: $(VENV)/dev-installed
+	test -d $(VENV)-harnesses || { $(PYTHON) -m venv $(VENV)-harnesses && $(VENV)-harnesses/bin/python -m pip install $(PIP_ARGS) 'lm_eval[api]' inspect_ai openai transformers jinja2; }
+	SHOAL_HARNESS_BIN=$(abspath $(VENV)-harnesses/bin) $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py
+
+# Trackers of other projects, with their stores on this machine.
+trackers: $(VENV)/dev-installed
+	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
+	SHOAL_TRACKERS_PYTHON=$(abspath $(VENV)-trackers/bin/python) $(BIN)/python -m pytest -v tests/observe/test_trackers.py
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
 architectures: $(VENV)/dev-installed

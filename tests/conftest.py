@@ -95,7 +95,7 @@ def skips_fail() -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    optional = any(item.get_closest_marker(name) for name in ("gpu", "vllm", "cookbook"))
+    optional = any(item.get_closest_marker(name) for name in ("gpu", "vllm", "cookbook", "harness", "trackers"))
     if report.skipped and skips_fail() and not optional:
         report.outcome = "failed"
         report.longrepr = f"skipped, which is a failure under CI=true: {report.longrepr}"

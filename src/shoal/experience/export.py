@@ -125,7 +125,7 @@ def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
     """Writes every committed rollout as a line of JSON and returns their number. Raises `RunDirError`."""
     encoder = msgspec.json.Encoder()
     rows = 0
-    with _written(file) as out:
+    with written_to(file) as out:
         for row in export_rows(run_dir, extras):
             out.write(encoder.encode(row) + b"\n")
             rows += 1
@@ -135,7 +135,7 @@ def export_jsonl(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
 def export_parquet(run_dir: Path, file: Path, extras: Extras = NONE) -> int:
     """Writes every committed rollout as a row of a Parquet file and returns their number. Raises `RunDirError`."""
     count = 0
-    with _written(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
+    with written_to(file) as out, pq.ParquetWriter(out, _PARQUET) as writer:
         rows = export_rows(run_dir, extras)
         while shard := list(islice(rows, ROWS_PER_SHARD)):
             writer.write_table(pa.Table.from_pylist(msgspec.to_builtins(shard), schema=_PARQUET))
@@ -184,7 +184,7 @@ def streams(turns: Sequence[RawTurn]) -> tuple[list[int], list[int], list[float]
 
 
 @contextmanager
-def _written(file: Path) -> Iterator[IO[bytes]]:
+def written_to(file: Path) -> Iterator[IO[bytes]]:
     """Opens a file that appears whole or not at all; pipes and devices are written to directly."""
     direct = file.exists() and not file.is_file()
     try:

@@ -1,4 +1,4 @@
-"""Metrics go to metrics.jsonl always, and to Prometheus, TensorBoard and W&B on request.
+"""Metrics go to metrics.jsonl always, and to Prometheus, TensorBoard and other trackers on request.
 
 metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions),
 "answer" (to one held-out question) or "event". `time_s` counts from the run's start, without the time between a
@@ -8,14 +8,18 @@ crash and a resume. `STEP_NAMES` and `EVAL_NAMES` define every number; all track
 import math
 import os
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+from pydantic import JsonValue
 
 from shoal.config import MetricsConfig
+from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
+from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
@@ -279,35 +283,13 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
-    """Tracker that logs to a Weights & Biases project; its environment variables (WANDB_MODE, ...) apply."""
-
-    def __init__(self, project: str, run_dir: Path) -> None:
-        """Raises `ConfigError` when the `wandb` extra is not installed."""
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise _missing_extra("metrics.wandb_project", "wandb") from error
-        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
-        # An evaluation ends after later steps were logged, and W&B drops what comes under an earlier step of its own.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the values of one step."""
-        self._run.log({**values, "step": step})
-
-    def close(self) -> None:
-        """Sends all pending values."""
-        self._run.finish()
-
-
 def _missing_extra(field: str, extra: str) -> ConfigError:
     return ConfigError(
         f"{field}: expected the package {extra}, which is not installed; pip install 'shoal[{extra}]' brings it"
     )
 
 
-Adapter: TypeAlias = PrometheusTracker | TensorBoardTracker | WandbTracker
+Adapter: TypeAlias = PrometheusTracker | TensorBoardTracker | OtherTracker
 
 
 class Trackers:
@@ -340,9 +322,12 @@ class Trackers:
             other.log(step, known)
 
     def log_answers(self, step: int, answers: Sequence[Record]) -> None:
-        """Records sampled answers to held-out questions, in metrics.jsonl only; see `ANSWER_NAMES`."""
+        """Records sampled answers to held-out questions, in metrics.jsonl and as tables; see `ANSWER_NAMES`."""
         for answer in answers:
             self._tell(self._jsonl.write("answer", {"step": step, **answer}))
+        for other in self._others:
+            if answers and not isinstance(other, PrometheusTracker | TensorBoardTracker):
+                other.log_answers(step, answers)
 
     def stage(self, what: str) -> None:
         """Tells listeners what a run that starts is doing; it is no record of metrics.jsonl."""
@@ -362,6 +347,14 @@ class Trackers:
             listener(record)
 
 
+def _settings_of(run_dir: Path) -> dict[str, JsonValue]:
+    """Settings of resolved.toml by dotted name; empty without the file, whose credentials are elsewhere."""
+    path, found = run_dir / "resolved.toml", dict[str, JsonValue]()
+    if path.is_file():
+        mapped(tomllib.loads(path.read_text(encoding="utf-8")), lambda where, value: found.setdefault(where[1:], value))
+    return found
+
+
 def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
@@ -370,8 +363,11 @@ def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Call
             others.append(PrometheusTracker(settings.prometheus_port))
         if settings.tensorboard:
             others.append(TensorBoardTracker(run_dir / "tensorboard"))
+        tracked = TrackedRun(run_dir, _settings_of(run_dir))
         if settings.wandb_project is not None:
-            others.append(WandbTracker(settings.wandb_project, run_dir))
+            others.append(other_tracker(f"wandb:{settings.wandb_project}", tracked, "metrics.wandb_project"))
+        for text in settings.trackers:
+            others.append(other_tracker(text, tracked))
         return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)
     except (ConfigError, RunDirError):
         for other in others:

@@ -13,6 +13,7 @@ from shoal.config import Config
 from shoal.errors import ConfigError, TaskError, without_credentials
 from shoal.interfaces import Environment
 from shoal.net.listening import listening_socket
+from shoal.observe.trackers import kind_and_name
 from shoal.reward.user_functions import FunctionScorer
 from shoal.run.run_dir import check_run_dir
 from shoal.swarm.options import NatsOptions
@@ -37,9 +38,11 @@ def check_start(config: Config, *, resume: bool = False) -> None:
     for setting, wanted, package, extra in (
         ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
         ("metrics.wandb_project", metrics.wandb_project is not None, "wandb", "wandb"),
+        *((f"metrics.trackers = {text!r}", True, *[kind_and_name(text)[0]] * 2) for text in metrics.trackers),
+        ("metrics.otlp", metrics.otlp is not None, "opentelemetry.sdk", "otlp"),
         ("train.lora.rank", config.train.lora.rank, "peft", "lora"),
     ):
-        if wanted and find_spec(package) is None:
+        if wanted and not _is_installed(package):
             raise ConfigError(f"{setting}: expected the package {package}; pip install 'shoal[{extra}]' brings it")
     if metrics.prometheus_port:
         try:
@@ -47,6 +50,12 @@ def check_start(config: Config, *, resume: bool = False) -> None:
         except ConfigError as error:
             raise ConfigError(f"metrics.prometheus_{error}") from None
     check_run_dir(Path(config.run_dir), resume=resume)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is there; of a part such as `a.b`, also whether the whole is."""
+    whole = package.partition(".")[0]
+    return find_spec(whole) is not None and find_spec(package) is not None
 
 
 async def check_functions(services: Sequence[Environment]) -> None:

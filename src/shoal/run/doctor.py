@@ -22,6 +22,10 @@ OPTIONAL = {
     "peft": "train.lora",
     "tensorboard": "metrics.tensorboard",
     "wandb": "metrics.wandb_project",
+    "trackio": "metrics.trackers",
+    "mlflow": "metrics.trackers",
+    "aim": "metrics.trackers",
+    "llguidance": "response_format of shoal serve",
     "trl": "shoal bench trl",
 }
 

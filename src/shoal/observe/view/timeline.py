@@ -34,14 +34,15 @@ class Bar:
 
 def timeline(run: RunRecords) -> list[Bar]:
     """Bars of the newest steps; empty for a run that measured none."""
-    steps = run.steps[-MOST_STEPS - 1 :]
-    bars: list[Bar] = []
-    for before, step in pairwise(steps):
-        start_s, end_s = number(before, "time_s"), number(step, "time_s")
-        if not end_s > start_s or "train_s" not in step:
-            continue  # the clock of another process, or a run of an earlier Shoal
-        bars += _of_trainer(step, start_s, end_s) + _of_others(step, start_s, end_s - start_s)
-    return bars
+    return [bar for before, step in pairwise(run.steps[-MOST_STEPS - 1 :]) for bar in bars_of(before, step)]
+
+
+def bars_of(before: Record, step: Record) -> list[Bar]:
+    """Bars of one step, given the record of the step before it."""
+    start_s, end_s = number(before, "time_s"), number(step, "time_s")
+    if not end_s > start_s or "train_s" not in step:
+        return []  # the clock of another process, or a run of an earlier Shoal
+    return _of_trainer(step, start_s, end_s) + _of_others(step, start_s, end_s - start_s)
 
 
 def _of_trainer(step: Record, start_s: float, end_s: float) -> list[Bar]:

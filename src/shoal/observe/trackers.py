@@ -1,0 +1,224 @@
+"""Trackers of other projects: Weights & Biases, trackio, MLflow and Aim. Each gets numbers, settings and answers.
+
+A run keeps its id at each tracker in trackers.json, so that a resumed run goes on in the same place. Where a tracker
+keeps what it gets is its own matter: its environment variables apply.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from shoal.errors import ConfigError, RunDirError
+from shoal.files import replaced
+
+IDS = "trackers.json"
+Answer: TypeAlias = Mapping[str, int | float | str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A run as trackers know it."""
+
+    run_dir: Path
+    settings: Mapping[str, Any]
+    """Settings by dotted name, without credentials."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.run_dir.resolve().name
+
+    def known(self, kind: str) -> str | None:
+        """The run's id at a tracker; None before its first start."""
+        path = self.run_dir / IDS
+        try:
+            ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise RunDirError(f"{path}: expected the run's ids at its trackers: {error}") from error
+        return ids.get(kind) if isinstance(ids, dict) else None
+
+    def keep(self, kind: str, run_id: str) -> None:
+        """Keeps the run's id at a tracker."""
+        path = self.run_dir / IDS
+        ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        with replaced(path) as target:
+            target.write_text(json.dumps({**ids, kind: run_id}), encoding="utf-8")
+
+
+class OtherTracker(Protocol):
+    """A tracker of another project."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the numbers of one step."""
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Logs sampled answers to held-out questions, as a table."""
+
+    def close(self) -> None:
+        """Sends what is left."""
+
+
+class WandbTracker:
+    """Tracker that logs to a Weights & Biases project; WANDB_MODE and other variables apply."""
+
+    def __init__(self, project: str, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        before, options = run.known("wandb"), {"project": project, "name": run.name, "dir": str(run.run_dir)}
+        self._run = wandb.init(**options, id=before, resume="allow", config=dict(run.settings))
+        run.keep("wandb", self._run.id)
+        # An evaluation ends after later steps were logged, and W&B drops what comes under an earlier step of its own.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of one step."""
+        self._run.log({**values, "step": step})
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Logs a table."""
+        columns, rows = _table(step, answers)
+        self._run.log({"completions": self._wandb.Table(columns=columns, data=rows), "step": step})
+
+    def close(self) -> None:
+        """Sends all pending values."""
+        self._run.finish()
+
+
+class TrackioTracker:
+    """Tracker that logs to a trackio project on this machine; TRACKIO_DIR says where."""
+
+    def __init__(self, project: str, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        name = run.known("trackio") or run.name
+        trackio.init(project=project, name=name, config=dict(run.settings), resume="allow", embed=False)
+        run.keep("trackio", name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of one step."""
+        self._trackio.log(dict(values), step=step)
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Logs a table."""
+        import pandas as pd
+
+        columns, rows = _table(step, answers)
+        table = self._trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))
+        self._trackio.log({"completions": table}, step=step)
+
+    def close(self) -> None:
+        """Writes all pending values."""
+        self._trackio.finish()
+
+
+class MlflowTracker:
+    """Tracker that logs to an MLflow experiment; MLFLOW_TRACKING_URI says where."""
+
+    def __init__(self, experiment: str, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric, self._client = Metric, MlflowClient()
+        self._id = run.known("mlflow") or ""
+        if self._id:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            found = self._client.get_experiment_by_name(experiment)
+            into = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+            self._id = self._client.create_run(into, run_name=run.name).info.run_id
+            run.keep("mlflow", self._id)
+        self._client.log_dict(self._id, dict(run.settings), "config.json")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of one step."""
+        now_ms = round(time.time() * 1000)
+        # A store of files keeps a name as a file: `reward` cannot be one and the folder of `reward/<task>` too.
+        plain = {re.sub(r"[^\w. -]", ".", name): value for name, value in values.items()}
+        metrics = [self._metric(name, value, now_ms, step) for name, value in plain.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Adds rows to a table."""
+        columns, rows = _table(step, answers)
+        data = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+        self._client.log_table(self._id, data, "completions.json")
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+class AimTracker:
+    """Tracker that logs to an Aim experiment, in the repository beside the run's folder."""
+
+    def __init__(self, experiment: str, run: TrackedRun) -> None:
+        import aim
+
+        self._aim, before = aim, run.known("aim")
+        repo = str(run.run_dir.resolve().parent)
+        self._run = aim.Run(
+            run_hash=before,
+            repo=repo,
+            experiment=experiment,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        run.keep("aim", self._run.hash)
+        self._run.name = run.name
+        self._run["config"] = dict(run.settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the values of one step."""
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Logs each answer as a text, with its number, question and reward."""
+        columns, rows = _table(step, answers)
+        texts = ["\n".join(f"{name}: {value}" for name, value in zip(columns, row, strict=True)) for row in rows]
+        self._run.track([self._aim.Text(text) for text in texts], name="completions", step=step)
+
+    def close(self) -> None:
+        """Writes all pending values."""
+        self._run.close()
+
+
+KINDS: Mapping[str, Callable[[str, TrackedRun], OtherTracker]] = {
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+    "aim": AimTracker,
+}
+"""Trackers by the name that their package and the extra which brings it have too."""
+
+
+def kind_and_name(text: str) -> tuple[str, str]:
+    """Kind and name of a text KIND:NAME, such as `mlflow:my-project`. Raises `ConfigError`."""
+    kind, _, name = text.partition(":")
+    if kind not in KINDS or not name:
+        raise ConfigError(f"metrics.trackers: expected KIND:NAME with one of {', '.join(KINDS)}, got {text!r}")
+    return kind, name
+
+
+def other_tracker(text: str, run: TrackedRun, setting: str = "metrics.trackers") -> OtherTracker:
+    """Tracker that KIND:NAME names, as `setting` wants it. Raises `ConfigError` and `RunDirError`."""
+    kind, name = kind_and_name(text)
+    try:
+        return KINDS[kind](name, run)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{setting}: {text!r} needs the package {error.name}, which is not installed; "
+            f"pip install 'shoal[{kind}]' brings it"
+        ) from error
+
+
+def _table(step: int, answers: Sequence[Answer]) -> tuple[list[str], list[list[int | float | str | None]]]:
+    """Columns and rows of answers."""
+    columns = list(answers[0]) if answers else []
+    return ["step", *columns], [[step, *(answer.get(name) for name in columns)] for answer in answers]
