@@ -35,13 +35,14 @@ def check_start(config: Config, *, resume: bool = False) -> None:
         NatsOptions(swarm.servers, swarm.name)
     elif swarm.external_groups:
         raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
-    for setting, wanted, package, extra in (
+    packages: list[tuple[str, object, str, str]] = [
         ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
         ("metrics.wandb_project", metrics.wandb_project is not None, "wandb", "wandb"),
-        *((f"metrics.trackers = {text!r}", True, *[kind_and_name(text)[0]] * 2) for text in metrics.trackers),
+        *((f"metrics.trackers = {text!r}", True, kind, kind) for text, kind in _kinds(metrics.trackers)),
         ("metrics.otlp", metrics.otlp is not None, "opentelemetry.sdk", "otlp"),
         ("train.lora.rank", config.train.lora.rank, "peft", "lora"),
-    ):
+    ]
+    for setting, wanted, package, extra in packages:
         if wanted and not _is_installed(package):
             raise ConfigError(f"{setting}: expected the package {package}; pip install 'shoal[{extra}]' brings it")
     if metrics.prometheus_port:
@@ -50,6 +51,11 @@ def check_start(config: Config, *, resume: bool = False) -> None:
         except ConfigError as error:
             raise ConfigError(f"metrics.prometheus_{error}") from None
     check_run_dir(Path(config.run_dir), resume=resume)
+
+
+def _kinds(trackers: Sequence[str]) -> list[tuple[str, str]]:
+    """Trackers with the kind of each. Raises `ConfigError`."""
+    return [(text, kind_and_name(text)[0]) for text in trackers]
 
 
 def _is_installed(package: str) -> bool:

@@ -18,7 +18,6 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
 from shoal.files import replaced
 from shoal.observe.metrics import JsonlTracker, Record, Trackers, trackers_of
-from shoal.observe.spans import SpanListener
 from shoal.plugins import source_hash
 
 QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
@@ -79,6 +78,8 @@ async def opened_run(
             changed = changed_settings(config, run_dir)
             write_resolved(config, run_dir)
             if config.metrics.otlp is not None:
+                from shoal.observe.spans import SpanListener  # few runs send spans
+
                 spans = SpanListener(config.metrics.otlp, run_dir.name)
                 stack.callback(spans.close)
                 listeners = [*listeners, spans]
