@@ -192,6 +192,9 @@ class SwarmConfig(Section):
         description="Procedural tasks taken of peers: the node's own tasks with its own settings (mine); any "
         "dataset with the peer's settings; or these datasets.",
     )
+    checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
+        [], description="Checkers with which peers' questions are taken that this node has not; truths are the peers'."
+    )
     packages: list[str] = Field(
         [], description="Task packages of peers that are taken besides those of the node's own tasks: NAME@DIGEST."
     )

@@ -8,7 +8,8 @@ By default a node draws only its own datasets with its own settings, so a peer c
 
 A task of the Python SDK is a package, which its own sandbox draws and plays (`package_tasks`).
 
-A task without a receipt is looked up by its question among the node's own. Tasks with a user's function or a judge as
+A task without a receipt is looked up by its question among the node's own. With `swarm.checkers` other questions are
+taken with the peer's truth and checker (`questions_of_peers`). Tasks with a user's function or a judge as
 scorer are never matched, so peers' text does not reach those scorers.
 """
 
@@ -23,6 +24,7 @@ from shoal.interfaces import Environment
 from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
 from shoal.swarm.package_tasks import PackageTasks
+from shoal.swarm.questions_of_peers import checker_of, task_of_question
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
@@ -75,7 +77,7 @@ class OwnTasks:
         if task.receipt is None:
             if _question(task) not in self._listed:
                 raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
-            return Claim(task.service, _question(task), task.answer)
+            return Claim(task.service, _question(task), task.answer, checker=checker_of(task))
         spec = self._specs.get(task.receipt.dataset)
         if spec is None or self._drawer is None:
             raise TaskError(f"{task.service}: no dataset of this node")
@@ -102,7 +104,9 @@ class OwnTasks:
     async def _found(self, claim: Claim) -> Task | Reason:
         if claim.receipt is None:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
-            if task is None or task.answer != claim.truth:  # two files may differ without anybody lying
+            if task is None:
+                return task_of_question(claim, self._bounds)
+            if task.answer != claim.truth:  # two files may differ without anybody lying
                 return Reason.UNKNOWN_TASK
             return Reason.HELD_OUT if split is Split.EVAL else task
         spec = self._spec(claim.receipt)

@@ -36,6 +36,7 @@ from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.offer import MAX_WANTED, TEXT, Course, Offer, OfferedRollout, Want, offer_of, without_thought
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
+from shoal.swarm.questions_of_peers import has_peers_truth
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
 from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
@@ -272,6 +273,10 @@ class Node(Peer):
         task = await self._own.task(content.claim) if content.answers == TEXT else Reason.OTHER_MODALITY
         if isinstance(task, Reason):
             return task
+        if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth
+            (reward,) = await self._scorer.score(task, [task.answer or ""])
+            if reward.status is not RewardStatus.SCORED or reward.value < 1:
+                return Reason.UNSCORED
         if len(content.rollouts) > self._most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
         courses = list[tuple[OfferedRollout, Course]]()

@@ -20,6 +20,7 @@ MAX_WANTED = 64
 MAX_TURNS = 64
 MAX_CALLS = 16
 MAX_ATTACHED = 4
+MAX_CHECKER_CHARACTERS = 16_384
 TEXT = "text"
 """Modality of what is nothing but text; others are the first word of a media type, such as image."""
 MAX_NAME_CHARACTERS = 200
@@ -62,6 +63,8 @@ class Claim:
     """Releases besides reasoning-gym's that may have changed the question."""
     package: Digest = ""
     """SHA-256 of the task package that drew the question; empty for tasks of other kinds."""
+    checker: Annotated[str, Meta(max_length=MAX_CHECKER_CHARACTERS)] = ""
+    """JSON object of checker and unit tests, for a question without a receipt; empty for tasks of other kinds."""
     modality: Name = TEXT
     """Modality of the question; of one that a node does not know it reads nothing more."""
     attachments: Annotated[tuple[Attached, ...], Meta(max_length=MAX_ATTACHED)] = ()
