@@ -274,8 +274,8 @@ class Node(Peer):
         if isinstance(task, Reason):
             return task
         if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth
-            (reward,) = await self._scorer.score(task, [task.answer or ""])
-            if reward.status is not RewardStatus.SCORED or reward.value < 1:
+            (own,) = await self._scorer.score(task, [task.answer or ""])
+            if own.status is not RewardStatus.SCORED or own.value < 1:
                 return Reason.UNSCORED
         if len(content.rollouts) > self._most_answers:
             content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
