@@ -8,7 +8,7 @@ import asyncio
 import random
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from shoal.gateway.server import Gateway
-from shoal.interfaces import EngineInfo
+from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.process import collect_rarely
 from shoal.types import Completion, FinishReason, Sampling
@@ -98,6 +98,18 @@ class EchoEngine:
         ids = answer_ids(seed)
         return [Completion(ids, (-0.5,) * len(ids), (self.version,) * len(ids), FinishReason.STOP)]
 
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
+    ) -> AsyncGenerator[ServedTokens, None]:
+        """Yields one completion at once."""
+        (whole,) = await self.generate(prompt_ids, sampling)
+        rows = zip(whole.token_ids, whole.logprobs, strict=True)
+        yield ServedTokens(tuple(ServedToken(*row) for row in rows), whole.finish_reason)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
+        """Returns no logprobs."""
+        raise NotImplementedError
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Returns no logprobs."""
         raise NotImplementedError
@@ -114,10 +126,13 @@ class EchoEngine:
 async def serve(shortest_s: float, longest_s: float, port: int = 0) -> None:
     """Serves until standard input ends."""
     made, _ = tokenizer(), _answers()
+    engine = EchoEngine(shortest_s, longest_s)
     gateway = Gateway(
-        EchoEngine(shortest_s, longest_s),
+        engine,
         ChatRenderer(made, (made.eos_token_id,)),
         max_model_len=CONTEXT,
+        model="echo",
+        model_server=engine,
     )
     listening = socket.create_server(("127.0.0.1", port), backlog=4096)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

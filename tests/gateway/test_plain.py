@@ -224,3 +224,15 @@ def test_rules_of_the_logits_reach_the_engine() -> None:
         assert (one.engine.received[0][1].top_k, one.engine.received[0][1].min_p) == (3, 0.1)
 
     run(scenario)
+
+
+@pytest.mark.parametrize(("field", "value"), [("top_k", 5), ("min_p", 0.2), ("stop", "x"), ("n", 2)])
+def test_tokens_in_and_out_refuse_sampling_that_they_do_not_know(field: str, value: object) -> None:
+    async def scenario(one: Served, client: openai.AsyncOpenAI) -> None:
+        for sampling, status in (({"max_tokens": 3, "top_k": 0, "min_p": 0.0}, 200), ({field: value}, 400)):
+            body = {"token_ids": [1, 2, 3], "sampling_params": sampling, "priority": 1, "model": None}
+            async with aiohttp.ClientSession() as http:
+                answer = await http.post(f"{one.url}/inference/v1/generate", json=body)
+                assert answer.status == status
+
+    run(scenario)

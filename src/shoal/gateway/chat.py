@@ -66,6 +66,8 @@ class TokenSampling(SamplingRequest, kw_only=True):
     max_tokens: int | None = 16
     n: Literal[1] = 1
     stop: Literal[""] | None = None
+    top_k: Literal[0, -1] = 0
+    min_p: float = 0.0
 
 
 class TokensRequest(ModelRequest, kw_only=True):
@@ -94,6 +96,8 @@ def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
 
 def tokens_ask(body: TokensRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a prompt in tokens. Raises `Refusal`."""
+    if body.sampling_params.min_p:
+        raise Refusal("sampling_params.min_p", "0", body.sampling_params.min_p)
     return AnswerRequest(sampling=body.sampling_params, prompt=_tokens("token_ids", body.token_ids))
 
 

@@ -62,9 +62,9 @@ SAMPLING: Mapping[str, Sequence[object]] = {
 """Sampling parameters of vLLM and its like that a session does not know: the values that change nothing."""
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
-    | {"store", "include", "betas", "reasoning", "thinking", "cache_control"}
+    | {"priority", "cache_salt", "store", "include", "betas", "reasoning", "thinking", "cache_control"}
 )
-"""Fields of OpenAI's and Anthropic's clients that change no answer here."""
+"""Fields of OpenAI's, Anthropic's and vLLM's clients that change no answer here."""
 
 
 @dataclass(frozen=True, slots=True)
