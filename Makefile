@@ -64,7 +64,7 @@ adapters: $(VENV)/dev-installed
 # lm-eval and Inspect against `shoal serve`.
 harnesses: $(VENV)/dev-installed
 	test -d $(VENV)-harnesses || { $(PYTHON) -m venv $(VENV)-harnesses && $(VENV)-harnesses/bin/python -m pip install $(PIP_ARGS) 'lm_eval[api]' inspect_ai openai transformers jinja2; }
-	SHOAL_HARNESS_BIN=$(abspath $(VENV)-harnesses/bin) $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py
+	SHOAL_HARNESS_BIN=$(abspath $(VENV)-harnesses/bin) $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py tests/observe/test_trace.py
 
 # Trackers of other projects, with their stores on this machine.
 trackers: $(VENV)/dev-installed
