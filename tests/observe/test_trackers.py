@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from shoal.config import MetricsConfig, parse
 from shoal.errors import ConfigError
 from shoal.observe.metrics import trackers_of
+from shoal.observe.trackers import KINDS
 from shoal.run.checks import check_start
 
 PYTHON = os.environ.get("SHOAL_TRACKERS_PYTHON", "")
@@ -216,8 +218,7 @@ def test_spans_reach_a_receiver_with_who_worked_and_waited(
     [
         ({"trackers": ["comet:x"]}, "comet"),
         ({"trackers": ["mlflow"]}, "KIND:NAME"),
-        ({"trackers": ["aim:x"]}, r"shoal\[aim\]"),
-        ({"otlp": "http://127.0.0.1:4318"}, r"shoal\[otlp\]"),
+        *(({"trackers": [f"{kind}:x"]}, rf"shoal\[{kind}\]") for kind in KINDS if find_spec(kind) is None),
     ],
 )
 def test_a_tracker_that_cannot_be_had_is_named_before_the_run(
