@@ -42,7 +42,9 @@ from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
 from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
 
 NEWCOMER_REST = 4.0
-"""Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time."""
+"""Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time.
+
+There is none with `take = "uniform"`, which knows no newcomers."""
 HANG_REST = 30.0
 """Rest used instead of `NEWCOMER_REST` when drawing or scoring an offer hit its deadline."""
 MOST_TAKEN = 1 << 17
@@ -92,6 +94,7 @@ class Node(Peer):
         self._renderer, self._max_model_len = renderer, max_model_len
         self._model = Path(config.model.path).name or "model"
         self._thoughts = settings.thoughts == "keep"
+        self._newcomer_rest = 0.0 if settings.take == "uniform" else NEWCOMER_REST
         self._most_answers = max(config.rollout.group_size, 2)
         self._split: AdaptiveSplit | None = None
         if settings.external_groups == "adaptive":
@@ -243,7 +246,7 @@ class Node(Peer):
             took_s = time.monotonic() - began_s
             self._settle(message, found)
             if was_newcomer:
-                rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else NEWCOMER_REST
+                rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else self._newcomer_rest
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 
