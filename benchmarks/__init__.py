@@ -59,7 +59,7 @@ def run_bench(name: str, *, quick: bool, model: str | None = None, **options: fl
         if model != "smollm2" or name not in SMOLLM2:
             raise ConfigError(f"bench: expected --model smollm2 with {' or '.join(SMOLLM2)}, got {model!r} with {name}")
         say(f"bench {name} --model {model} begins")
-        return figures_of(name, getattr(import_module("benchmarks.smollm2"), name), quick)
+        return figures_of(name, partial(import_module("benchmarks.smollm2").in_own_process, name), quick)
     if options and name != "chaos":
         raise ConfigError(f"bench: expected no --{' and no --'.join(options)} for {name}, which chaos alone has")
     measure: Callable[..., Report] = import_module(f"benchmarks.{MODULES[name]}").measure

@@ -12,27 +12,32 @@ thread, so other processes on the machine change them little.
 """
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks import say
+from benchmarks import on_path, say
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request
 from shoal.engine.step_engine import StepEngine
+from shoal.errors import ShoalError
 from shoal.model import MOST_LOGITS
 from shoal.model.gguf import SMOLLM2
 from shoal.model.loading import load_model
 from shoal.model.prefix_tree import prefix_tree
 from shoal.model.renderer_loading import local_directory
+from shoal.net.process import torch_environment
 from shoal.trainer.packing import micro_batches
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample, Sampling, seed_for
@@ -45,6 +50,20 @@ ROUNDS = 4
 GROUP = 8
 GROUPS = 6
 TRAIN_ROUNDS = 3
+
+
+def in_own_process(name: str, quick: bool) -> Report:
+    """Measures in a process with the environment of an engine or a trainer. Raises `ShoalError` without figures."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.smollm2", name, *(["--quick"] if quick else [])],
+        env=on_path(torch_environment(1)),
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if ended.returncode:
+        raise ShoalError(f"bench {name} --model smollm2: its process ended with code {ended.returncode}")
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=dict[str, object])
 
 
 def engine(quick: bool, directory: Path | None = None) -> Report:
@@ -195,7 +214,9 @@ def _others(directory: Path, batch: int, drawn: int, rounds: int) -> dict[str, f
     def continuous() -> None:
         config = paged.generation_config
         config.do_sample, config.max_new_tokens, config.eos_token_id = True, drawn, -1
-        found = paged.generate_batch(prompts, generation_config=config)
+        # By default it takes nearly all of the machine's free memory.
+        room = ContinuousBatchingConfig(num_blocks=2 * batch, max_batch_tokens=max(512, batch * PROMPT_TOKENS))
+        found = paged.generate_batch(prompts, generation_config=config, continuous_batching_config=room)
         assert all(len(answer.generated_tokens) == drawn for answer in found.values())
 
     sides = {"shoal whole": ours, "transformers generate": generate, "transformers continuous": continuous}
@@ -250,3 +271,8 @@ def _seconds(run: Callable[[], object]) -> float:
     began_s = time.process_time()
     run()
     return time.process_time() - began_s
+
+
+if __name__ == "__main__":
+    report = {"engine": engine, "trainer": trainer}[sys.argv[1]]("--quick" in sys.argv)
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
