@@ -228,24 +228,24 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: nn.Parameter, eps: float) -> Tensor:
-        square = torch.linalg.vecdot(x.float(), x.float()).div_(x.shape[-1])
-        scale = square.add_(eps).rsqrt_().unsqueeze(-1)
+        unit = x.to(torch.float32, copy=True)
+        scale = torch.linalg.vecdot(unit, unit).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, scale)
         ctx.weight_W = weight_W
-        return torch.mul(x, scale).mul_(weight_W).to(x.dtype)
+        return unit.mul_(scale).mul_(weight_W).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         weight_W = ctx.weight_W.detach()
-        unit, grad_unit = torch.mul(x, scale), grad.float()
+        unit = x.to(torch.float32, copy=True).mul_(scale)
+        grad_unit = grad.to(torch.float32, copy=True)
         product = unit * grad_unit
         if ctx.weight_W.requires_grad:
             _add([ctx.weight_W], product.flatten(0, -2).sum(0))
         along = (product @ weight_W).div_(-x.shape[-1]).unsqueeze(-1)
-        grad_x = torch.addcmul(grad_unit * weight_W, unit, along).mul_(scale)
-        return grad_x.to(x.dtype), None, None
+        return grad_unit.mul_(weight_W).addcmul_(unit, along).mul_(scale).to(x.dtype), None, None
 
 
 class _Rotated(torch.autograd.Function):
