@@ -84,7 +84,13 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
         await buffer.record_version(1, sealed.checksum)
         parts: Any = SimpleNamespace(
-            config=config, engine=engine, trainer=LaterWeights(), buffer=buffer, store=store, swarm=None
+            config=config,
+            run_dir=tmp_path,
+            engine=engine,
+            trainer=LaterWeights(),
+            buffer=buffer,
+            store=store,
+            swarm=None,
         )
         await TrainLoop(parts, first_step=3, version=1).load_recovered(1)
         await buffer.close()

@@ -31,7 +31,7 @@ from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition
 from shoal.trainer.advantage import is_informative, returns_of
-from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.trainer.messages import RATIO_BOUNDS, StepStats, TokensFile
 from shoal.types import Group, Reward, Sample, Sampling, Task
 from shoal.weights.store import WeightStore
 
@@ -60,7 +60,9 @@ class Recording:
         self.pushes: list[bool] = []
         self.moments: list[tuple[int, int]] = []
 
-    async def step(self, groups: Sequence[Sequence[Sample]], version: int, since_push: int) -> StepStats:
+    async def step(
+        self, groups: Sequence[Sequence[Sample]], version: int, since_push: int, *, tokens_file: TokensFile | None
+    ) -> StepStats:
         self.moments.append((version, since_push))
         self.given.append([row for rows in groups for row in rows])
         return NOTHING
@@ -140,8 +142,10 @@ async def draw_groups(buffer: Buffer) -> None:
 class Refusing(Recording):
     """A trainer whose gradients are never finite."""
 
-    async def step(self, groups: Sequence[Sequence[Sample]], version: int, since_push: int) -> StepStats:
-        return replace(await super().step(groups, version, since_push), refused_updates=1)
+    async def step(
+        self, groups: Sequence[Sequence[Sample]], version: int, since_push: int, *, tokens_file: TokensFile | None
+    ) -> StepStats:
+        return replace(await super().step(groups, version, since_push, tokens_file=tokens_file), refused_updates=1)
 
 
 class Useless(TrainLoop):
